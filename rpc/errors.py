@@ -1,0 +1,112 @@
+"""Every error TensorWire raises of its own accord, in one tree.
+
+    RuntimeError
+    └── RpcError
+        ├── NotInitializedError       no current agent: init_rpc was not called, or shutdown was
+        ├── BringUpError              a group could not be formed; names who is missing and why
+        ├── UnknownWorkerError        a destination that is not in the group
+        ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
+        ├── WorkerLostError           the other worker died, froze or was cut off
+        ├── AgentClosedError          this worker shut down while the call was outstanding
+        ├── QueueFullError            back-pressure: too many bytes are in flight to one worker
+        ├── FrameError                bytes from a peer are not a message
+        ├── DeviceMapError            a tensor's device has no counterpart at the destination
+        ├── EncodeError               a value cannot be sent (also a TypeError)
+        ├── DecodeError               a value that arrived cannot be rebuilt here
+        ├── RemoteError               a remote exception whose own type cannot be rebuilt here
+        └── RRefError
+            ├── RRefCreationError     ``remote()`` failed or timed out; its handle is unusable
+            ├── RRefDeletedError      the handle was deleted by shutdown
+            └── StaleRRefError        the owner, or the incarnation of it, is gone
+
+Exceptions raised by user code on another worker do not appear here: they come
+back as their own type (see ``remote_errors``).
+"""
+
+from __future__ import annotations
+
+
+class RpcError(RuntimeError):
+    """Root of the tree above."""
+
+
+class NotInitializedError(RpcError):
+    """There is no current agent in this thread or process."""
+
+    def __init__(self) -> None:
+        super().__init__("RPC has not been initialized. Call rpc.init_rpc first.")
+
+
+class BringUpError(RpcError):
+    """The group could not be formed."""
+
+
+class UnknownWorkerError(RpcError):
+    """A call names a worker that is not in the group."""
+
+
+class RpcTimeoutError(RpcError, TimeoutError):
+    """A call, or a wait for a value, passed its deadline."""
+
+
+class WorkerLostError(RpcError):
+    """The worker at the other end is gone.
+
+    Attributes:
+        name: the lost worker's name.
+        incarnation: which life of that name was lost.
+        reason: what was observed, for people.
+    """
+
+    def __init__(self, name: str, incarnation: int, reason: str) -> None:
+        super().__init__(f"worker {name!r} (incarnation {incarnation}) was lost: {reason}")
+        self.name = name
+        self.incarnation = incarnation
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, int, str]]:
+        return type(self), (self.name, self.incarnation, self.reason)
+
+
+class AgentClosedError(RpcError):
+    """This worker's agent was shut down while the operation was outstanding."""
+
+
+class QueueFullError(RpcError):
+    """More bytes are in flight to one worker than the options allow."""
+
+
+class FrameError(RpcError):
+    """Bytes received from a peer do not form a valid message."""
+
+
+class DeviceMapError(RpcError):
+    """A tensor lives on a device that the device map does not cover."""
+
+
+class EncodeError(RpcError, TypeError):
+    """A value cannot be serialized; raised before anything is sent."""
+
+
+class DecodeError(RpcError):
+    """A received value cannot be rebuilt on this worker."""
+
+
+class RemoteError(RpcError):
+    """Stands in for a remote exception whose type cannot be rebuilt here."""
+
+
+class RRefError(RpcError):
+    """Root of what can go wrong with a remote reference."""
+
+
+class RRefCreationError(RRefError):
+    """The call that should have created the referenced value failed."""
+
+
+class RRefDeletedError(RRefError):
+    """The handle was deleted, usually by ``shutdown``."""
+
+
+class StaleRRefError(RRefError):
+    """The reference points at a value, or a life of its owner, that no longer exists."""

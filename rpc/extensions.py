@@ -1,0 +1,70 @@
+"""How other packages ride on calls without ``rpc`` knowing them.
+
+An extension belongs to one agent. It may attach a few bytes of metadata to
+requests and replies, look at (and on receipt replace) the tensors they carry,
+wrap the running of a handler, and exchange messages of its own. Distributed
+autograd is one; profiling and tracing are meant to be others.
+
+The wire names an extension by the module that defines it. A worker that gets a
+message for an extension it has not loaded imports that module and instantiates
+its ``RPC_EXTENSION`` class, so a server need not import what its clients use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.futures import Future
+
+
+class CallExtension(Protocol):
+    """What rides on calls. Every hook runs outside the agent's locks.
+
+    In each hook ``tensors`` are all tensors of the value in the order the codec
+    met them. Hooks on the receiving side return the list to use in their place.
+    """
+
+    name: ClassVar[str]
+    """The importable module whose ``RPC_EXTENSION`` is this class."""
+
+    def __init__(self, agent: Agent) -> None: ...
+
+    def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """Runs at the caller, in the calling thread; None attaches nothing."""
+
+    def incoming_request(
+        self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], AbstractContextManager[object]]:
+        """Runs at the callee; the handler and the encoding of its result run inside
+        the returned context manager, on whatever thread they are."""
+
+    def outgoing_reply(
+        self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
+    ) -> bytes | None:
+        """Runs at the callee, inside the context manager, for a request that had metadata."""
+
+    def incoming_reply(
+        self, sender: int, request_metadata: bytes, metadata: bytes, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Runs at the caller for a reply that carries metadata."""
+
+    def on_message(
+        self, sender: int, body: bytes, tensors: list[torch.Tensor]
+    ) -> Future[bytes] | bytes:
+        """Handles a message sent with ``Agent.send_extension_message``; the
+        (eventual) result travels back. Runs on a system thread that may block."""
+
+    def on_worker_lost(self, worker_id: int, reason: str) -> None:
+        """Releases whatever waits for, or belongs to, a lost worker."""
+
+    def debug_info(self) -> dict[str, int]:
+        """Counts worth showing in ``rpc.debug_info()``."""
+
+    def close(self) -> None:
+        """The agent is shutting down."""

@@ -1,0 +1,1 @@
+"""Ways to move frames between workers; see ``base`` for what they share."""

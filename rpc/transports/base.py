@@ -1,0 +1,130 @@
+"""What every transport is: a way to hand frames to other workers of the group.
+
+A transport moves frames and reports peers that are gone. It does not know what
+a frame means, match replies to callers, run handlers or keep time for calls:
+all of that is the agent's.
+
+What every implementation promises (``tests/rpc/transports/conformance.py``):
+
+- A frame that ``send`` accepted is delivered exactly once, or ``peer_lost`` is
+  reported for its destination. No order is promised between frames.
+- ``send`` raises before anything leaves when the frame cannot be sent: the
+  peer is unknown or lost, or a tensor's device has no place at the other end.
+- ``deliver`` and ``peer_lost`` are called on the transport's threads, several
+  at a time, never while a lock of the transport is held. They return quickly,
+  except a request where ``runs_handlers`` says that it may block.
+- After ``close`` returned, neither is called again, and every thread,
+  descriptor and segment of the transport is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from rpc.worker_info import WorkerInfo
+
+
+class FrameKind(enum.IntEnum):
+    """What the sender expects to happen with a frame."""
+
+    REQUEST = 1
+    """Exactly one REPLY frame with the same correlation comes back."""
+    REPLY = 2
+    """Answers a request; sent to the worker the request came from."""
+    NOTICE = 3
+    """Nothing comes back; correlation is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The unit a transport carries.
+
+    Args:
+        kind: see :class:`FrameKind`.
+        correlation: 64-bit id, unique per sender among its outstanding requests.
+        header: the message header, a few dozen bytes.
+        payload: pickled user value, from nothing to gigabytes.
+        tensors: strided, non-overlapping and dense, detached; dtype, shape and
+            strides arrive as they are. Small tensors never come here: the codec
+            puts them into the header.
+    """
+
+    kind: FrameKind
+    correlation: int
+    header: bytes
+    payload: bytes | bytearray | memoryview = b""
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker as transports see it.
+
+    Args:
+        info: name and id.
+        incarnation: which life of that name; a worker that returns has a higher one.
+        address: what the peer's transport returned from ``start``.
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    address: bytes
+
+
+class Receiver(Protocol):
+    """The agent, as a transport sees it."""
+
+    def deliver(self, sender: int, frame: Frame) -> None:
+        """Takes one frame from worker ``sender``."""
+
+    def peer_lost(self, worker_id: int, reason: str) -> None:
+        """Learns that ``worker_id`` cannot be reached any more; called once per peer."""
+
+
+class Transport(Protocol):
+    """One worker's end of a way to move frames. See the module's promises."""
+
+    runs_handlers: ClassVar[bool]
+    """True if ``deliver`` may run a request's handler on the calling thread,
+    because the transport already has another thread reading."""
+
+    def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
+        """Begins to listen; returns the address to publish to the other workers."""
+
+    def add_peer(self, peer: Peer) -> None:
+        """Makes ``peer`` known, so that frames can be sent to and accepted from it.
+
+        Called for this worker itself too: frames to oneself take the same path.
+        A peer may be added again under a higher incarnation after it was lost.
+        """
+
+    def remove_peer(self, worker_id: int) -> None:
+        """Forgets a peer that left or was declared lost; drops its connections.
+
+        Frames from it are refused from then on; ``peer_lost`` is not reported."""
+
+    def send(self, to: int, frame: Frame) -> None:
+        """Queues or sends ``frame``; does not wait for its delivery.
+
+        Raises:
+            WorkerLostError: the peer was lost.
+            UnknownWorkerError: the peer was never added.
+            DeviceMapError: a tensor's device is not mapped for this peer.
+            QueueFullError: the bound on bytes in flight was reached and the
+                transport was told not to block.
+        """
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Waits until ``done()``, on behalf of a caller that needs a reply.
+
+        ``block`` sleeps until ``done()`` holds. A transport without threads to
+        spare reads here instead; the others simply call ``block``.
+        """
+
+    def close(self, flush_seconds: float) -> None:
+        """Stops; frames already accepted get up to ``flush_seconds`` to leave."""
