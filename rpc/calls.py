@@ -1,0 +1,139 @@
+"""Decides what becomes of this worker's outstanding calls. Sans-IO.
+
+A call is open from the moment before its request is sent until its reply, its
+deadline or the loss of its worker, whichever comes first: exactly one of them
+ends it. A call that ended by deadline leaves a *ghost* behind until the late
+reply arrives or the worker is lost, because only then is it known that the
+request is no longer under way: references lent to it stay alive, and shutdown
+must not overtake it.
+
+Deadlines are kept in buckets of 1/64 s, so that opening and closing a call
+costs a dict operation however many are outstanding.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_BUCKETS_PER_SECOND = 64
+
+
+class Ending(enum.Enum):
+    """What ended a call, or a ghost."""
+
+    REPLY = "reply"
+    DEADLINE = "deadline"
+    LOST = "lost"
+    LATE_REPLY = "late reply"
+    GHOST_LOST = "ghost lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Generic[T]):
+    """Effect: tell ``call`` how it ended."""
+
+    ending: Ending
+    call: T
+
+
+@dataclass(slots=True)
+class _Open(Generic[T]):
+    call: T
+    to: int
+    opened_at: float
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutstandingCall(Generic[T]):
+    """One row of a dump of outstanding calls."""
+
+    call_id: int
+    call: T
+    to: int
+    opened_at: float
+
+
+class CallTable(Generic[T]):
+    """The outstanding calls of one worker; ``T`` is whatever the agent keeps per call.
+
+    Times are seconds on any monotonic clock, always passed in.
+    """
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Open[T]] = {}
+        self._ghosts: dict[int, tuple[T, int]] = {}
+        self._buckets: dict[int, set[int]] = {}
+
+    def open(self, call: T, to: int, now: float, timeout: float) -> int:
+        """Registers a call; ``timeout`` in seconds, 0 for none. Returns its id."""
+        call_id = next(self._ids)
+        bucket = int((now + timeout) * _BUCKETS_PER_SECOND) + 1 if timeout else 0
+        self._open[call_id] = _Open(call, to, now, bucket)
+        if bucket:
+            self._buckets.setdefault(bucket, set()).add(call_id)
+        return call_id
+
+    def close(self, call_id: int) -> Ended[T] | None:
+        """A reply arrived; None if the call already ended and left no ghost."""
+        entry = self._open.pop(call_id, None)
+        if entry is None:
+            ghost = self._ghosts.pop(call_id, None)
+            return None if ghost is None else Ended(Ending.LATE_REPLY, ghost[0])
+        self._unbucket(call_id, entry.bucket)
+        return Ended(Ending.REPLY, entry.call)
+
+    def withdraw(self, call_id: int) -> bool:
+        """The request could not be sent: forget the call. False if it ended meanwhile."""
+        entry = self._open.pop(call_id, None)
+        if entry is None:
+            self._ghosts.pop(call_id, None)
+            return False
+        self._unbucket(call_id, entry.bucket)
+        return True
+
+    def expire(self, now: float) -> list[Ended[T]]:
+        """Ends every call whose deadline has passed; each leaves a ghost."""
+        ended: list[Ended[T]] = []
+        for bucket in [b for b in self._buckets if b <= now * _BUCKETS_PER_SECOND]:
+            for call_id in sorted(self._buckets.pop(bucket)):
+                entry = self._open.pop(call_id)
+                self._ghosts[call_id] = (entry.call, entry.to)
+                ended.append(Ended(Ending.DEADLINE, entry.call))
+        return ended
+
+    def lose(self, worker_id: int) -> list[Ended[T]]:
+        """Ends every call and ghost that waits for a worker which is gone."""
+        ended: list[Ended[T]] = []
+        for call_id in [c for c, entry in self._open.items() if entry.to == worker_id]:
+            entry = self._open.pop(call_id)
+            self._unbucket(call_id, entry.bucket)
+            ended.append(Ended(Ending.LOST, entry.call))
+        for call_id in [c for c, (_, to) in self._ghosts.items() if to == worker_id]:
+            ended.append(Ended(Ending.GHOST_LOST, self._ghosts.pop(call_id)[0]))
+        return ended
+
+    def next_expiry(self) -> float | None:
+        """When :meth:`expire` should run next, or None while no call has a deadline."""
+        return min(self._buckets) / _BUCKETS_PER_SECOND if self._buckets else None
+
+    def outstanding(self) -> list[OutstandingCall[T]]:
+        """The open calls, oldest first."""
+        return [OutstandingCall(i, e.call, e.to, e.opened_at) for i, e in self._open.items()]
+
+    def __len__(self) -> int:
+        """How many requests may still be under way: open calls and ghosts."""
+        return len(self._open) + len(self._ghosts)
+
+    def _unbucket(self, call_id: int, bucket: int) -> None:
+        if bucket:
+            members = self._buckets[bucket]
+            members.discard(call_id)
+            if not members:
+                del self._buckets[bucket]

@@ -1,0 +1,137 @@
+"""The future a caller holds: torch's own, which can also be awaited.
+
+Owns how results and errors reach whoever waits. It does not know calls or
+messages; the agent gives it a way to wait and completes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+
+from rpc.executor import blocking
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+if TYPE_CHECKING:
+    _TorchFuture = torch.futures.Future
+else:
+
+    class _TorchFuture(torch.futures.Future, Generic[T]):
+        """``torch.futures.Future`` spelled so that it can be subscripted at run time."""
+
+
+Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
+
+_logger = logging.getLogger("rpc")
+
+
+class Future(_TorchFuture[T]):
+    """The result of an asynchronous call.
+
+    A :class:`torch.futures.Future` (so ``wait``, ``value``, ``done``, ``then``,
+    ``add_done_callback``, ``torch.futures.wait_all`` and ``collect_all`` work),
+    which can also be awaited in asyncio code. A failure that nobody ever looks
+    at is logged when the future is collected.
+
+    Args:
+        devices: as for torch's.
+        description: what the future is the result of, for that log line.
+        waiter: how to wait; the default sleeps.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: list[int | str | torch.device] | None = None,
+        description: str = "a call",
+        waiter: Waiter | None = None,
+    ) -> None:
+        super().__init__(devices=devices)
+        self._description = description
+        self._waiter = waiter
+        self._unseen_error: BaseException | None = None
+
+    def wait(self) -> T:
+        """Blocks until the result is there and returns it, or raises the call's error."""
+        if not self.done():
+            with blocking():
+                if self._waiter is None:
+                    return self._result(super().wait)
+                self._waiter(self.done, self._sleep)
+        return self._result(super().wait)
+
+    def value(self) -> T:
+        """Returns the result of a completed future, or raises its error."""
+        return self._result(super().value)
+
+    def then(self, callback: Callable[..., S]) -> Future[S]:  # type: ignore[override]
+        """Returns a future of what ``callback(self)`` returns once this one is done.
+
+        The callback runs in the context (distributed autograd, deadline) of this
+        call to ``then``. What it raises fails the returned future.
+        """
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments. Got {callback!r}")
+        child: Future[S] = Future(description=f"a callback on {self._description}")
+        child._waiter = self._waiter
+        context = contextvars.copy_context()
+
+        def run(_: object) -> None:
+            try:
+                child.set_result(context.run(callback, self))
+            except Exception as error:
+                child.set_exception(error)
+
+        self.add_done_callback(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[..., None]) -> None:
+        """Calls ``callback(self)`` when done, or now if it already is."""
+        self._unseen_error = None
+        self._watched = True
+        super().add_done_callback(callback)
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error, which ``wait`` and ``value`` raise."""
+        if not self._watched:
+            self._unseen_error = result
+        super().set_exception(cast(Any, result))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits without blocking the running asyncio loop."""
+        loop = asyncio.get_running_loop()
+        bridge: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not bridge.done():
+                bridge.set_result(None)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        yield from bridge
+        return self._result(super().value)
+
+    _watched = False
+
+    def _sleep(self) -> None:
+        self._result(super().wait, swallow=True)
+
+    def _result(self, get: Callable[[], Any], *, swallow: bool = False) -> Any:
+        try:
+            return get()
+        except BaseException:
+            self._unseen_error = None
+            if not swallow:
+                raise
+            return None
+
+    def __del__(self) -> None:
+        error = getattr(self, "_unseen_error", None)
+        if error is not None:
+            _logger.error("%s failed and nobody looked: %s", self._description, error)

@@ -1,0 +1,194 @@
+"""The header of every message: what it asks for and what rides along, in bytes.
+
+Owns the binary layout and nothing else: values are the codec's (they travel as
+payload), reference entries and control messages are packed by ``control``, the
+tensor table by ``tensor_table``. Nothing here is ever pickled, and malformed
+bytes raise :class:`FrameError`.
+
+Layout, little endian. Request: ``version u8, operation u8, flags u8,
+extension count u8, remaining seconds f64 (0 = no deadline), target length u16,
+references length u32``, then target, extensions, references; the rest is the
+tensor table. Reply: ``version u8, status u8, flags u8, extension count u8,
+references length u32``, then the same sections without a target. An extension
+is ``name length u8, data length u32, name, data``.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from rpc.errors import FrameError
+
+PROTOCOL_VERSION = 1
+
+_REQUEST = struct.Struct("<BBBBdHI")
+_REPLY = struct.Struct("<BBBBI")
+_EXTENSION = struct.Struct("<BI")
+_PLAIN = 1
+
+Extensions = tuple[tuple[str, bytes], ...]
+
+
+class Operation(enum.IntEnum):
+    """What a request asks of the worker that receives it."""
+
+    CALL = 1
+    """Run a function, reply with its result."""
+    CREATE = 2
+    """Run a function, keep its result under the RRef id in ``target``, reply when done."""
+    FETCH = 3
+    """Reply with the value of the RRef in ``target`` once it exists."""
+    EXTENSION = 4
+    """Hand the payload to the extension named in ``target``."""
+
+
+class Status(enum.IntEnum):
+    """How a request ended."""
+
+    OK = 0
+    ERROR = 1
+    """The payload is an error packed by ``remote_errors``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The header of a request.
+
+    Args:
+        operation: what to do.
+        plain: decoding the payload runs no user code.
+        timeout: seconds left to the call; 0 means no deadline.
+        target: what the operation works on, packed by its user.
+        extensions: metadata by extension name.
+        references: the RRefs in the value, packed by ``control``.
+        tensor_table: the tensors in the value, packed by ``tensor_table``.
+    """
+
+    operation: Operation
+    plain: bool = True
+    timeout: float = 0.0
+    target: bytes = b""
+    extensions: Extensions = ()
+    references: bytes = b""
+    tensor_table: bytes = b""
+
+    def encode(self) -> bytes:
+        """Packs the header."""
+        head = _REQUEST.pack(
+            PROTOCOL_VERSION,
+            self.operation,
+            _PLAIN if self.plain else 0,
+            len(self.extensions),
+            self.timeout,
+            len(self.target),
+            len(self.references),
+        )
+        packed = _pack_extensions(self.extensions)
+        return b"".join((head, self.target, packed, self.references, self.tensor_table))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Request:
+        """Unpacks a header.
+
+        Raises:
+            FrameError: the bytes are not a request of this protocol version.
+        """
+        try:
+            version, op, flags, n_ext, timeout, n_target, n_refs = _REQUEST.unpack_from(data)
+        except struct.error:
+            raise FrameError(f"a request header of {len(data)} bytes is too short") from None
+        _check_version(version)
+        start = _REQUEST.size
+        target = _section(data, start, n_target)
+        extensions, start = _unpack_extensions(data, start + n_target, n_ext)
+        references = _section(data, start, n_refs)
+        try:
+            operation = Operation(op)
+        except ValueError:
+            raise FrameError(f"unknown operation {op}") from None
+        table = data[start + n_refs :]
+        return cls(operation, bool(flags & _PLAIN), timeout, target, extensions, references, table)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The header of a reply; see :class:`Request` for the sections."""
+
+    status: Status
+    plain: bool = True
+    extensions: Extensions = ()
+    references: bytes = b""
+    tensor_table: bytes = b""
+
+    def encode(self) -> bytes:
+        """Packs the header."""
+        flags = _PLAIN if self.plain else 0
+        head = _REPLY.pack(
+            PROTOCOL_VERSION, self.status, flags, len(self.extensions), len(self.references)
+        )
+        return b"".join(
+            (head, _pack_extensions(self.extensions), self.references, self.tensor_table)
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Reply:
+        """Unpacks a header.
+
+        Raises:
+            FrameError: the bytes are not a reply of this protocol version.
+        """
+        try:
+            version, status, flags, n_ext, n_refs = _REPLY.unpack_from(data)
+        except struct.error:
+            raise FrameError(f"a reply header of {len(data)} bytes is too short") from None
+        _check_version(version)
+        if status not in (Status.OK, Status.ERROR):
+            raise FrameError(f"unknown reply status {status}")
+        extensions, start = _unpack_extensions(data, _REPLY.size, n_ext)
+        references = _section(data, start, n_refs)
+        table = data[start + n_refs :]
+        return cls(Status(status), bool(flags & _PLAIN), extensions, references, table)
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise FrameError(
+            f"message of protocol version {version}; this worker speaks {PROTOCOL_VERSION}"
+        )
+
+
+def _section(data: bytes, start: int, length: int) -> bytes:
+    if start + length > len(data):
+        raise FrameError(f"a section of {length} bytes runs past the end of its header")
+    return data[start : start + length]
+
+
+def _pack_extensions(extensions: Extensions) -> bytes:
+    if not extensions:
+        return b""
+    parts: list[bytes] = []
+    for name, data in extensions:
+        encoded = name.encode()
+        parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
+    return b"".join(parts)
+
+
+def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions, int]:
+    if not count:
+        return (), start
+    found: list[tuple[str, bytes]] = []
+    for _ in range(count):
+        try:
+            n_name, n_data = _EXTENSION.unpack_from(data, start)
+        except struct.error:
+            raise FrameError("an extension runs past the end of its header") from None
+        start += _EXTENSION.size
+        try:
+            name = _section(data, start, n_name).decode()
+        except UnicodeDecodeError:
+            raise FrameError("an extension's name is not UTF-8") from None
+        found.append((name, _section(data, start + n_name, n_data)))
+        start += n_name + n_data
+    return tuple(found), start
