@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -57,21 +58,23 @@ class Future(_TorchFuture[T]):
         self._description = description
         self._waiter = waiter
         self._unseen_error: BaseException | None = None
+        self._lock = threading.RLock()
+        self._watched = False
 
     def wait(self) -> T:
         """Blocks until the result is there and returns it, or raises the call's error."""
         if not self.done():
             with blocking():
                 if self._waiter is None:
-                    return self._result(super().wait)
+                    return cast(T, self._result(super().wait))
                 self._waiter(self.done, self._sleep)
-        return self._result(super().wait)
+        return cast(T, self._result(super().wait))
 
     def value(self) -> T:
         """Returns the result of a completed future, or raises its error."""
-        return self._result(super().value)
+        return cast(T, self._result(super().value))
 
-    def then(self, callback: Callable[..., S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[..., S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns once this one is done.
 
         The callback runs in the context (distributed autograd, deadline) of this
@@ -95,8 +98,20 @@ class Future(_TorchFuture[T]):
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
         self._unseen_error = None
-        self._watched = True
+        with self._lock:
+            self._watched = True
         super().add_done_callback(callback)
+
+    def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
+        """Completes the future if that runs no callback; False, and nothing done, if it would."""
+        with self._lock:
+            if self._watched:
+                return False
+            if error is None:
+                self.set_result(cast(T, value))
+            else:
+                self.set_exception(error)
+            return True
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Completes the future with an error, which ``wait`` and ``value`` raise."""
@@ -113,11 +128,9 @@ class Future(_TorchFuture[T]):
             if not bridge.done():
                 bridge.set_result(None)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        self.add_done_callback(lambda _: (loop.call_soon_threadsafe(wake), None)[1])
         yield from bridge
-        return self._result(super().value)
-
-    _watched = False
+        return cast(T, self._result(super().value))
 
     def _sleep(self) -> None:
         self._result(super().wait, swallow=True)

@@ -1,0 +1,263 @@
+"""The calling side of a worker: makes requests, tracks them, hands out their outcome.
+
+Owns the call table and its lock. What a request carries is put together by
+``packing``; where an outcome goes is a sink's business; time comes from the
+agent's pulse.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rpc import codec, deadlines, packing
+from rpc.calls import CallTable, Ended, Ending
+from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
+from rpc.futures import Future
+from rpc.messages import Extensions, Operation, Reply, Request, Status
+from rpc.reference_keeper import Loan
+from rpc.remote_errors import decode_error
+from rpc.sinks import FutureSink, Sink, WaitingCaller
+from rpc.transports.base import Frame, FrameKind
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+@dataclass(slots=True)
+class Call:
+    """One outgoing request, from before it is sent until nothing of it is under way.
+
+    Args:
+        description: what it is, for errors and dumps.
+        sink: takes the outcome.
+        timeout: seconds it was given, 0 for none.
+        loan: references lent to it, alive at least as long as this.
+        extensions: the metadata it carried.
+    """
+
+    description: str
+    sink: Sink
+    timeout: float
+    loan: Loan
+    extensions: Extensions = field(default=())
+
+
+class Caller:
+    """Makes this worker's requests."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._table: CallTable[Call] = CallTable()
+        self._armed: float | None = None
+        self._processing = 0
+        self._sent = 0
+        self._closed: str | None = None
+
+    def call(
+        self,
+        to: WorkerInfo,
+        func: object,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: float,
+        sink: Sink,
+        target: bytes | None = None,
+    ) -> None:
+        """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef."""
+        operation = Operation.CALL if target is None else Operation.CREATE
+        name = getattr(func, "__qualname__", repr(func))
+        try:
+            self.request(operation, to, (func, args, kwargs), timeout, sink, target or b"", name)
+        except EncodeError as error:
+            detail = codec.describe_unpicklable(func, args, kwargs)
+            raise EncodeError(detail) from error
+
+    def request(
+        self,
+        operation: Operation,
+        to: WorkerInfo,
+        value: object,
+        timeout: float,
+        sink: Sink,
+        target: bytes,
+        name: str,
+    ) -> None:
+        """Sends a request whose payload is ``value``; its outcome goes to ``sink``."""
+        agent = self._agent
+        limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
+        peer = to.id
+        attach = agent.extensions.attach_request(peer) if agent.extensions else None
+        packed = packing.pack(value, peer, agent.references, attach, borrow=True)
+        call = Call(name, sink, limit, packed.loan, packed.extensions)
+        header = Request(
+            operation,
+            packed.plain,
+            limit,
+            target,
+            packed.extensions,
+            packed.loan.table,
+            packed.tensor_table,
+        ).encode()
+        self._send(call, to, header, packed.payload, packed.slots)
+
+    def message(
+        self, to: WorkerInfo, extension: str, body: bytes, tensors: Sequence[torch.Tensor]
+    ) -> Future[bytes]:
+        """Sends an extension's own message; the future holds the answer's bytes."""
+        packed = packing.pack(
+            (body, tuple(tensors)), to.id, self._agent.references, None, borrow=True
+        )
+        timeout = self._agent.rpc_timeout
+        future = self.future(f"{extension} message to {to.name}")
+        sink = FutureSink(future, self._agent.system_executor)
+        call = Call(f"{extension} message", sink, timeout, packed.loan)
+        header = Request(
+            Operation.EXTENSION,
+            packed.plain,
+            timeout,
+            extension.encode(),
+            (),
+            packed.loan.table,
+            packed.tensor_table,
+        ).encode()
+        self._send(call, to, header, packed.payload, packed.slots)
+        return future
+
+    def future(self, description: str) -> Future[Any]:
+        """A future that waits the way this worker's transport likes it."""
+        return Future(description=description, waiter=self._agent.transport.wait)
+
+    def sync(self, sink: WaitingCaller) -> Any:
+        """Waits for a sink's outcome."""
+        return sink.result(self._agent.transport.wait)
+
+    def reply_arrived(self, sender: int, frame: Frame) -> None:
+        """Matches a reply to its call and hands it to the call's sink."""
+        reply = Reply.decode(frame.header)
+        with self._lock:
+            ended = self._table.close(frame.correlation)
+            self._processing += 1
+        try:
+            if ended is not None:
+                self._dispatch(ended, sender, reply, frame)
+        finally:
+            with self._lock:
+                self._processing -= 1
+            self._agent.activity_changed()
+
+    def expire(self, now: float) -> float | None:
+        """Ends calls past their deadline; returns when to come back."""
+        with self._lock:
+            ended = self._table.expire(now)
+            expiry = self._table.next_expiry()
+            if expiry is not None or (self._armed is not None and self._armed <= now):
+                self._armed = expiry
+            armed = self._armed  # kept when idle, so that a lone call need not wake the pulse
+        for item in ended:
+            limit = f"{item.call.timeout * 1000:g}"
+            item.call.sink.failed(
+                RpcTimeoutError(
+                    f"RPC ran for more than set timeout ({limit} ms) and will now be marked "
+                    f"with an error: {item.call.description}"
+                )
+            )
+        return armed
+
+    def worker_lost(self, worker_id: int, error: Exception) -> None:
+        """Fails every call that waits for a worker which is gone."""
+        with self._lock:
+            ended = self._table.lose(worker_id)
+        for item in ended:
+            if item.ending is Ending.LOST:
+                item.call.sink.failed(error)
+        self._agent.activity_changed()
+
+    def close(self, reason: str) -> None:
+        """Fails whatever is outstanding and refuses new calls."""
+        with self._lock:
+            self._closed = reason
+            destinations = {row.to for row in self._table.outstanding()}
+            ended = [e for to in sorted(destinations) for e in self._table.lose(to)]
+        for item in ended:
+            if item.ending is Ending.LOST:
+                item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
+
+    def quiet(self) -> bool:
+        """True if no request is under way and no outcome is being handed out."""
+        with self._lock:
+            return not self._table and not self._processing
+
+    def sent(self) -> int:
+        """Requests sent so far."""
+        return self._sent
+
+    def outstanding(self) -> list[dict[str, Any]]:
+        """A dump of the outstanding calls, oldest first."""
+        now = self._agent.clock.now()
+        with self._lock:
+            rows = self._table.outstanding()
+        return [
+            {"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows
+        ]
+
+    def _send(
+        self,
+        call: Call,
+        to: WorkerInfo,
+        header: bytes,
+        payload: bytes,
+        slots: tuple[torch.Tensor, ...],
+    ) -> None:
+        agent = self._agent
+        with self._lock:
+            if self._closed is not None:
+                raise AgentClosedError(f"{call.description}: {self._closed}")
+            now = agent.clock.now()
+            call_id = self._table.open(call, to.id, now, call.timeout)
+            self._sent += 1
+            rearm = bool(call.timeout) and self._arm(now + call.timeout)
+        if rearm:
+            agent.pulse.wake()
+        try:
+            agent.transport.send(to.id, Frame(FrameKind.REQUEST, call_id, header, payload, slots))
+        except BaseException:
+            with self._lock:
+                withdrawn = self._table.withdraw(call_id)
+            agent.references.unsent(call.loan)
+            agent.activity_changed()
+            if withdrawn:
+                raise
+
+    def _arm(self, expiry: float) -> bool:
+        """Under the lock: notes when the pulse must run next; True if it must be told."""
+        if self._armed is not None and expiry >= self._armed:
+            return False
+        self._armed = expiry
+        return True
+
+    def _dispatch(self, ended: Ended[Call], sender: int, reply: Reply, frame: Frame) -> None:
+        call = ended.call
+        if ended.ending is Ending.LATE_REPLY:
+            self._agent.references.adopt(sender, reply.references).drop()
+            return
+
+        def unpack(reply: Reply, frame: Frame) -> Any:
+            return self._unpack(call, sender, reply, frame)
+
+        call.sink.replied(reply, frame, unpack)
+
+    def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame) -> Any:
+        if reply.status is Status.ERROR:
+            raise decode_error(bytes(frame.payload))
+        adopted = self._agent.references.adopt(sender, reply.references)
+        replace = None
+        if reply.extensions:
+            replace = self._agent.extensions.on_reply(sender, call.extensions, reply.extensions)
+        return packing.unpack(frame.payload, reply.tensor_table, frame.tensors, adopted, replace)

@@ -1,0 +1,101 @@
+"""The extensions one agent has loaded, and how they are run around messages.
+
+Loads an extension the first time this worker uses it or a message names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from rpc.errors import DecodeError
+from rpc.extensions import CallExtension
+from rpc.messages import Extensions
+from rpc.packing import Attach, Replace
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+class ExtensionSet:
+    """The extensions of one agent; false while none is loaded."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._loaded: dict[str, CallExtension] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._loaded)
+
+    def load(self, name: str) -> CallExtension:
+        """The extension of module ``name``, imported and made if need be.
+
+        Raises:
+            DecodeError: there is no such module here, or it defines no extension.
+        """
+        found = self._loaded.get(name)
+        if found is not None:
+            return found
+        try:
+            kind = importlib.import_module(name).RPC_EXTENSION
+        except (ImportError, AttributeError) as error:
+            raise DecodeError(
+                f"the message needs the extension {name!r}, which worker "
+                f"{self._agent.info.name!r} cannot import: {error}"
+            ) from error
+        made = cast(CallExtension, kind(self._agent))
+        with self._lock:
+            return self._loaded.setdefault(name, made)
+
+    def all(self) -> list[CallExtension]:
+        """The loaded extensions."""
+        return list(self._loaded.values())
+
+    def attach_request(self, to: int) -> Attach:
+        """What gives a request to ``to`` its metadata."""
+
+        def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
+            found = ((e.name, e.outgoing_request(to, tensors)) for e in self.all())
+            return tuple((name, data) for name, data in found if data is not None)
+
+        return attach
+
+    def attach_reply(self, to: int, request: Extensions) -> Attach:
+        """What gives the reply to a request with metadata its own."""
+
+        def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
+            found = (
+                (name, self.load(name).outgoing_reply(to, data, tensors)) for name, data in request
+            )
+            return tuple((name, data) for name, data in found if data is not None)
+
+        return attach
+
+    def on_request(self, sender: int, request: Extensions, scopes: ExitStack) -> Replace:
+        """What replaces a request's tensors and enters the scopes its handler runs in."""
+
+        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            for name, data in request:
+                tensors, scope = self.load(name).incoming_request(sender, data, tensors)
+                scopes.enter_context(scope)
+            return tensors
+
+        return replace
+
+    def on_reply(self, sender: int, request: Extensions, reply: Extensions) -> Replace:
+        """What replaces a reply's tensors."""
+        sent = dict(request)
+
+        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            for name, data in reply:
+                extension = self.load(name)
+                tensors = extension.incoming_reply(sender, sent.get(name, b""), data, tensors)
+            return tensors
+
+        return replace

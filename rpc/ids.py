@@ -1,0 +1,63 @@
+"""The names of things that outlive a message: workers' lives, references, forks.
+
+Only values; who may create, keep or delete them is decided in ``references``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Life:
+    """One incarnation of one worker: a worker that returns has a new life.
+
+    Args:
+        worker: the worker's id.
+        incarnation: at least 0; higher is later.
+    """
+
+    worker: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} (incarnation {self.incarnation})"
+
+
+@dataclass(frozen=True, slots=True, order=True, repr=False)
+class GlobalId:
+    """Names an RRef or a fork of one, uniquely among all lives of all workers.
+
+    Args:
+        creator: id of the worker that allocated it.
+        incarnation: which life of that worker.
+        counter: from 0 in each life; RRefs and forks share the count.
+    """
+
+    creator: int
+    incarnation: int
+    counter: int
+
+    @property
+    def life(self) -> Life:
+        """The life that allocated this id."""
+        return Life(self.creator, self.incarnation)
+
+    def __repr__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.creator}, local_id={self.counter})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Which value an RRef stands for, as every worker that holds it knows it.
+
+    Args:
+        rref: the RRef's id; its creator is the worker that called ``remote()`` or ``RRef()``.
+        owner: where the value lives; a later life of that worker does not have it.
+        creation: number of the ``remote()`` call, counted per creator and owner. It lets the
+            owner tell a creation that is still on its way from one that came and was freed.
+    """
+
+    rref: GlobalId
+    owner: Life
+    creation: int

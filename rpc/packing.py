@@ -1,0 +1,79 @@
+"""Turns a value into a message and back: codec, references, extensions, tensors in order.
+
+The one place that knows in which order they must run. Sending: encode the value,
+let extensions see its tensors, lend its references, lower its tensors. Receiving:
+adopt the references (even if the value turns out not to be decodable, so that
+nothing leaks), raise the tensors, let extensions replace them, decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rpc import codec, tensor_table
+from rpc.messages import Extensions
+from rpc.reference_keeper import Adopted, Loan, ReferenceKeeper
+
+Attach = Callable[[Sequence[torch.Tensor]], Extensions]
+Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(slots=True)
+class Packed:
+    """A value ready to travel."""
+
+    payload: bytes
+    plain: bool
+    extensions: Extensions
+    loan: Loan
+    tensor_table: bytes
+    slots: tuple[torch.Tensor, ...]
+
+
+def pack(
+    value: object, to: int, keeper: ReferenceKeeper, attach: Attach | None, *, borrow: bool
+) -> Packed:
+    """Prepares ``value`` for worker ``to``.
+
+    Args:
+        value: anything picklable.
+        to: the receiver's id.
+        keeper: lends the references in the value.
+        attach: runs the extensions over the value's tensors; None when there are none.
+        borrow: the sender keeps references alive until the reply comes, so that
+            those owned by the receiver need no fork.
+
+    Raises:
+        EncodeError: the value cannot be serialized.
+        RRefError: it holds a reference that must not be shared any more.
+    """
+    encoded = codec.encode(value)
+    tensors = encoded.tensors
+    extensions = attach(tensors) if attach is not None else ()
+    table, slots = tensor_table.pack_tensors(tensors) if tensors else (b"", ())
+    loan = keeper.lend(encoded.references, to, borrow=borrow)
+    return Packed(encoded.payload, encoded.plain, extensions, loan, table, slots)
+
+
+def unpack(
+    payload: bytes | bytearray | memoryview,
+    table: bytes,
+    slots: tuple[torch.Tensor, ...],
+    adopted: Adopted,
+    replace: Replace | None,
+) -> Any:
+    """Rebuilds a value.
+
+    Raises:
+        DecodeError: something it needs does not exist on this worker.
+        FrameError: the tensor table is malformed.
+    """
+    tensors: list[torch.Tensor] = []
+    if table:
+        raised = tensor_table.unpack_tensors(table, slots)
+        tensors = replace(raised) if replace is not None else raised
+    return codec.decode(payload, tensors, adopted.handles)

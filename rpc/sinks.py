@@ -1,0 +1,108 @@
+"""Where the outcome of an outgoing request goes: to a waiting thread or a future.
+
+A sink is told once, by whatever thread learns of it, that the reply arrived or
+that the call failed. Unpacking a reply may run user code (``__setstate__``,
+callbacks), so a sink decides on which thread that happens: the waiting caller's
+own, or the system executor's; on the delivering thread only when it is certain
+that no user code can run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rpc.executor import Executor, blocking
+from rpc.futures import Future, Waiter
+from rpc.messages import Reply
+from rpc.transports.base import Frame
+
+Unpack = Callable[[Reply, Frame], Any]
+
+
+class Sink(Protocol):
+    """Takes the outcome of one request."""
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """The reply arrived; ``unpack(reply, frame)`` returns its value or raises its error."""
+
+    def failed(self, error: Exception) -> None:
+        """There will be no reply."""
+
+
+class WaitingCaller:
+    """A thread that blocks until the outcome is there, and unpacks it itself."""
+
+    __slots__ = ("_arrived", "_error", "_outcome")
+
+    def __init__(self) -> None:
+        self._arrived = threading.Lock()
+        self._arrived.acquire()
+        self._outcome: tuple[Reply, Frame, Unpack] | None = None
+        self._error: Exception | None = None
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """Hands the packed reply to the waiting thread."""
+        self._outcome = (reply, frame, unpack)
+        self._arrived.release()
+
+    def failed(self, error: Exception) -> None:
+        """Hands the error to the waiting thread."""
+        self._error = error
+        self._arrived.release()
+
+    def result(self, wait: Waiter) -> Any:
+        """Blocks; returns the reply's value or raises the call's error."""
+        with blocking():
+            wait(self._done, self._block)
+        if self._outcome is None:
+            assert self._error is not None
+            raise self._error
+        reply, frame, unpack = self._outcome
+        return unpack(reply, frame)
+
+    def _done(self) -> bool:
+        return self._outcome is not None or self._error is not None
+
+    def _block(self) -> None:
+        self._arrived.acquire()
+
+
+class FutureSink:
+    """A future that the outcome completes."""
+
+    __slots__ = ("_executor", "_future")
+
+    def __init__(self, future: Future[Any], executor: Executor) -> None:
+        self._future = future
+        self._executor = executor
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """Unpacks the reply and completes the future, off this thread if need be."""
+        if not reply.plain:
+            self._executor.submit(lambda: self._complete(*_outcome(reply, frame, unpack)))
+            return
+        value, error = _outcome(reply, frame, unpack)
+        self._complete_off_thread_if_watched(value, error)
+
+    def failed(self, error: Exception) -> None:
+        """Fails the future."""
+        self._complete_off_thread_if_watched(None, error)
+
+    def _complete_off_thread_if_watched(self, value: Any, error: Exception | None) -> None:
+        if not self._future.complete_unless_watched(value, error):
+            self._executor.submit(lambda: self._complete(value, error))
+
+    def _complete(self, value: Any, error: Exception | None) -> None:
+        if error is None:
+            self._future.set_result(value)
+        else:
+            self._future.set_exception(error)
+
+
+def _outcome(reply: Reply, frame: Frame, unpack: Unpack) -> tuple[Any, Exception | None]:
+    try:
+        return unpack(reply, frame), None
+    except Exception as error:
+        return None, error
