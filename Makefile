@@ -1,0 +1,75 @@
+# The five things people do here. Each sets up what it needs, once, in $(VENV).
+#
+#   make train    train a digit classifier with a parameter server and two trainers
+#   make test     all tests          (make test ARGS="-k rref -x")
+#   make check    lint, format, strict types
+#   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
+#   make clean    remove the environment and all caches; results in runs/ stay
+#
+# make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
+#
+#   make train BACKEND=TENSORPIPE TRAINERS=3 EPOCHS=10 SEED=7
+#
+# Which torch: the version below is the one we test with. From where pip takes it is pip's
+# configuration; on Linux the usual index gives a CUDA build of several gigabytes. For the
+# small one name PyTorch's CPU index (see "get started" on pytorch.org):
+#
+#   make train TORCH_INDEX=<address of the CPU index>
+#
+# An environment that already has a torch keeps it:   make test VENV=path/to/environment
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PIP_ARGS ?=
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+READY := $(VENV)/.tensorwire-ready
+TEST := $(RUN) -m pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-command check bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
+
+setup: $(READY)
+
+train: $(READY)
+	@$(RUN) tutorials/parameter_server/train.py \
+	  $(if $(BACKEND),--backend $(BACKEND)) $(if $(TRAINERS),--trainers $(TRAINERS)) \
+	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output $(OUTPUT)) $(ARGS)
+
+test: $(READY)
+	@$(TEST) $(ARGS)
+
+# For scripts that want pytest's own last line and exit status, without make's after it.
+test-command: $(READY)
+	@echo $(TEST) $(ARGS)
+
+check: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy --strict
+	$(RUN) -m mypy --strict benchmarks tutorials/parameter_server
+
+bench: $(READY)
+	@$(RUN) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# torch first and alone, so that the second step finds it there and does not choose one itself.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" * (sys.version_info < (3, 10)))'
+	@echo "setting up $(VENV) (only the first time, or after a change of pyproject.toml)" >&2
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -c 'import torch' 2>/dev/null \
+	  || $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(PIP) --editable '.[dev,tutorials]'
+	@touch $@

@@ -1,0 +1,141 @@
+"""For every test: what it started must be gone when it ends.
+
+One fixture compares this process before and after each test and fails the test
+that left a Python thread, an open file descriptor, a child process or a
+shared-memory file behind. Whatever a library starts once and keeps for good is
+started before the first test, so that it never looks like a leak.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.resource_tracker
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+_SECONDS_TO_SETTLE = 3.0
+_SECONDS_BETWEEN_LOOKS = 0.02
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a process holds that outlives a function call."""
+
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[str, str]]
+    children: frozenset[str]
+    segments: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        """Look at this process."""
+        return cls(
+            frozenset(threading.enumerate()), _descriptors(), _children(), frozenset(_segments())
+        )
+
+    def since(self, before: Holdings) -> list[str]:
+        """Describe what is held now and was not held ``before``."""
+        threads = (repr(thread) for thread in self.threads - before.threads)
+        descriptors = (
+            f"file descriptor {number} -> {target}"
+            for number, target in self.descriptors - before.descriptors
+        )
+        children = (_describe_process(child) for child in self.children - before.children)
+        segments = (
+            f"shared memory {_SHARED_MEMORY / name}"
+            for name in self.segments - before.segments
+            if not _held_by_someone_else(name)
+        )
+        return sorted([*threads, *descriptors, *children, *segments])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lasting_helpers() -> None:
+    """Start what starts once and stays in a process that uses it."""
+    multiprocessing.resource_tracker.ensure_running()
+    TCPStore("127.0.0.1", 0, is_master=True)  # its event library keeps a pipe
+    weights = torch.ones(256, 256, requires_grad=True)
+    torch.autograd.grad((weights @ weights).sum(), weights)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(_lasting_helpers: None) -> Iterator[None]:
+    before = Holdings.now()
+    yield
+    left = _left_after_settling(before)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _left_after_settling(before: Holdings) -> list[str]:
+    """Return what stays held, after giving what is just ending a moment to end."""
+    if not (left := Holdings.now().since(before)):
+        return left
+    gc.collect()  # what only a reference cycle still holds is not a leak
+    deadline = time.monotonic() + _SECONDS_TO_SETTLE
+    while (left := Holdings.now().since(before)) and time.monotonic() < deadline:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return left
+
+
+def _descriptors() -> frozenset[tuple[str, str]]:
+    links = Path("/proc/self/fd")
+    if not links.exists():
+        return frozenset()
+    found = set()
+    for number in os.listdir(links):
+        try:
+            found.add((number, os.readlink(links / number)))
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return frozenset(found)
+
+
+def _children() -> frozenset[str]:
+    found: set[str] = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(listing.read_text().split())
+        except FileNotFoundError:  # a thread that ended meanwhile
+            continue
+    return frozenset(found)
+
+
+def _segments() -> list[str]:
+    return os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else []
+
+
+def _describe_process(process: str) -> str:
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
+    except FileNotFoundError:
+        command = b"just ended"
+    return f"child process {process}: {command.decode(errors='replace').strip()}"
+
+
+def _held_by_someone_else(segment: str) -> bool:
+    """Whether a process that is not ours has the shared-memory file open or mapped."""
+    path = str(_SHARED_MEMORY / segment)
+    ours = {str(os.getpid()), *_children()}
+    return any(
+        process.name not in ours and _holds(process, path)
+        for process in Path("/proc").glob("[0-9]*")
+    )
+
+
+def _holds(process: Path, path: str) -> bool:
+    try:
+        if path in (process / "maps").read_text():
+            return True
+        return any(os.readlink(link) == path for link in (process / "fd").iterdir())
+    except OSError:  # it ended, or it is not ours to look at
+        return False

@@ -1,0 +1,116 @@
+"""Runs the job's processes on this machine and answers for them: none outlives another.
+
+Two rules make that hold in every case, also when this process is killed outright:
+
+* each child's standard input is a pipe from here, and a child ends when it
+  closes, whatever closed it (see ``end_with_parent``);
+* when one child fails, the others get a moment to say so themselves and are
+  then ended.
+
+Children get their own session, so that Ctrl-C reaches only this process, which
+then ends them in order instead of leaving each to die in the middle of something.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+_SECONDS_FOR_OTHERS_TO_SPEAK = 3.0
+_SECONDS_TO_END = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A child that is no more; ``status`` is its exit status, or minus the signal."""
+
+    name: str
+    status: int
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            return f"{self.name} was killed by {signal.Signals(-self.status).name}"
+        return f"{self.name} ended with status {self.status}"
+
+
+def run_together(commands: Mapping[str, Sequence[str]]) -> int:
+    """Run one child per name until all have ended, or one has failed.
+
+    Returns:
+        The exit status for this process: 0, or 1 when a child failed, or 130 after Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    children: dict[str, subprocess.Popen[bytes]] = {}
+    ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+    try:
+        for name, command in commands.items():
+            children[name] = _start(name, command, ended)
+        return _watch(set(children), ended)
+    except KeyboardInterrupt:
+        print("\ninterrupted: ending all processes", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        _end_all(list(children.values()))
+
+
+def end_with_parent() -> None:
+    """Called in a child: end this process at once when the parent is gone."""
+    threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
+
+
+def _exit_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(
+    name: str, command: Sequence[str], ended: queue.SimpleQueue[Ended]
+) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    threading.Thread(target=lambda: ended.put(Ended(name, child.wait())), daemon=True).start()
+    return child
+
+
+def _watch(running: set[str], ended: queue.SimpleQueue[Ended]) -> int:
+    while running:
+        child = ended.get()
+        running.discard(child.name)
+        if child.status != 0:
+            print(f"{child}; ending the others", file=sys.stderr, flush=True)
+            _let_others_speak(running, ended)
+            return 1
+    return 0
+
+
+def _let_others_speak(running: set[str], ended: queue.SimpleQueue[Ended]) -> None:
+    deadline = time.monotonic() + _SECONDS_FOR_OTHERS_TO_SPEAK
+    while running:
+        try:
+            running.discard(ended.get(timeout=max(0.0, deadline - time.monotonic())).name)
+        except queue.Empty:
+            return
+
+
+def _end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.stdin is not None:
+            child.stdin.close()
+    for child in children:
+        try:
+            child.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,88 @@
+"""Trains a digit classifier with one parameter server and any number of trainers.
+
+    python train.py                          everything on this machine
+    python train.py --rank 0 --world-size 3 --master-addr host0      one process per machine
+    torchrun --nproc-per-node 3 train.py     under torch's launcher
+
+This file reads the command line and starts processes; ``job.py`` is the part
+about distributed training. Rank 0 is the server, every other rank a trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from processes import end_with_parent, run_together
+
+_DEFAULT_OUTPUT = Path("runs/parameter_server.png")
+
+
+def main() -> int:
+    """Run one rank if told which, or else start them all; return the exit status."""
+    options = _parse(sys.argv[1:])
+    if options.rank is not None:
+        return _run_rank(options, options.rank, options.world_size or options.trainers + 1)
+    if "RANK" in os.environ:  # torchrun tells ranks by the environment
+        return _run_rank(options, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return _run_all(options)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--trainers", type=_positive, default=2, help="how many, when all run here (%(default)s)")
+    add("--epochs", type=_positive, default=20, help="passes over the data (%(default)s)")
+    add("--batch-size", type=_positive, default=32, help="images per step (%(default)s)")
+    add("--learning-rate", type=float, default=0.05, help="step size (%(default)s)")
+    add("--seed", type=int, default=0, help="of weights, split and order (%(default)s)")
+    add("--backend", default="TENSORPIPE", help="transport (%(default)s)")
+    add("--output", type=Path, default=_DEFAULT_OUTPUT, help="picture to write (%(default)s)")
+    hand = parser.add_argument_group("one process per machine, started by hand")
+    hand.add_argument("--rank", type=int, help="0 is the server, 1 and up are trainers")
+    hand.add_argument("--world-size", type=_positive, help="the server and all trainers")
+    hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
+    hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
+    hand.add_argument("--init-method", help=argparse.SUPPRESS)
+    hand.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _run_all(options: argparse.Namespace) -> int:
+    world_size = options.trainers + 1
+    with tempfile.TemporaryDirectory(prefix="parameter_server_") as folder:
+        # The processes find each other through a file here: no port to choose, none to collide.
+        together = ["--supervised", "--init-method", f"file://{folder}/rendezvous"]
+        together += ["--world-size", str(world_size)]
+        this = [sys.executable, "-u", __file__, *sys.argv[1:], *together]
+        return run_together(
+            {
+                "server" if rank == 0 else f"trainer{rank}": [*this, "--rank", str(rank)]
+                for rank in range(world_size)
+            }
+        )
+
+
+def _run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
+    # Ctrl-C ends this process on the spot, even while it waits inside native code.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if options.supervised:
+        end_with_parent()
+    from worker import run_rank  # loads torch, which the launcher can do without
+
+    return run_rank(options, rank, world_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

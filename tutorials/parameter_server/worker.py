@@ -1,0 +1,78 @@
+"""One process of the job: joins the group, does its part, leaves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from job import SERVER, Settings, serve_and_drive, trainer_name
+
+import rpc
+
+
+def run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
+    """Be the server (rank 0) or a trainer, and return the exit status."""
+    torch.set_num_threads(1)  # several processes share this machine's cores
+    name = SERVER if rank == 0 else trainer_name(rank)
+    try:
+        _join(options, name, rank, world_size)
+        if rank == 0:
+            _drive(options, trainers=world_size - 1)
+        # A trainer has nothing else to do here: it serves calls, the one to `train`
+        # among them, until every worker has come to this line.
+        rpc.shutdown()
+    except RuntimeError as error:
+        return _give_up(name, error)
+    return 0
+
+
+def _join(options: argparse.Namespace, name: str, rank: int, world_size: int) -> None:
+    backend = _backend(options.backend)
+    rpc_options = rpc.backend_registry.construct_rpc_backend_options(
+        backend, init_method=_init_method(options)
+    )
+    rpc.init_rpc(name, backend, rank, world_size, rpc_options)
+
+
+def _backend(name: str) -> Any:
+    try:
+        return rpc.BackendType[name]
+    except KeyError:
+        known = ", ".join(backend.name for backend in rpc.BackendType)
+        raise RuntimeError(f"there is no backend {name!r}; there are {known}") from None
+
+
+def _init_method(options: argparse.Namespace) -> str:
+    if options.init_method:
+        return str(options.init_method)
+    if options.rank is None and "RANK" in os.environ:
+        return "env://"
+    return f"tcp://{options.master_addr}:{options.master_port}"
+
+
+def _drive(options: argparse.Namespace, trainers: int) -> None:
+    settings = Settings(
+        trainers, options.epochs, options.batch_size, options.learning_rate, options.seed
+    )
+    print(f"1 server, {trainers} trainers, backend {options.backend}", flush=True)
+    started = time.monotonic()
+    history, accuracy = serve_and_drive(settings)
+    elapsed = time.monotonic() - started
+    steps = sum(len(losses) for losses in history.losses.values())
+    print(f"{steps} steps in {elapsed:.1f} s, {steps / elapsed:.0f} steps per second")
+    print(f"final test accuracy: {accuracy:.1%}")
+    from picture import draw  # only the server loads the plotting library
+
+    draw(history, options.output)
+    print(f"curves: {options.output}", flush=True)
+
+
+def _give_up(name: str, error: RuntimeError) -> int:
+    """Say why, and leave without waiting for anybody."""
+    print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    # The group is broken: do not wait for it, and do not let a stuck thread hold us.
+    os._exit(1)
