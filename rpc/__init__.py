@@ -1,0 +1,1 @@
+"""The successor of ``torch.distributed.rpc``."""

@@ -21,6 +21,7 @@ import torch
 
 from rpc import deadlines, packing
 from rpc.messages import Operation, Reply, Request, Status
+from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
 from rpc.rref import call_method
 from rpc.transports.base import Frame, FrameKind
@@ -105,7 +106,7 @@ class _Service:
         request = self._request
         if request.operation is Operation.CREATE:
             self._agent.references.creation_arrived(self._sender, request.target)
-        adopted = self._agent.references.adopt(self._sender, request.references)
+        adopted = self._agent.references.adopt(request.references)
         if adopted.pending:
             context = contextvars.copy_context()
             executor = self._agent.executor
@@ -115,11 +116,11 @@ class _Service:
         else:
             self._serve(frame, adopted)
 
-    def _serve(self, frame: Frame, adopted: packing.Adopted) -> None:
+    def _serve(self, frame: Frame, adopted: Adopted) -> None:
         with ExitStack() as scopes:
             try:
                 if self._request.operation is Operation.FETCH:
-                    self._fetch(scopes)
+                    self._fetch(adopted, scopes)
                 elif self._request.operation is Operation.EXTENSION:
                     self._extension(frame, adopted)
                 else:
@@ -127,7 +128,7 @@ class _Service:
             except BaseException as error:
                 self._fail(error)
 
-    def _call(self, frame: Frame, adopted: packing.Adopted, scopes: ExitStack) -> None:
+    def _call(self, frame: Frame, adopted: Adopted, scopes: ExitStack) -> None:
         request = self._request
         if request.timeout:
             deadlines.inherit(self._agent.clock.now() + request.timeout)
@@ -161,41 +162,38 @@ class _Service:
         executor = self._agent.executor
 
         def completed(done: Any) -> None:
-            executor.submit(lambda: context.run(self._settle, done.value))
+            executor.submit(lambda: context.run(self._settle, done.value, self._fail))
 
         future.add_done_callback(completed)
 
-    def _settle(self, value: Callable[[], object]) -> None:
+    def _settle(self, value: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
         try:
             result = value()
         except BaseException as error:
-            self._fail(error)
+            fail(error)
         else:
             self._succeed(result)
 
-    def _fetch(self, scopes: ExitStack) -> None:
+    def _fetch(self, adopted: Adopted, scopes: ExitStack) -> None:
         request = self._request
         if request.extensions:
-            self._agent.extensions.on_request(self._sender, request.extensions, scopes)
-        future = self._agent.references.fetch(self._sender, request.target)
-        if future.done():
-            self._settle_fetch(future.value)
-            return
+            self._agent.extensions.on_request(self._sender, request.extensions, scopes)([])
+        rref = adopted.handles[0]
+        self._agent.references.require_usable(rref._holding)
+        slot = rref._holding.value
+        assert slot is not None
         context = contextvars.copy_context()
         executor = self._agent.system_executor
-        future.add_done_callback(
-            lambda done: executor.submit(lambda: context.run(self._settle_fetch, done.value))
-        )
-
-    def _settle_fetch(self, value: Callable[[], object]) -> None:
-        try:
-            result = value()
-        except BaseException as error:
-            self._reply_error(error)
+        if slot.done():
+            self._settle(slot.value, self._reply_error)
         else:
-            self._succeed(result)
+            slot.when_done(
+                lambda done: executor.submit(
+                    lambda: context.run(self._settle, done.value, self._reply_error)
+                )
+            )
 
-    def _extension(self, frame: Frame, adopted: packing.Adopted) -> None:
+    def _extension(self, frame: Frame, adopted: Adopted) -> None:
         request = self._request
         body, tensors = packing.unpack(
             frame.payload, request.tensor_table, frame.tensors, adopted, None
@@ -207,7 +205,7 @@ class _Service:
         else:
             executor = self._agent.system_executor
             answer.add_done_callback(
-                lambda done: executor.submit(lambda: self._settle_fetch(done.value))
+                lambda done: executor.submit(lambda: self._settle(done.value, self._reply_error))
             )
 
     def _succeed(self, result: object) -> None:
@@ -231,15 +229,15 @@ class _Service:
         )
         try:
             self._send(reply, packed.payload, packed.slots)
-        except BaseException:
-            agent.references.unsent(packed.loan)
+        except BaseException as error:
+            agent.references.unsent(packed.loan, str(error))
             raise
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
         _print_traceback(error)
         if self._request.operation is Operation.CREATE:
-            self._agent.references.creation_failed(self._request.target, error)
+            self._agent.references.creation_raised(self._request.target, error)
             self._send_quietly(Reply(Status.OK))
         else:
             self._reply_error(error)

@@ -116,7 +116,7 @@ class Caller:
         )
         timeout = self._agent.rpc_timeout
         future = self.future(f"{extension} message to {to.name}")
-        sink = FutureSink(future, self._agent.system_executor)
+        sink = FutureSink(future, self._agent.completions)
         call = Call(f"{extension} message", sink, timeout, packed.loan)
         header = Request(
             Operation.EXTENSION,
@@ -175,6 +175,7 @@ class Caller:
         with self._lock:
             ended = self._table.lose(worker_id)
         for item in ended:
+            self._agent.references.call_ended(item.call.loan)
             if item.ending is Ending.LOST:
                 item.call.sink.failed(error)
         self._agent.activity_changed()
@@ -203,9 +204,7 @@ class Caller:
         now = self._agent.clock.now()
         with self._lock:
             rows = self._table.outstanding()
-        return [
-            {"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows
-        ]
+        return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
 
     def _send(
         self,
@@ -227,10 +226,10 @@ class Caller:
             agent.pulse.wake()
         try:
             agent.transport.send(to.id, Frame(FrameKind.REQUEST, call_id, header, payload, slots))
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 withdrawn = self._table.withdraw(call_id)
-            agent.references.unsent(call.loan)
+            agent.references.unsent(call.loan, str(error))
             agent.activity_changed()
             if withdrawn:
                 raise
@@ -244,8 +243,9 @@ class Caller:
 
     def _dispatch(self, ended: Ended[Call], sender: int, reply: Reply, frame: Frame) -> None:
         call = ended.call
+        self._agent.references.call_ended(call.loan)
         if ended.ending is Ending.LATE_REPLY:
-            self._agent.references.adopt(sender, reply.references).drop()
+            self._agent.references.adopt(reply.references)
             return
 
         def unpack(reply: Reply, frame: Frame) -> Any:
@@ -256,7 +256,7 @@ class Caller:
     def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame) -> Any:
         if reply.status is Status.ERROR:
             raise decode_error(bytes(frame.payload))
-        adopted = self._agent.references.adopt(sender, reply.references)
+        adopted = self._agent.references.adopt(reply.references)
         replace = None
         if reply.extensions:
             replace = self._agent.extensions.on_reply(sender, call.extensions, reply.extensions)

@@ -35,8 +35,10 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = default
     elif timeout < 0:
-        raise RpcTimeoutError(f"RPC ran for more than set timeout ({timeout * 1000:g} ms): "
-                              "timeout must be >= 0 seconds, or -1 for the default")
+        raise RpcTimeoutError(
+            f"RPC ran for more than set timeout ({timeout * 1000:g} ms): "
+            "timeout must be >= 0 seconds, or -1 for the default"
+        )
     deadline = _deadline.get()
     if not deadline:
         return timeout

@@ -7,12 +7,18 @@ Waits that cannot be seen from here (a lock, a wait inside C++) are caught by a
 monitor: while tasks are queued and none has finished for a few milliseconds,
 it adds a thread, ever more slowly, so that every cycle of waiting handlers
 dissolves in the end, and threads beyond the limit retire when they are done.
+
+One rule keeps the queue from being forgotten: as long as it is not empty,
+either as many threads are on their way to it (``_coming``) as it has tasks, or
+the limit is reached and the monitor watches. Whatever lowers the number of
+active threads or raises the limit therefore ends with :meth:`Executor._staff`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,11 +28,14 @@ Task = Callable[[], None]
 _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
 
+_logger = logging.getLogger("rpc")
+
 
 class _CurrentThread(threading.local):
-    """Which executor, if any, the running thread works for."""
+    """Which executor, if any, the running thread works for, and whether it waits."""
 
     executor: Executor | None = None
+    waiting: bool = False
 
 
 _current = _CurrentThread()
@@ -36,13 +45,15 @@ _current = _CurrentThread()
 def blocking() -> Iterator[None]:
     """Marks a stretch in which the running thread waits; free outside handlers."""
     executor = _current.executor
-    if executor is None:
+    if executor is None or _current.waiting:
         yield
         return
     executor._enter_wait()
+    _current.waiting = True
     try:
         yield
     finally:
+        _current.waiting = False
         executor._leave_wait()
 
 
@@ -53,6 +64,8 @@ def in_handler() -> bool:
 
 class Executor:
     """A pool of handler threads.
+
+    A task should not raise; what it raises is logged, and the thread goes on.
 
     Args:
         name: prefix of the threads' names.
@@ -66,29 +79,32 @@ class Executor:
         self._context = context
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self._all_started = threading.Condition(self._lock)
         self._queue: deque[Task] = deque()
-        self._threads: set[threading.Thread] = set()
+        self._threads: list[threading.Thread] = []
+        self._starting = 0
+        self._size = 0
         self._idle = 0
+        self._coming = 0
         self._guests = 0
         self._waiting = 0
         self._extra = 0
         self._busy = 0
         self._finished = 0
         self._closed = False
-        self._monitor: threading.Thread | None = None
+        self._monitored = False
         self._stop_monitor = threading.Event()
 
-    def submit(self, task: Task) -> None:
-        """Queues a task; tasks submitted after :meth:`close` are dropped."""
+    def submit(self, task: Task) -> bool:
+        """Queues a task; False, and the task is dropped, after :meth:`close`."""
         with self._lock:
             if self._closed:
-                return
+                return False
             self._queue.append(task)
             self._busy += 1
-            if len(self._queue) <= self._idle:
-                self._work.notify()
-            else:
-                self._grow()
+            thread = self._staff()
+        self._start(thread)
+        return True
 
     def run_here(self, task: Task) -> None:
         """Runs a task on the calling thread if the limit allows, else queues it."""
@@ -100,15 +116,17 @@ class Executor:
         if not admitted:
             self.submit(task)
             return
-        previous = _current.executor
-        _current.executor = self
+        previous = _current.executor, _current.waiting
+        _current.executor, _current.waiting = self, False
         try:
-            self._context.copy().run(task)
+            self._run(task)
         finally:
-            _current.executor = previous
+            _current.executor, _current.waiting = previous
             with self._lock:
                 self._guests -= 1
-                self._retire_task()
+                self._task_ended()
+                thread = self._staff()
+            self._start(thread)
 
     def busy(self) -> int:
         """Tasks queued or running."""
@@ -116,75 +134,125 @@ class Executor:
             return self._busy
 
     def thread_count(self) -> int:
-        """Threads that exist now."""
+        """Handler threads that exist now."""
         with self._lock:
-            return len(self._threads)
+            return self._size
 
-    def close(self) -> None:
-        """Drops queued tasks, lets running ones end, joins every thread but the caller's."""
+    def close(self) -> list[Task]:
+        """Lets running tasks end and joins every thread but the caller's.
+
+        Returns:
+            The tasks that were queued; they will not run.
+        """
         with self._lock:
             self._closed = True
+            dropped = [*self._queue]
             self._queue.clear()
+            self._busy -= len(dropped)
             self._work.notify_all()
+            while self._starting:
+                self._all_started.wait()
             threads = [*self._threads]
         self._stop_monitor.set()
-        if self._monitor is not None:
-            threads.append(self._monitor)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+        return dropped
+
+    # --- Decisions; all with the lock held
 
     def _active(self) -> int:
-        return len(self._threads) + self._guests - self._idle - self._waiting
+        return self._size + self._guests - self._idle - self._waiting
 
     def _allowed(self) -> int:
         return self._limit + self._extra
 
-    def _grow(self) -> None:
-        """Called with the lock held when a task is queued and no thread is idle."""
-        if self._active() < self._allowed():
-            thread = threading.Thread(target=self._serve, name=f"{self._name}-handler", daemon=True)
-            self._threads.add(thread)
-            thread.start()
-        elif self._monitor is None:
-            self._monitor = threading.Thread(
-                target=self._watch, name=f"{self._name}-monitor", daemon=True
-            )
-            self._monitor.start()
-
-    def _serve(self) -> None:
-        _current.executor = self
-        while (task := self._take()) is not None:
-            self._context.copy().run(task)
-            del task
-            with self._lock:
-                self._retire_task()
-
-    def _take(self) -> Task | None:
-        """The next task; None when this thread should end."""
-        with self._lock:
-            while not self._closed:
-                if self._active() > self._allowed():
-                    break
-                if self._queue:
-                    return self._queue.popleft()
-                self._idle += 1
-                self._work.wait()
-                self._idle -= 1
-            self._threads.discard(threading.current_thread())
+    def _staff(self) -> threading.Thread | None:
+        """Restores the rule above by at most one thread, which must be given to ``_start``."""
+        if self._closed or len(self._queue) <= self._coming:
             return None
+        if self._active() >= self._allowed():
+            return self._new_monitor()
+        self._coming += 1
+        if self._idle:
+            self._idle -= 1
+            self._work.notify()
+            return None
+        self._size += 1
+        return self._new_thread("handler", self._serve)
 
-    def _retire_task(self) -> None:
+    def _new_monitor(self) -> threading.Thread | None:
+        if self._monitored:
+            return None
+        self._monitored = True
+        return self._new_thread("monitor", self._watch)
+
+    def _new_thread(self, role: str, target: Callable[[], None]) -> threading.Thread:
+        self._starting += 1
+        return threading.Thread(target=target, name=f"{self._name}-{role}", daemon=True)
+
+    def _task_ended(self) -> None:
         self._busy -= 1
         self._finished += 1
         if self._extra and not self._queue:
             self._extra = 0
 
+    # --- Threads
+
+    def _start(self, thread: threading.Thread | None) -> None:
+        """Starts a thread that ``_staff`` decided on; outside the lock, as starting waits."""
+        if thread is None:
+            return
+        try:
+            thread.start()
+        finally:
+            with self._lock:
+                self._threads = [t for t in self._threads if t.is_alive()]
+                if thread.ident is not None:
+                    self._threads.append(thread)
+                else:
+                    self._not_started(thread)
+                self._starting -= 1
+                self._all_started.notify_all()
+
+    def _serve(self) -> None:
+        _current.executor = self
+        with self._lock:
+            self._coming -= 1
+        while (task := self._take()) is not None:
+            self._run(task)
+            del task
+            with self._lock:
+                self._task_ended()
+        with self._lock:
+            thread = self._staff()
+        self._start(thread)
+
+    def _take(self) -> Task | None:
+        """The next task; None when this thread should end."""
+        with self._lock:
+            while not self._closed and self._active() <= self._allowed():
+                if self._queue:
+                    return self._queue.popleft()
+                if self._active() + self._idle > self._allowed():
+                    break
+                self._idle += 1
+                self._work.wait()
+                self._coming -= 1
+            self._size -= 1
+            return None
+
+    def _run(self, task: Task) -> None:
+        try:
+            self._context.copy().run(task)
+        except BaseException:
+            _logger.exception("a task on %s raised an error that nobody handles", self._name)
+
     def _enter_wait(self) -> None:
         with self._lock:
             self._waiting += 1
-            if len(self._queue) > self._idle and not self._closed:
-                self._grow()
+            thread = self._staff()
+        self._start(thread)
 
     def _leave_wait(self) -> None:
         with self._lock:
@@ -196,17 +264,17 @@ class Executor:
         stalls = quiet = 0
         while not self._stop_monitor.wait(_STALL_SECONDS * (1 + stalls)):
             with self._lock:
-                if self._closed:
-                    return
                 if not self._queue:
                     stalls, quiet = 0, quiet + 1
                     if quiet > _MONITOR_LINGER_CHECKS:
-                        self._monitor = None
+                        self._monitored = False
                         return
                     continue
                 quiet = 0
-                if self._finished == seen and not self._idle:
-                    self._extra += 1
+                thread = None
+                if self._finished == seen:
                     stalls += 1
-                    self._grow()
+                    self._extra = max(self._extra, self._active() + 1 - self._limit)
+                    thread = self._staff()
                 seen = self._finished
+            self._start(thread)

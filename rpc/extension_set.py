@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 
+AUTOGRAD = "autograd_dist"
+
+
 class ExtensionSet:
     """The extensions of one agent; false while none is loaded."""
 
@@ -52,6 +55,10 @@ class ExtensionSet:
         made = cast(CallExtension, kind(self._agent))
         with self._lock:
             return self._loaded.setdefault(name, made)
+
+    def backward(self, context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
+        """Runs a distributed backward pass, with the module that does it loaded by name."""
+        importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
 
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""

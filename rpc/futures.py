@@ -87,10 +87,7 @@ class Future(_TorchFuture[T]):
         context = contextvars.copy_context()
 
         def run(_: object) -> None:
-            try:
-                child.set_result(context.run(callback, self))
-            except Exception as error:
-                child.set_exception(error)
+            child.complete_from(lambda: context.run(callback, self))
 
         self.add_done_callback(run)
         return child
@@ -118,6 +115,15 @@ class Future(_TorchFuture[T]):
         if not self._watched:
             self._unseen_error = result
         super().set_exception(cast(Any, result))
+
+    def complete_from(self, get: Callable[[], T]) -> None:
+        """Completes the future with what ``get()`` returns or raises."""
+        try:
+            value = get()
+        except Exception as error:
+            self.set_exception(error)
+        else:
+            self.set_result(value)
 
     def __await__(self) -> Generator[Any, None, T]:
         """Waits without blocking the running asyncio loop."""

@@ -75,5 +75,9 @@ def unpack(
     tensors: list[torch.Tensor] = []
     if table:
         raised = tensor_table.unpack_tensors(table, slots)
-        tensors = replace(raised) if replace is not None else raised
+        if replace is not None:
+            raised.tensors[:] = replace(raised.tensors)
+        tensors = raised.finish()
+    elif replace is not None:
+        replace([])
     return codec.decode(payload, tensors, adopted.handles)

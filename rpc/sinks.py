@@ -13,10 +13,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rpc.executor import Executor, blocking
+from rpc.executor import blocking
 from rpc.futures import Future, Waiter
 from rpc.messages import Reply
 from rpc.transports.base import Frame
+
+
+class Completions(Protocol):
+    """Runs what completes a future, on a thread that may run user code."""
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues ``task``."""
+
 
 Unpack = Callable[[Reply, Frame], Any]
 
@@ -72,16 +80,16 @@ class WaitingCaller:
 class FutureSink:
     """A future that the outcome completes."""
 
-    __slots__ = ("_executor", "_future")
+    __slots__ = ("_completions", "_future")
 
-    def __init__(self, future: Future[Any], executor: Executor) -> None:
+    def __init__(self, future: Future[Any], completions: Completions) -> None:
         self._future = future
-        self._executor = executor
+        self._completions = completions
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Unpacks the reply and completes the future, off this thread if need be."""
         if not reply.plain:
-            self._executor.submit(lambda: self._complete(*_outcome(reply, frame, unpack)))
+            self._completions.submit(lambda: self._complete(*_outcome(reply, frame, unpack)))
             return
         value, error = _outcome(reply, frame, unpack)
         self._complete_off_thread_if_watched(value, error)
@@ -92,7 +100,7 @@ class FutureSink:
 
     def _complete_off_thread_if_watched(self, value: Any, error: Exception | None) -> None:
         if not self._future.complete_unless_watched(value, error):
-            self._executor.submit(lambda: self._complete(value, error))
+            self._completions.submit(lambda: self._complete(value, error))
 
     def _complete(self, value: Any, error: Exception | None) -> None:
         if error is None:

@@ -1,0 +1,310 @@
+"""One worker: everything it owns with a lifetime, started, stopped and joined here.
+
+The only place where decisions meet I/O. It delegates: requests it makes are
+``caller``'s, requests it serves ``callee``'s, references ``reference_keeper``'s,
+leaving the group ``departure``'s. Several agents can live in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rpc import deadlines
+from rpc.callee import Callee
+from rpc.caller import Caller
+from rpc.clock import Clock, MonotonicClock
+from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
+from rpc.control import Leaving, encode_passed
+from rpc.current import context_of
+from rpc.departure import Departure
+from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from rpc.event_loop import EventLoop
+from rpc.executor import Executor
+from rpc.extension_set import ExtensionSet
+from rpc.futures import Future
+from rpc.group import Group
+from rpc.ids import Life
+from rpc.notices import Notices
+from rpc.pulse import Pulse
+from rpc.reference_keeper import ReferenceKeeper
+from rpc.rref import RRef
+from rpc.sinks import FutureSink, WaitingCaller
+from rpc.transports.base import Frame, FrameKind, Peer, Transport
+from rpc.worker_info import WorkerInfo
+
+_logger = logging.getLogger("rpc")
+_SYSTEM_THREADS = 4
+
+Destination = WorkerInfo | str | int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What an agent is told about its own running.
+
+    Args:
+        num_worker_threads: handlers that run at once, blocked ones not counted.
+        rpc_timeout: default timeout of a call in seconds, 0 for none.
+        flush_seconds: how long accepted messages get to leave at shutdown.
+    """
+
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
+    flush_seconds: float = 2.0
+
+
+class Completions:
+    """Runs callbacks of futures on the system executor, and knows if any are left."""
+
+    def __init__(self, executor: Executor, changed: Callable[[], None]) -> None:
+        self._executor = executor
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._left = 0
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues ``task``."""
+        with self._lock:
+            self._left += 1
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._left -= 1
+                self._changed()
+
+        self._executor.submit(run)
+
+    def quiet(self) -> bool:
+        """True if none is queued or running."""
+        with self._lock:
+            return not self._left
+
+
+class Agent:
+    """One worker of a group.
+
+    Args:
+        info: its name and id.
+        incarnation: which life of that name this is.
+        transport: moves its frames; the agent starts and closes it.
+        options: see :class:`AgentOptions`.
+        clock: tells the time; a test's may be virtual.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: int,
+        transport: Transport,
+        options: AgentOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.options = options or AgentOptions()
+        self.info = info
+        self.life = Life(info.id, incarnation)
+        self.transport = transport
+        self.clock = clock or MonotonicClock()
+        self.rpc_timeout = self.options.rpc_timeout
+        self.group = Group()
+        context = context_of(self)
+        name = f"rpc-{info.name}"
+        self.executor = Executor(name, self.options.num_worker_threads, context)
+        self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context)
+        self.completions = Completions(self.system_executor, self.activity_changed)
+        self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
+        self.notices = Notices(self)
+        self.references = ReferenceKeeper(self, self.life)
+        self.extensions = ExtensionSet(self)
+        self.caller = Caller(self)
+        self.callee = Callee(self)
+        self.departure = Departure(self)
+        self.pulse = Pulse(f"{name}-pulse", self.clock, self.caller.expire)
+
+    # --- Life
+
+    def start(self) -> bytes:
+        """Begins to listen; returns the address for the other workers."""
+        address = self.transport.start(self.info, self.life.incarnation, self)
+        self.pulse.start()
+        self.references.start()
+        return address
+
+    def join(self, peers: Sequence[Peer]) -> None:
+        """Makes the group known; ``peers`` includes this worker."""
+        for peer in peers:
+            self.add_peer(peer)
+
+    def add_peer(self, peer: Peer) -> None:
+        """A worker joined, or came back in a new life."""
+        self.group.add(peer)
+        self.references.worker_joined(Life(peer.info.id, peer.incarnation))
+        self.transport.add_peer(peer)
+        self.departure.worker_joined(peer.info.id)
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
+        """Leaves the group and ends every thread; see ``rpc.shutdown``."""
+        try:
+            if graceful:
+                self.departure.leave_together(timeout)
+            else:
+                self._say_goodbye()
+        finally:
+            self._close()
+
+    def _say_goodbye(self) -> None:
+        for peer in self.group.living():
+            if peer != self.info:
+                self.notices.tell(self.group.life(peer.id), Leaving(0))
+
+    def _close(self) -> None:
+        self.departure.closing()
+        self.caller.close("this worker shut down")
+        for extension in self.extensions.all():
+            extension.close()
+        self.event_loop.close()
+        self.transport.close(self.options.flush_seconds)
+        self.references.stop()
+        self.pulse.stop()
+        self.executor.close()
+        self.system_executor.close()
+
+    # --- What user programs ask
+
+    def rpc_sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Any:
+        """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
+        _require_callable(func)
+        sink = WaitingCaller()
+        self.caller.call(self.find(to), func, args or (), kwargs or {}, timeout, sink)
+        return self.caller.sync(sink)
+
+    def rpc_async(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[Any]:
+        """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
+        _require_callable(func)
+        name = getattr(func, "__qualname__", repr(func))
+        future = self.caller.future(f"the call of {name} on {to}")
+        try:
+            sink = FutureSink(future, self.completions)
+            self.caller.call(self.find(to), func, args or (), kwargs or {}, timeout, sink)
+        except (WorkerLostError, RpcTimeoutError) as error:
+            future.set_exception(error)
+        return future
+
+    def remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRef[Any]:
+        """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
+        _require_callable(func)
+        owner = self.find(to)
+        rref, passed, sink = self.references.create(owner)
+        target = encode_passed((passed,))
+        try:
+            self.caller.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
+        except BaseException as error:
+            self.references.creation_not_sent(rref, passed, error)
+            raise
+        return rref
+
+    def find(self, to: Destination) -> WorkerInfo:
+        """The worker meant by a name, an id or a ``WorkerInfo``."""
+        return self.group.find(to)
+
+    def timeout_of(self, timeout: float) -> float:
+        """Seconds left to an operation that was given ``timeout``; 0 for no limit."""
+        return deadlines.effective_timeout(timeout, self.rpc_timeout, self.clock.now())
+
+    def send_extension_message(
+        self, to: int, extension: str, body: bytes, tensors: Sequence[torch.Tensor] = ()
+    ) -> Future[bytes]:
+        """Sends an extension's own message to its counterpart on worker ``to``.
+
+        Returns:
+            A future of what the counterpart's ``on_message`` returned.
+        """
+        return self.caller.message(self.group.peer(to).info, extension, body, tensors)
+
+    def debug_info(self) -> dict[str, Any]:
+        """What this worker waits for, runs and keeps; for people."""
+        counts = self.references.counts()
+        info: dict[str, Any] = {name: getattr(counts, name) for name in counts.__slots__}
+        info["calls"] = self.caller.outstanding()
+        info["serving"] = self.callee.serving()
+        info["handler_threads"] = self.executor.thread_count()
+        info["workers"] = [worker.name for worker in self.group.living()]
+        for extension in self.extensions.all():
+            info.update(extension.debug_info())
+        return info
+
+    # --- What the transport tells (``transports.base.Receiver``)
+
+    def deliver(self, sender: int, frame: Frame) -> None:
+        """Takes one frame from a peer."""
+        try:
+            if frame.kind is FrameKind.REQUEST:
+                self.callee.request_arrived(sender, frame)
+            elif frame.kind is FrameKind.REPLY:
+                self.caller.reply_arrived(sender, frame)
+            else:
+                self._control_arrived(sender, frame)
+        except (FrameError, UnknownWorkerError) as error:
+            _logger.error("dropped a message from worker %d: %s", sender, error)
+
+    def peer_lost(self, worker_id: int, reason: str) -> None:
+        """Fails, frees and forgets whatever involved a worker that is gone."""
+        error = self.group.lose(worker_id, reason)
+        if error is None:
+            return
+        if not self.departure.expects_departures():
+            _logger.warning("%s", error)
+        self.notices.forget(worker_id)
+        self.caller.worker_lost(worker_id, error)
+        self.references.worker_lost(self.group.life(worker_id), reason)
+        for extension in self.extensions.all():
+            extension.on_worker_lost(worker_id, reason)
+        self.departure.worker_lost(worker_id)
+
+    def _control_arrived(self, sender: int, frame: Frame) -> None:
+        life = self.group.life(sender)
+        for message in self.notices.arrived(life, frame):
+            if isinstance(message, Leaving) and not message.phase:
+                self.transport.remove_peer(sender)
+                self.peer_lost(sender, "it left the group without waiting for the others")
+            elif not self.departure.control_arrived(sender, message):
+                self.references.control_arrived(life, message)
+        self.activity_changed()
+
+    def activity_changed(self) -> None:
+        """Something ended that a graceful shutdown may be waiting for."""
+        self.departure.activity_changed()
+
+
+def _require_callable(func: object) -> None:
+    if not callable(func):
+        raise TypeError(f"func must be callable, but got {type(func).__name__}: {func!r}")

@@ -1,0 +1,136 @@
+"""Which backends there are, by name, and what makes each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch._C._distributed_c10d import Store
+
+from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
+from rpc.errors import RpcError
+from rpc.options import RpcBackendOptions
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+@dataclass(frozen=True, slots=True)
+class BackendValue:
+    """What a backend is made of.
+
+    Args:
+        construct_rpc_backend_options_handler: makes its options.
+        init_backend_handler: forms the group and returns this worker's agent.
+    """
+
+    construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
+    init_backend_handler: Callable[..., Agent]
+
+
+class _Members(type):
+    """Lets ``BackendType`` be used like an enum to which members can be added."""
+
+    _members: ClassVar[dict[str, BackendType]] = {}
+
+    def __getitem__(cls, name: str) -> BackendType:
+        return cls._members[name]
+
+    def __getattr__(cls, name: str) -> BackendType:
+        try:
+            return cls._members[name]
+        except KeyError:
+            known = ", ".join(cls._members)
+            raise AttributeError(
+                f"no RPC backend {name!r} is registered; there are: {known}"
+            ) from None
+
+    def __iter__(cls) -> Iterator[BackendType]:
+        return iter(cls._members.values())
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    @property
+    def __members__(cls) -> dict[str, BackendType]:
+        return dict(cls._members)
+
+
+class BackendType(metaclass=_Members):
+    """A way for workers to be connected: ``BackendType.TENSORPIPE`` and what was registered."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: BackendValue) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+    def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
+        return _by_name, (self.name,)
+
+
+def _by_name(name: str) -> BackendType:
+    return BackendType[name]
+
+
+def backend_registered(backend_name: str) -> bool:
+    """True if a backend of that name exists."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
+    init_backend_handler: Callable[..., Any],
+) -> BackendType:
+    """Adds a backend.
+
+    Args:
+        backend_name: how it is chosen: ``BackendType.<backend_name>``.
+        construct_rpc_backend_options_handler: called with ``rpc_timeout``,
+            ``init_method`` and what the user gave; returns the options.
+        init_backend_handler: called with ``store, name, rank, world_size,
+            rpc_backend_options``; returns the agent.
+
+    Raises:
+        RuntimeError: the name is taken.
+    """
+    if backend_registered(backend_name):
+        raise RpcError(f"RPC backend {backend_name}: already registered")
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    member = BackendType(backend_name, value)
+    _Members._members[backend_name] = member
+    return member
+
+
+def construct_rpc_backend_options(
+    backend: BackendType,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> RpcBackendOptions:
+    """Makes the options of a backend; ``kwargs`` are its own."""
+    make = backend.value.construct_rpc_backend_options_handler
+    return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def init_backend(
+    backend: BackendType,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> Agent:
+    """Forms the group over ``backend`` and returns this worker's agent."""
+    return backend.value.init_backend_handler(
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )

@@ -1,0 +1,68 @@
+"""Which agent the code that is running belongs to.
+
+Owns the one piece of mutable module state: the process's default agent, set by
+``init_rpc`` and cleared by ``shutdown``. Handlers and callbacks of an agent see
+that agent, whatever the default is, because it is in their context.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import TYPE_CHECKING
+
+from rpc.errors import NotInitializedError
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+_of_context: contextvars.ContextVar[Agent | None] = contextvars.ContextVar(
+    "rpc_agent", default=None
+)
+
+
+class _Process:
+    """The process-wide default."""
+
+    agent: Agent | None = None
+
+
+def find_agent() -> Agent | None:
+    """The agent of the running context, or else the process's; None without either."""
+    agent = _of_context.get()
+    return _Process.agent if agent is None else agent
+
+
+def current_agent() -> Agent:
+    """The agent of the running context, or else the process's.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    agent = _of_context.get()
+    if agent is None:
+        agent = _Process.agent
+    if agent is None:
+        raise NotInitializedError
+    return agent
+
+
+def set_process_agent(agent: Agent | None) -> None:
+    """Makes ``agent`` the process's default; None clears it."""
+    _Process.agent = agent
+
+
+def enter_agent(agent: Agent) -> contextvars.Token[Agent | None]:
+    """Makes ``agent`` current in the running context; see :func:`leave_agent`."""
+    return _of_context.set(agent)
+
+
+def leave_agent(token: contextvars.Token[Agent | None]) -> None:
+    """Undoes :func:`enter_agent`."""
+    _of_context.reset(token)
+
+
+def context_of(agent: Agent) -> contextvars.Context:
+    """A fresh context in which ``agent`` is the current one."""
+    context = contextvars.Context()
+    context.run(_of_context.set, agent)
+    return context

@@ -1,0 +1,39 @@
+"""Decorators for functions that other workers call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def async_execution(
+    fn: Callable[P, torch.futures.Future[T]],
+) -> Callable[P, torch.futures.Future[T]]:
+    """Marks a function whose returned future's value, not the future, is the call's result.
+
+    The reply is sent when the future completes; until then no handler thread is
+    held. With ``staticmethod`` or ``classmethod``, this decorator is the inner one.
+
+    Args:
+        fn: must return a ``torch.futures.Future``; anything else fails the call
+            with ``RuntimeError``.
+
+    Example::
+
+        @rpc.functions.async_execution
+        def add_chained(to, x, y, z):
+            return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda f: f.wait() + z)
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[T]:
+        return fn(*args, **kwargs)
+
+    wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
+    return wrapper

@@ -1,0 +1,105 @@
+"""Sends and receives control messages: queued per peer, many to a frame.
+
+Owns the queues, the sequence numbers that recognise a batch which came twice,
+and the counters by which a graceful shutdown knows that nothing is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rpc.control import (
+    ControlMessage,
+    DuplicateFilter,
+    Leaving,
+    Probe,
+    Quiet,
+    Ready,
+    decode_batch,
+    encode_batch,
+)
+from rpc.errors import RpcError
+from rpc.ids import Life
+from rpc.transports.base import Frame, FrameKind
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+UNCOUNTED = (Ready, Probe, Quiet, Leaving)
+
+
+class Notices:
+    """The control traffic of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._queued: dict[Life, list[ControlMessage]] = {}
+        self._sequences: defaultdict[int, int] = defaultdict(int)
+        self._seen: defaultdict[Life, DuplicateFilter] = defaultdict(DuplicateFilter)
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._received: defaultdict[int, int] = defaultdict(int)
+
+    def queue(self, to: Life, message: ControlMessage) -> None:
+        """Queues a message; :meth:`flush` sends it."""
+        with self._lock:
+            self._queued.setdefault(to, []).append(message)
+
+    def flush(self) -> None:
+        """Sends what is queued; what is meant for a worker that is gone is dropped."""
+        while True:
+            with self._lock:
+                if not self._queued:
+                    return
+                to, messages = self._queued.popitem()
+                sequence = self._sequences[to.worker]
+                self._sequences[to.worker] += 1
+            if self._send(to, sequence, messages):
+                with self._lock:
+                    self._sent[to.worker] += 1
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a message about the group itself at once; such are not counted."""
+        with self._lock:
+            sequence = self._sequences[to.worker]
+            self._sequences[to.worker] += 1
+        self._send(to, sequence, [message])
+
+    def _send(self, to: Life, sequence: int, messages: list[ControlMessage]) -> bool:
+        """False if the peer is gone; whoever needs to know hears of it as a lost worker."""
+        agent = self._agent
+        try:
+            if agent.group.life(to.worker) != to:
+                return False
+            frame = Frame(FrameKind.NOTICE, 0, b"", encode_batch(sequence, messages))
+            agent.transport.send(to.worker, frame)
+        except RpcError:
+            return False
+        return True
+
+    def arrived(self, sender: Life, frame: Frame) -> list[ControlMessage]:
+        """The messages of a batch; none if it came before."""
+        sequence, messages = decode_batch(frame.payload)
+        with self._lock:
+            if not self._seen[sender].accept(sequence):
+                return []
+            if messages and not isinstance(messages[0], UNCOUNTED):
+                self._received[sender.worker] += 1
+        return messages
+
+    def forget(self, worker_id: int) -> None:
+        """A worker is gone: what was exchanged with it does not count any more."""
+        with self._lock:
+            for life in [life for life in self._queued if life.worker == worker_id]:
+                del self._queued[life]
+            for life in [life for life in self._seen if life.worker == worker_id]:
+                del self._seen[life]
+            for counters in (self._sequences, self._sent, self._received):
+                counters.pop(worker_id, None)
+
+    def totals(self) -> tuple[int, int]:
+        """Batches sent to and received from the living."""
+        with self._lock:
+            return sum(self._sent.values()), sum(self._received.values())

@@ -1,0 +1,70 @@
+"""Takes handles that were garbage collected off the thread they died on.
+
+A finalizer may run anywhere, even inside a lock of ours: it only puts the
+handle on a queue that is safe to use there. One thread empties the queue,
+many handles at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_LINGER_SECONDS = 0.002
+
+
+class Reaper(Generic[T]):
+    """Collects dead handles and hands them to ``bury`` in batches.
+
+    Args:
+        name: of the thread.
+        bury: takes a batch.
+    """
+
+    def __init__(self, name: str, bury: Callable[[list[T]], None]) -> None:
+        self._bury = bury
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._put = 0
+        self._buried = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def put(self, dead: T) -> None:
+        """Queues a dead handle; safe in finalizers."""
+        self._put += 1
+        self._queue.put(dead)
+
+    def quiet(self) -> bool:
+        """True if every handle queued so far was buried."""
+        return self._queue.empty() and self._buried >= self._put
+
+    def stop(self) -> None:
+        """Ends the thread and joins it."""
+        self._stopping.set()
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            self._stopping.wait(_LINGER_SECONDS)
+            batch = [first]
+            del first
+            while not self._queue.empty():
+                dead = self._queue.get()
+                if dead is None:
+                    return
+                batch.append(dead)
+                del dead
+            count = len(batch)
+            self._bury(batch)
+            del batch
+            self._buried += count

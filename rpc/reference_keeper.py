@@ -1,0 +1,549 @@
+"""Carries out what the reference protocol decides: the I/O half of ``references``.
+
+Owns the table's lock, the values of this worker's RRefs and the waiters for
+confirmations. Decisions are made under the lock; messages are sent, values
+freed and waiters told after it was let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from rpc.control import (
+    ControlMessage,
+    Passage,
+    Passed,
+    decode_passed,
+    encode_passed,
+)
+from rpc.errors import (
+    RpcError,
+    RRefCreationError,
+    RRefDeletedError,
+    StaleRRefError,
+    WorkerLostError,
+)
+from rpc.futures import Future
+from rpc.ids import GlobalId, Life, Reference
+from rpc.messages import Operation, Reply, Status
+from rpc.reaper import Reaper
+from rpc.reference_terms import (
+    Carrier,
+    Counts,
+    Effect,
+    Failure,
+    FailureKind,
+    FailValue,
+    FreeValue,
+    Handle,
+    HandleConfirmed,
+    HandleFailed,
+    OwnerHandle,
+    Send,
+    UserHandle,
+)
+from rpc.references import ReferenceTable
+from rpc.rref import RRef, run_backward, type_of_value
+from rpc.sinks import Unpack, WaitingCaller
+from rpc.slot import Slot
+from rpc.transports.base import Frame
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one ``RRef`` object holds on to.
+
+    Args:
+        handle: how the reference table knows it.
+        value: the place of the value, on its owner.
+        creation: done when ``remote()`` is, at its caller.
+    """
+
+    handle: Handle
+    value: Slot | None = None
+    creation: Slot | None = None
+
+    @property
+    def reference(self) -> Reference:
+        """Which value is meant."""
+        return self.handle.reference
+
+    @property
+    def fork(self) -> GlobalId | None:
+        """The user's fork; None on the owner."""
+        return self.handle.fork if isinstance(self.handle, UserHandle) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """The references inside one message on its way out."""
+
+    passed: tuple[Passed, ...] = ()
+    table: bytes = b""
+
+
+@dataclass(slots=True)
+class Adopted:
+    """The references inside one message that arrived.
+
+    Args:
+        handles: new ``RRef`` objects, in the order of the message's table.
+        pending: forks that their owners have yet to confirm.
+    """
+
+    keeper: ReferenceKeeper
+    handles: list[RRef[Any]] = field(default_factory=list)
+    pending: list[UserHandle] = field(default_factory=list)
+
+    def when_confirmed(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once no fork is pending, whatever became of them."""
+        self.keeper.when_settled(self.pending, callback)
+
+
+_NOTHING_LENT = Loan()
+
+
+class _CreationSink:
+    """Takes the outcome of the request behind ``remote()``."""
+
+    __slots__ = ("_holding", "_keeper")
+
+    def __init__(self, keeper: ReferenceKeeper, holding: Holding) -> None:
+        self._keeper = keeper
+        self._holding = holding
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        if reply.status is Status.OK:
+            self._keeper.creation_replied(self._holding)
+            return
+        try:
+            unpack(reply, frame)
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        self._keeper.creation_gone(self._holding, error)
+
+
+class ReferenceKeeper:
+    """The references of one agent."""
+
+    def __init__(self, agent: Agent, life: Life) -> None:
+        self.agent = agent
+        self._life = life
+        self._lock = threading.Lock()
+        self._table = ReferenceTable(life.worker, life.incarnation)
+        self._values: dict[GlobalId, Slot] = {}
+        self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._no_references = Adopted(self)
+        self._reaper: Reaper[Holding] = Reaper(f"rpc-reaper-{agent.info.name}", self._bury)
+
+    def start(self) -> None:
+        """Starts to collect dead handles."""
+        self._reaper.start()
+
+    def stop(self) -> None:
+        """Stops to collect dead handles; frees every value."""
+        self._reaper.stop()
+        with self._lock:
+            values = list(self._values.values())
+            self._values.clear()
+            settling = [callback for group in self._settling.values() for callback in group]
+            self._settling.clear()
+        for slot in values:
+            slot.fail(RRefDeletedError("the owner of the value shut down"))
+        for callback in settling:
+            callback()
+
+    # --- Making
+
+    def own(self, value: object) -> Holding:
+        """A reference to a value of this worker; nobody else knows of it yet."""
+        with self._lock:
+            handle = self._table.new_value()
+        slot = Slot()
+        slot.fill(value)
+        return Holding(handle, slot)
+
+    def create(self, owner: WorkerInfo) -> tuple[RRef[Any], Passed, _CreationSink]:
+        """A reference to a value that ``owner`` is about to make."""
+        if owner.id == self._life.worker:
+            return self._create_here()
+        life = self.agent.group.life(owner.id)
+        with self._lock:
+            handle, passed = self._table.create_remote(life)
+        holding = Holding(handle, creation=Slot())
+        return RRef._of(self, holding), passed, _CreationSink(self, holding)
+
+    def _create_here(self) -> tuple[RRef[Any], Passed, _CreationSink]:
+        slot = Slot()
+        with self._lock:
+            handle = self._table.create_here()
+            self._values[handle.reference.rref] = slot
+        holding = Holding(handle, slot, Slot())
+        reference = handle.reference
+        passed = Passed(reference, reference.rref, Passage.LOOPBACK)
+        return RRef._of(self, holding), passed, _CreationSink(self, holding)
+
+    def creation_not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
+        """The request of ``remote()`` could not be sent."""
+        if passed.passage is Passage.CREATION:
+            self.unsent(Loan((passed,)), str(error))
+        elif rref._holding.value is not None:
+            rref._holding.value.fail(error)
+
+    def creation_replied(self, holding: Holding) -> None:
+        """The owner has run the function that makes the value."""
+        if holding.fork is not None:
+            with self._lock:
+                effects = self._table.creation_confirmed(holding.fork)
+            self._perform(effects)
+        if holding.creation is not None:
+            holding.creation.fill(None)
+
+    def creation_gone(self, holding: Holding, error: Exception) -> None:
+        """The request of ``remote()`` failed or timed out."""
+        if holding.fork is not None:
+            with self._lock:
+                effects = self._table.creation_failed(holding.fork, str(error))
+            self._perform(effects)
+        elif holding.value is not None:
+            holding.value.fail(error)
+        if holding.creation is not None:
+            holding.creation.fail(error)
+
+    # --- The owner's side of remote()
+
+    def creation_arrived(self, sender: int, target: bytes) -> None:
+        """A request of ``remote()`` came: makes the place for its value."""
+        passed = _creation(target)
+        if passed.passage is Passage.LOOPBACK:
+            return
+        life = self.agent.group.life(sender)
+        with self._lock:
+            effects = self._table.creation_arrived(passed, life)
+            if self._table.is_kept(passed.reference.rref):
+                self._values.setdefault(passed.reference.rref, Slot())
+        self._perform(effects)
+
+    def created(self, target: bytes, value: object) -> None:
+        """The function of a ``remote()`` returned."""
+        slot = self._slot_of(target)
+        if slot is not None:
+            slot.fill(value)
+
+    def creation_raised(self, target: bytes, error: BaseException) -> None:
+        """The function of a ``remote()`` raised."""
+        slot = self._slot_of(target)
+        if slot is not None:
+            slot.fail(error)
+
+    def _slot_of(self, target: bytes) -> Slot | None:
+        with self._lock:
+            return self._values.get(_creation(target).reference.rref)
+
+    # --- Passing on
+
+    def lend(self, handles: Sequence[object], to: int, *, borrow: bool) -> Loan:
+        """Prepares handles to travel in one message to worker ``to``.
+
+        Raises:
+            RRefError: one of them must not be used any more.
+        """
+        if not handles:
+            return _NOTHING_LENT
+        life = self.agent.group.life(to)
+        carrier = Carrier.REQUEST if borrow else Carrier.REPLY
+        passed: list[Passed] = []
+        try:
+            for handle in handles:
+                passed.append(self._share(cast("RRef[Any]", handle)._holding, life, carrier))
+        except BaseException:
+            self.unsent(Loan(tuple(passed)), "another reference in the message is unusable")
+            raise
+        return Loan(tuple(passed), encode_passed(passed))
+
+    def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
+        with self._lock:
+            shared = self._table.share(holding.handle, to, carrier)
+            if not isinstance(shared, Failure) and holding.value is not None:
+                self._values.setdefault(holding.reference.rref, holding.value)
+        if isinstance(shared, Failure):
+            raise self._error(holding, shared, "Cannot call fork an UserRRef after deletion.")
+        return shared
+
+    def unsent(self, loan: Loan, reason: str) -> None:
+        """The message with these references did not leave."""
+        self._each(loan, lambda passed: self._table.not_sent(passed, reason))
+
+    def call_ended(self, loan: Loan) -> None:
+        """Nothing of the call that carried these references is under way any more."""
+        self._each(loan, self._table.call_ended)
+
+    def _each(self, loan: Loan, event: Callable[[Passed], list[Effect]]) -> None:
+        if loan.passed:
+            with self._lock:
+                effects = [effect for passed in loan.passed for effect in event(passed)]
+            self._perform(effects)
+
+    def adopt(self, table: bytes) -> Adopted:
+        """Takes in the references of a message, each as a new handle."""
+        if not table:
+            return self._no_references
+        adopted = Adopted(self)
+        effects: list[Effect] = []
+        with self._lock:
+            for passed in decode_passed(table):
+                handle, caused = self._table.receive(passed)
+                effects += caused
+                adopted.handles.append(RRef._of(self, self._holding(handle)))
+                if isinstance(handle, UserHandle) and self._is_pending(handle):
+                    adopted.pending.append(handle)
+        self._perform(effects)
+        return adopted
+
+    def _holding(self, handle: Handle) -> Holding:
+        if isinstance(handle, OwnerHandle):
+            return Holding(handle, self._values.setdefault(handle.reference.rref, Slot()))
+        return Holding(handle)
+
+    def _is_pending(self, handle: UserHandle) -> bool:
+        settled = self._table.is_confirmed(handle.fork) or self._table.failure(handle)
+        return not settled
+
+    def when_settled(self, handles: Iterable[UserHandle], callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once each handle is confirmed or has failed."""
+        countdown = _Countdown(callback)
+        with self._lock:
+            for handle in handles:
+                if self._is_pending(handle):
+                    countdown.add()
+                    self._settling.setdefault(handle.fork, []).append(countdown.one_less)
+        countdown.one_less()
+
+    # --- Using
+
+    def require_usable(self, holding: Holding) -> None:
+        """Raises the error of a handle that must not be used any more."""
+        with self._lock:
+            failure = self._table.failure(holding.handle)
+        if failure is not None:
+            raise self._error(
+                holding, failure, "has been deleted. Cannot call to_here() on it after deletion."
+            )
+
+    def to_here(self, rref: RRef[Any], timeout: float) -> object:
+        """The value, from wherever it lives."""
+        holding = rref._holding
+        self.require_usable(holding)
+        if holding.value is not None:
+            return holding.value.wait(self.agent.timeout_of(timeout))
+        caller = self.agent.caller
+        sink = WaitingCaller()
+        owner = self.owner_of(holding)
+        caller.request(Operation.FETCH, owner, rref, timeout, sink, b"", "to_here")
+        return caller.sync(sink)
+
+    def local_value(self, holding: Holding) -> object:
+        """The value, on its owner."""
+        if holding.value is None:
+            raise RpcError(
+                f"For UserRRef(rref_id={holding.reference.rref}, fork_id={holding.fork}), "
+                f"can't call localValue() on user {self.agent.info}. "
+                f"Call it on owner {self.owner_of(holding)}"
+            )
+        return holding.value.wait()
+
+    def await_local(self, holding: Holding) -> Any:
+        """The value that a call through a reference is for; fails if it is not here."""
+        self.require_usable(holding)
+        return self.local_value(holding)
+
+    def owner_of(self, holding: Holding) -> WorkerInfo:
+        """Where the value lives."""
+        return self.agent.group.peer(holding.reference.owner.worker).info
+
+    def is_confirmed(self, holding: Holding) -> bool:
+        """True if the owner is known to keep the value for this handle."""
+        if holding.fork is None:
+            return True
+        with self._lock:
+            return self._table.is_confirmed(holding.fork)
+
+    def creation_of(self, holding: Holding) -> Future[None]:
+        """A future of the ``remote()`` behind a handle; done for handles got otherwise."""
+        future: Future[None] = self.agent.caller.future("the creation of an RRef")
+        if holding.creation is None:
+            future.set_result(None)
+        else:
+            completions = self.agent.completions
+            holding.creation.when_done(
+                lambda slot: completions.submit(lambda: future.complete_from(slot.value))
+            )
+        return future
+
+    def type_of(self, rref: RRef[Any], timeout: float) -> Future[type]:
+        """The type of the value, asked of its owner."""
+        if rref.is_owner():
+            known: Future[type] = Future()
+            known.set_result(type_of_value(rref))
+            return known
+        self.require_usable(rref._holding)
+        return self.agent.rpc_async(rref.owner(), type_of_value, (rref,), None, timeout)
+
+    def backward(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        """A backward pass from the value; see ``RRef.backward``."""
+        if not rref.is_owner():
+            if context_id == -1:
+                raise RpcError(
+                    "User RRefs require 'dist_autograd_ctx_id' to be specified: "
+                    "local autograd runs on the owner only"
+                )
+            args = (rref, context_id, retain_graph)
+            self.agent.rpc_sync(rref.owner(), run_backward, args, None, 0)
+            return
+        value = rref.local_value()
+        if not isinstance(value, torch.Tensor):
+            raise RpcError(
+                "RRef should contain a tensor for .backward(), "
+                f"but it contains a {type(value).__name__}"
+            )
+        if context_id == -1:
+            torch.autograd.backward([value], retain_graph=retain_graph)
+        else:
+            self.agent.extensions.backward(context_id, [value], retain_graph)
+
+    # --- What arrives and who goes
+
+    def dropped(self, holding: Holding) -> None:
+        """A handle was garbage collected; safe in finalizers."""
+        self._reaper.put(holding)
+
+    def control_arrived(self, sender: Life, message: ControlMessage) -> None:
+        """A control message about references came."""
+        with self._lock:
+            effects = self._table.message_arrived(sender, message)
+        self._perform(effects)
+
+    def worker_lost(self, life: Life, reason: str) -> None:
+        """A worker is gone."""
+        with self._lock:
+            effects = self._table.worker_lost(life, reason)
+        self._perform(effects)
+
+    def worker_joined(self, life: Life) -> None:
+        """A worker came, perhaps in a new life."""
+        with self._lock:
+            effects = self._table.worker_joined(life)
+        self._perform(effects)
+
+    def release_all_users(self) -> None:
+        """Makes every user handle unusable and tells the owners."""
+        with self._lock:
+            effects = self._table.release_all_users()
+        self._perform(effects)
+
+    def quiet(self) -> bool:
+        """True if no registration is under way and every dead handle was dealt with."""
+        if not self._reaper.quiet():
+            return False
+        with self._lock:
+            return self._table.counts().num_pending_users == 0
+
+    def counts(self) -> Counts:
+        """How many references of each kind there are."""
+        with self._lock:
+            return self._table.counts()
+
+    def leaks(self) -> list[str]:
+        """The values that other workers still use, in words."""
+        with self._lock:
+            found = self._table.leaks()
+        return [f"{leak.rref}, used by {', '.join(map(str, leak.users))}" for leak in found]
+
+    # --- Shared by the above
+
+    def _bury(self, dead: list[Holding]) -> None:
+        with self._lock:
+            effects = [e for holding in dead for e in self._table.dropped(holding.handle)]
+        self._perform(effects)
+        self.agent.activity_changed()
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        queued = False
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.agent.notices.queue(effect.to, effect.message)
+                    queued = True
+                case FreeValue():
+                    self._free(effect.rref)
+                case FailValue():
+                    self._fail_value(effect.rref, effect.reason)
+                case HandleConfirmed() | HandleFailed():
+                    self._settled(effect.fork)
+        if queued:
+            self.agent.notices.flush()
+
+    def _free(self, rref: GlobalId) -> None:
+        with self._lock:
+            slot = self._values.pop(rref, None)
+        if slot is not None and not slot.done():
+            slot.fail(StaleRRefError(f"the value of {rref} was given up before it was made"))
+
+    def _fail_value(self, rref: GlobalId, reason: str) -> None:
+        with self._lock:
+            slot = self._values.setdefault(rref, Slot())
+        slot.fail(RRefCreationError(reason))
+
+    def _settled(self, fork: GlobalId) -> None:
+        with self._lock:
+            callbacks = self._settling.pop(fork, ())
+        for callback in callbacks:
+            callback()
+
+    def _error(self, holding: Holding, failure: Failure, deleted: str) -> Exception:
+        if failure.kind is FailureKind.CREATION:
+            return RRefCreationError(failure.reason)
+        if failure.kind is FailureKind.DELETED:
+            name = f"UserRRef(RRefId = {holding.reference.rref}, ForkId = {holding.fork})"
+            return RRefDeletedError(f"{name} {deleted} ({failure.reason})")
+        owner = holding.reference.owner
+        if failure.kind is FailureKind.OWNER_LOST:
+            name = self.owner_of(holding).name
+            return WorkerLostError(name, owner.incarnation, failure.reason)
+        return StaleRRefError(f"{holding.reference.rref} is stale: {failure.reason}")
+
+
+class _Countdown:
+    """Calls back when as many things have happened as were added, and one more."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._left = 1
+        self._callback = callback
+
+    def add(self) -> None:
+        with self._lock:
+            self._left += 1
+
+    def one_less(self) -> None:
+        with self._lock:
+            self._left -= 1
+            over = self._left == 0
+        if over:
+            self._callback()
+
+
+def _creation(target: bytes) -> Passed:
+    (passed,) = decode_passed(target)
+    return passed

@@ -1,0 +1,78 @@
+"""A place for a value that some thread will fill and others wait for.
+
+What an owner keeps for each RRef. Unlike a future it may stay unfilled or fail
+without anybody being told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rpc.errors import RpcTimeoutError
+from rpc.executor import blocking
+
+
+class Slot:
+    """Empty, filled with a value, or failed with an error; once."""
+
+    __slots__ = ("_callbacks", "_changed", "_done", "_error", "_value")
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._callbacks: list[Callable[[Slot], None]] = []
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def fill(self, value: Any) -> None:
+        """Gives the value; ignored if the slot was filled or failed before."""
+        self._settle(value, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the error instead of a value."""
+        self._settle(None, error)
+
+    def done(self) -> bool:
+        """True once filled or failed."""
+        return self._done
+
+    def value(self) -> Any:
+        """The value of a slot that is done; raises its error."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def wait(self, timeout: float = 0.0) -> Any:
+        """Blocks until done, then as :meth:`value`; ``timeout`` in seconds, 0 for none.
+
+        Raises:
+            RpcTimeoutError: the time is over.
+        """
+        if not self._done:
+            with blocking(), self._changed:
+                if not self._changed.wait_for(self.done, timeout or None):
+                    raise RpcTimeoutError(
+                        f"RPC ran for more than set timeout ({timeout * 1000:g} ms) while "
+                        "waiting for the value of an RRef"
+                    )
+        return self.value()
+
+    def when_done(self, callback: Callable[[Slot], None]) -> None:
+        """Calls ``callback(self)`` on the filling thread, or now if done."""
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        with self._changed:
+            if self._done:
+                return
+            self._value, self._error, self._done = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(self)

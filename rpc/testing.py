@@ -1,0 +1,85 @@
+"""For tests: a whole group in one process, with a network and a clock under control.
+
+Example::
+
+    from rpc.testing import local_group
+
+    def test_add():
+        with local_group("alice", "bob") as (alice, bob):
+            assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rpc.agent import Agent, AgentOptions
+from rpc.clock import Clock, VirtualClock
+from rpc.current import enter_agent, leave_agent
+from rpc.transports.base import Peer
+from rpc.transports.memory import MemoryHub, MemoryTransport, NetworkScript
+from rpc.worker_info import WorkerInfo
+
+__all__ = [
+    "MemoryHub",
+    "MemoryTransport",
+    "NetworkScript",
+    "VirtualClock",
+    "as_worker",
+    "connect",
+    "local_group",
+]
+
+
+def connect(
+    *names: str,
+    hub: MemoryHub | None = None,
+    clock: Clock | None = None,
+    options: AgentOptions | None = None,
+) -> list[Agent]:
+    """Starts one agent per name, all connected through ``hub``; ids count from 0."""
+    network = hub or MemoryHub(clock)
+    agents: list[Agent] = []
+    peers: list[Peer] = []
+    for rank, name in enumerate(names):
+        info = WorkerInfo(name, rank)
+        agent = Agent(info, 0, network.transport(), options, clock)
+        peers.append(Peer(info, 0, agent.start()))
+        agents.append(agent)
+    for agent in agents:
+        agent.join(peers)
+    return agents
+
+
+@contextlib.contextmanager
+def local_group(
+    *names: str,
+    hub: MemoryHub | None = None,
+    clock: Clock | None = None,
+    options: AgentOptions | None = None,
+) -> Iterator[list[Agent]]:
+    """A group of agents for the length of a ``with`` block, shut down at its end.
+
+    Args:
+        names: of the workers; their ids count from 0.
+        hub: the network, if faults are wanted.
+        clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
+        options: of every agent.
+    """
+    agents = connect(*names, hub=hub, clock=clock, options=options)
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            agent.shutdown(graceful=False)
+
+
+@contextlib.contextmanager
+def as_worker(agent: Agent) -> Iterator[Agent]:
+    """Makes ``agent`` the current one for module-level functions such as ``rpc.rpc_sync``."""
+    token = enter_agent(agent)
+    try:
+        yield agent
+    finally:
+        leave_agent(token)
