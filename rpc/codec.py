@@ -1,0 +1,505 @@
+"""Turns user values into bytes, tensors and references, and back. The only module that pickles.
+
+Decides what travels by reference (importable functions and classes), by value
+(everything else, with cloudpickle) and out of band (tensors and RRef handles,
+of which the bytes hold only an index). How tensors become bytes is the tensor
+table's business, what a reference means on the wire is the reference keeper's.
+There is no state between calls: picklers carry their tables with them.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import io
+import operator
+import pathlib
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rpc.errors import DecodeError, EncodeError, RpcError
+from rpc.worker_info import WorkerInfo
+
+_PROTOCOL: Final = 5
+
+
+class Reference:
+    """Base of handles that travel out of band, as an index into ``Encoded.references``."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A value as it leaves the codec. Mutable only because building it is on the fast path.
+
+    Args:
+        payload: everything but the tensors and references.
+        tensors: every strided tensor met, as the user passed it, each object once,
+            in the order met; sparse ones appear as their strided parts.
+        references: every :class:`Reference` met, each once.
+        plain: decoding runs no user code but, possibly, imports: there are only
+            native values, tensors, references, and functions or classes by name.
+    """
+
+    payload: bytes
+    tensors: list[Tensor]
+    references: list[Any]
+    plain: bool
+
+
+class ImportNeeded(Exception):
+    """Signal, not an error: decoding must import a module, which may run code and block."""
+
+
+def encode(value: object) -> Encoded:
+    """Takes ``value`` apart for sending.
+
+    An object whose type defines ``__rpc_reduce__`` is reduced by that method,
+    which returns what ``__reduce__`` would; for types that may be sent in calls
+    but not pickled otherwise. Attributes set on tensors do not travel.
+
+    Raises:
+        EncodeError: the value, or something in it, cannot be serialized.
+    """
+    buffer = io.BytesIO()
+    pickler = _PlainPickler(buffer, _PROTOCOL)
+    pickler.tensors = []
+    pickler.references = []
+    pickler.plain = True
+    try:
+        pickler.dump(value)
+    except RpcError:
+        raise
+    except (_ByValue, pickle.PicklingError, TypeError, AttributeError):
+        return _encode_by_value(value)
+    except Exception as error:
+        raise _encode_error(value, error) from error
+    return Encoded(buffer.getvalue(), pickler.tensors, pickler.references, pickler.plain)
+
+
+def decode(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    references: Sequence[object],
+) -> Any:
+    """Rebuilds a value.
+
+    Args:
+        payload: from :func:`encode`.
+        tensors: stand for ``Encoded.tensors``, in the same order.
+        references: stand for ``Encoded.references``, in the same order.
+
+    Raises:
+        DecodeError: the bytes are damaged, or need something this worker lacks.
+    """
+    return _load(_Unpickler(io.BytesIO(payload)), tensors, references)
+
+
+def decode_loaded(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    references: Sequence[object],
+) -> Any:
+    """Rebuilds a plain value on a thread that must not import anything.
+
+    Raises:
+        ImportNeeded: a module is not loaded yet; use :func:`decode` elsewhere.
+        DecodeError: as :func:`decode`.
+    """
+    return _load(_LoadedUnpickler(io.BytesIO(payload)), tensors, references)
+
+
+def describe_unpicklable(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Says which part of a call makes it impossible to send, for the error's text."""
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    for what, value in _parts_of_call(name, func, args, kwargs):
+        reason = _reason_not_to_send(value)
+        if reason is not None:
+            return f"{what} cannot be sent: {reason}"
+    return f"a call of {name} cannot be sent: its arguments can be, but not together"
+
+
+def _parts_of_call(
+    name: str, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, object]]:
+    yield f"the function {name}", func
+    for position, value in enumerate(args):
+        yield f"argument {position} ({_type_name(value)}) of {name}", value
+    for key, value in kwargs.items():
+        yield f"argument {key!r} ({_type_name(value)}) of {name}", value
+
+
+def _reason_not_to_send(value: object) -> str | None:
+    try:
+        encode(value)
+    except Exception as error:
+        return str(error.__cause__ or error)
+    return None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return prefix + kind.__qualname__
+
+
+# What a payload calls on arrival. The unpickler replaces the first three by
+# its own bound methods; the names are only what the pickler writes down.
+
+
+def take_tensor(index: int) -> Tensor:
+    """Stands in payloads for a tensor of the table."""
+    raise pickle.UnpicklingError(f"tensor {index} was met outside rpc.codec.decode")
+
+
+def take_reference(index: int) -> Reference:
+    """Stands in payloads for a reference of the table."""
+    raise pickle.UnpicklingError(f"reference {index} was met outside rpc.codec.decode")
+
+
+def take_global(module: str, name: str) -> Any:
+    """Stands in payloads for an importable object that pickle would not look up by name."""
+    raise pickle.UnpicklingError(f"{module}.{name} was met outside rpc.codec.decode")
+
+
+def mark_buffer(tensor: Tensor, persistent: bool) -> None:
+    """Makes ``tensor`` an ``nn.Buffer``, which is a matter of two attributes."""
+    tensor._is_buffer = True  # type: ignore[attr-defined]
+    tensor.persistent = persistent  # type: ignore[attr-defined]
+
+
+def build_coo(
+    indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
+) -> Tensor:
+    """Puts a COO tensor together again."""
+    return _with_grad(
+        values,
+        grad,
+        lambda part: torch.sparse_coo_tensor(
+            indices, part, size, is_coalesced=coalesced, check_invariants=True
+        ),
+    )
+
+
+def build_compressed(
+    compressed: Tensor,
+    plain: Tensor,
+    values: Tensor,
+    size: tuple[int, ...],
+    layout: torch.layout,
+    grad: bool,
+) -> Tensor:
+    """Puts a CSR, CSC, BSR or BSC tensor together again."""
+    return _with_grad(
+        values,
+        grad,
+        lambda part: torch.sparse_compressed_tensor(
+            compressed, plain, part, size, layout=layout, check_invariants=True
+        ),
+    )
+
+
+def build_parameter(data: Tensor) -> Parameter:
+    """Makes a Parameter of a tensor that does not travel in the tensor table."""
+    return Parameter(data.detach(), requires_grad=data.requires_grad)
+
+
+def build_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    """Gives ``tensor`` back its class."""
+    if tensor.grad_fn is not None:
+        return tensor.as_subclass(kind)
+    return Tensor._make_subclass(kind, tensor.detach(), tensor.requires_grad)
+
+
+def load_script(data: bytes) -> Any:
+    """Loads what ``torch.jit.save`` wrote."""
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+def load_operator(name: str, overload: str | None) -> Any:
+    """Finds ``torch.ops.<namespace>.<name>``, or one overload of it."""
+    namespace, _, operator_name = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator_name)
+    return packet if overload is None else getattr(packet, overload)
+
+
+def _with_grad(values: Tensor, grad: bool, build: Callable[[Tensor], Tensor]) -> Tensor:
+    if values.grad_fn is not None:
+        return build(values)
+    return build(values.detach()).requires_grad_(grad)
+
+
+class _ByValue(Exception):
+    """The plain pickler met something that only cloudpickle can send."""
+
+
+_SAFE_TYPES: Final[frozenset[type]] = frozenset(
+    {
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+        *(complex, range, slice, bytearray, type(Ellipsis), type(NotImplemented)),
+        *(collections.OrderedDict, collections.defaultdict, collections.deque),
+        *(collections.Counter, functools.partial, decimal.Decimal, fractions.Fraction),
+        *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta),
+        *(datetime.timezone, uuid.UUID, pathlib.PurePosixPath, pathlib.PosixPath),
+        *(np.ndarray, np.bool_, np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64, np.float16, np.float32, np.float64),
+        *(np.complex64, np.complex128, np.dtype, *map(type, map(np.dtype, "?bhilqBHILQefdFD"))),
+        WorkerInfo,
+    }
+)
+"""Types whose instances are rebuilt without running user code."""
+
+_SAFE_OWNERS: Final = (ModuleType, type(None))
+_VARIABLE_FUNCTIONS: Final = getattr(torch.add, "__self__", None)
+_NO_DISPATCH: Final = getattr(Tensor, "__torch_dispatch__", None)
+_COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
+_MAIN_MODULES: Final = ("__main__", "__mp_main__")
+
+
+class _Lifter:
+    """What both picklers do with what must not be pickled as it is."""
+
+    tensors: list[Tensor]
+    references: list[Any]
+    plain: bool
+
+    def lift(self, obj: Any, kind: type) -> Any:
+        """How to reduce ``obj``, an instance of ``kind``; NotImplemented if as usual."""
+        if kind is Tensor or kind is Parameter:
+            return self._lift_tensor(obj)
+        if kind in _SAFE_TYPES:
+            return NotImplemented
+        if isinstance(obj, Reference):
+            self.references.append(obj)
+            return take_reference, (len(self.references) - 1,)
+        if kind is BuiltinFunctionType:
+            owner = obj.__self__
+            if owner is not _VARIABLE_FUNCTIONS and not isinstance(owner, _SAFE_OWNERS):
+                self.plain = False
+            return NotImplemented
+        if issubclass(kind, type):
+            if obj.__module__ == "__main__" and _main_is_interactive():
+                raise _ByValue
+            return NotImplemented
+        self.plain = False
+        return _reduce_special(obj, kind)
+
+    def _lift_tensor(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return _reduce_sparse(tensor)
+        if tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            self.plain = False
+            return NotImplemented
+        tensors = self.tensors
+        tensors.append(tensor)
+        index = (len(tensors) - 1,)
+        if getattr(tensor, "_is_buffer", False):
+            persistent = getattr(tensor, "persistent", True)
+            return take_tensor, index, persistent, None, None, mark_buffer
+        return take_tensor, index
+
+
+class _PlainPickler(_Lifter, pickle.Pickler):
+    """C pickle; sees every function, class and instance that is not of a builtin type."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType or kind is type:
+            if obj.__module__ == "__main__" and _main_is_interactive():
+                raise _ByValue
+            return NotImplemented
+        return self.lift(obj, kind)
+
+
+class _CloudPickler(_Lifter, cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, except that what a script file defines still goes by reference.
+
+    Handlers of a script use its globals, so a copy of them would be wrong at a
+    worker that runs the same script.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType or issubclass(kind, type):
+            if _is_global_of_script(obj):
+                return NotImplemented
+            return super().reducer_override(obj)
+        return self.lift(obj, kind)
+
+
+def _encode_by_value(value: object) -> Encoded:
+    buffer = io.BytesIO()
+    pickler = _CloudPickler(buffer, _PROTOCOL)
+    pickler.tensors = []
+    pickler.references = []
+    try:
+        pickler.dump(value)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise _encode_error(value, error) from error
+    return Encoded(buffer.getvalue(), pickler.tensors, pickler.references, plain=False)
+
+
+def _encode_error(value: object, error: Exception) -> EncodeError:
+    return EncodeError(f"a value of type {_type_name(value)} cannot be sent: {error}")
+
+
+def _main_is_interactive() -> bool:
+    """True for a REPL, a notebook or ``python -c``: peers cannot have its definitions."""
+    return not hasattr(sys.modules["__main__"], "__file__")
+
+
+def _is_global_of_script(obj: Any) -> bool:
+    module = getattr(obj, "__module__", None)
+    if module not in _MAIN_MODULES or _main_is_interactive():
+        return False
+    try:
+        found = operator.attrgetter(obj.__qualname__)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return False
+    return found is obj
+
+
+def _reduce_sparse(tensor: Tensor) -> Any:
+    if type(tensor) is Parameter:
+        return build_parameter, (tensor.detach().requires_grad_(tensor.requires_grad),)
+    layout, size, grad = tensor.layout, tuple(tensor.shape), tensor.requires_grad
+    if layout is torch.sparse_coo:
+        coalesced = tensor.is_coalesced()
+        if grad and torch.is_grad_enabled():
+            # Only these two lead gradients back; repeated entries arrive summed up.
+            tensor = tensor.coalesce()
+            return build_coo, (tensor.indices(), tensor.values(), size, coalesced, grad)
+        return build_coo, (tensor._indices(), tensor._values(), size, coalesced, grad)
+    if layout in _COMPRESSED_BY_ROW:
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    elif layout in _COMPRESSED_BY_COLUMN:
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    else:
+        raise EncodeError(f"a tensor of layout {layout} cannot be sent; convert it to dense first")
+    return build_compressed, (*parts, size, layout, grad)
+
+
+def _reduce_special(obj: Any, kind: type) -> Any:
+    """Objects that pickle does wrong or not at all; NotImplemented for the others."""
+    reduce = getattr(kind, "__rpc_reduce__", None)
+    if reduce is not None:
+        return reduce(obj)
+    if isinstance(obj, torch._C.Future):
+        raise EncodeError("Can not pickle torch.futures.Future; wait for it and send its value")
+    if issubclass(kind, Tensor):
+        return _reduce_tensor_subclass(obj, kind)
+    if isinstance(obj, torch.jit.ScriptModule):
+        file = io.BytesIO()
+        torch.jit.save(obj, file)
+        return load_script, (file.getvalue(),)
+    if isinstance(obj, torch._C.ScriptFunction):
+        return _reduce_script_function(obj)
+    if isinstance(obj, torch._ops.OpOverloadPacket):
+        return load_operator, (obj._qualified_op_name, None)
+    if isinstance(obj, torch._ops.OpOverload):
+        return load_operator, (obj.overloadpacket._qualified_op_name, obj._overloadname)
+    return NotImplemented
+
+
+def _reduce_tensor_subclass(tensor: Tensor, kind: Any) -> Any:
+    """One that only adds Python state travels as a tensor; the others reduce themselves."""
+    if (
+        kind.__reduce_ex__ is not Tensor.__reduce_ex__
+        or kind.__setstate__ is not Tensor.__setstate__
+        or kind.__torch_dispatch__ is not _NO_DISPATCH
+        or tensor.layout is not torch.strided
+    ):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(Tensor)
+        state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
+    if not state:
+        return build_subclass, (plain, kind)
+    return build_subclass, (plain, kind), state, None, None, torch._utils._set_obj_state
+
+
+def _reduce_script_function(function: Any) -> Any:
+    path = function.qualified_name.removeprefix("__torch__.")
+    module, _, name = path.rpartition(".")
+    module = module or "__main__"
+    if getattr(sys.modules.get(module), name, None) is function:
+        return take_global, (module, name)
+    return load_script, (function.save_to_buffer(),)
+
+
+def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence[object]) -> Any:
+    unpickler.tensors = tensors
+    unpickler.references = references
+    try:
+        return unpickler.load()
+    except (RpcError, ImportNeeded):
+        raise
+    except Exception as error:
+        raise DecodeError(
+            f"a value that arrived cannot be rebuilt here: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Looks names up here, and tensors and references in its own tables."""
+
+    tensors: Sequence[Tensor]
+    references: Sequence[object]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == "take_tensor":
+                return self.tensors.__getitem__
+            if name == "take_reference":
+                return self.references.__getitem__
+            if name == "take_global":
+                return self.find_class
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            found = getattr(loaded, name, None)
+            if found is not None:
+                return found
+        if module == "__mp_main__" and loaded is None:
+            # The sender was spawned by multiprocessing; here the same script runs directly.
+            return self.find_class("__main__", name)
+        return self.find_slowly(module, name)
+
+    def find_slowly(self, module: str, name: str) -> Any:
+        """Imports, and follows dots in ``name``."""
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            raise DecodeError(
+                f"RPC pickler does not serialize function code: {name!r} of module {module!r} "
+                f"does not exist on this worker ({error}). Define it in a module that both "
+                "sides can import, or send a lambda or a local function, which travel by value."
+            ) from error
+
+
+class _LoadedUnpickler(_Unpickler):
+    """Refuses to import."""
+
+    def find_slowly(self, module: str, name: str) -> Any:
+        loaded = sys.modules.get(module)
+        spec = getattr(loaded, "__spec__", None)
+        if loaded is None or getattr(spec, "_initializing", False):
+            raise ImportNeeded(module)
+        return super().find_slowly(module, name)

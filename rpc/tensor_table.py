@@ -1,0 +1,297 @@
+"""Lowers a value's tensors for the transport: small ones to bytes, the others to slots.
+
+Decides which tensors travel inside the message header and how, and makes what
+is left to the transport detached and dense. Records what a transport does not
+carry: ``requires_grad`` and being a Parameter. Sparse tensors were taken apart
+by the codec before they come here; moving bytes is the transport's business.
+
+Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
+and, if it is inline, ``dtype u8, ndim u8, shape i64 × ndim``, the strides in
+elements ``i64 × ndim`` if ``STRIDED``, and its bytes in memory order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+from rpc.errors import FrameError
+
+INLINE_LIMIT: Final = 4096
+"""Bytes up to which a CPU tensor travels inside the header."""
+
+_REQUIRES_GRAD: Final = 1
+_PARAMETER: Final = 2
+_INLINE: Final = 4
+_STRIDED: Final = 8
+_KNOWN_FLAGS: Final = 15
+
+_MALFORMED: Final = (struct.error, IndexError, ValueError, TypeError, OverflowError)
+
+_COUNT: Final = struct.Struct("<I")
+_MAX_DIMS: Final = 64
+_HEADS: Final = tuple(struct.Struct(f"<BBB{n}q") for n in range(_MAX_DIMS + 1))
+_INT64S: Final = tuple(struct.Struct(f"<{n}q") for n in range(_MAX_DIMS + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _InlineType:
+    """How one dtype travels; its place in ``_INLINE_TYPES`` is its code on the wire.
+
+    ``bits`` is what numpy takes the bytes for: the type itself, or an integer of
+    its size if numpy does not know it, and then ``is_native`` is false.
+    """
+
+    torch_type: torch.dtype | None
+    bits: np.dtype[np.generic]
+    is_native: bool
+
+
+def _native(name: str, bits: str) -> _InlineType:
+    return _InlineType(getattr(torch, name, None), np.dtype(bits), is_native=True)
+
+
+def _foreign(name: str, bits: str) -> _InlineType:
+    return _InlineType(getattr(torch, name, None), np.dtype(bits), is_native=False)
+
+
+_INLINE_TYPES: Final = (
+    _native("float32", "f4"),
+    _native("float64", "f8"),
+    _native("float16", "f2"),
+    _foreign("bfloat16", "u2"),
+    _native("int64", "i8"),
+    _native("int32", "i4"),
+    _native("int16", "i2"),
+    _native("int8", "i1"),
+    _native("uint8", "u1"),
+    _native("bool", "?"),
+    _native("complex64", "c8"),
+    _native("complex128", "c16"),
+    _foreign("complex32", "u4"),
+    _native("uint16", "u2"),
+    _native("uint32", "u4"),
+    _native("uint64", "u8"),
+    _foreign("float8_e4m3fn", "u1"),
+    _foreign("float8_e5m2", "u1"),
+    _foreign("float8_e4m3fnuz", "u1"),
+    _foreign("float8_e5m2fnuz", "u1"),
+    _foreign("float8_e8m0fnu", "u1"),
+)
+_CODES: Final = {
+    known.torch_type: code
+    for code, known in enumerate(_INLINE_TYPES)
+    if known.torch_type is not None
+}
+
+
+@dataclass(slots=True)
+class UnpackedTensors:
+    """Tensors that arrived, before they are given back what autograd knows of them.
+
+    Distributed autograd replaces some of ``tensors`` by non-leaf ones and then
+    calls :meth:`finish`, as everyone else does at once.
+
+    Args:
+        tensors: detached, in the order they were packed.
+        requiring_grad: indices of those that required grad at the sender.
+        parameters: indices of those that were parameters there.
+    """
+
+    tensors: list[torch.Tensor]
+    requiring_grad: list[int]
+    parameters: list[int]
+
+    def finish(self) -> list[torch.Tensor]:
+        """Makes the tensors what they were at the sender, and returns them.
+
+        A tensor that became part of a graph stays in it: it already requires
+        grad, and cannot turn into a Parameter, but passes for one.
+        """
+        tensors = self.tensors
+        for index in self.requiring_grad:
+            if not tensors[index].requires_grad:
+                tensors[index].requires_grad_()
+        for index in self.parameters:
+            tensors[index] = _as_parameter(tensors[index])
+        return tensors
+
+
+def pack_tensors(
+    tensors: Sequence[torch.Tensor], inline_limit: int = INLINE_LIMIT
+) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    """Lowers strided tensors to a table of bytes and slots for the transport.
+
+    A slot is detached and dense, in any order of dimensions. It may be a window
+    into a larger storage, of which a transport must send only the window.
+
+    Args:
+        tensors: strided, as the user passed them.
+        inline_limit: bytes up to which a CPU tensor becomes part of the table.
+    """
+    parts = [_COUNT.pack(len(tensors))]
+    slots: list[torch.Tensor] = []
+    for tensor in tensors:
+        flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+        if type(tensor) is Parameter or getattr(tensor, "_is_param", False):
+            flags |= _PARAMETER
+        code = _CODES.get(tensor.dtype, -1)
+        if code >= 0 and tensor.is_cpu and tensor.nbytes <= inline_limit and tensor.ndim <= 32:
+            parts.append(_pack_inline(tensor, code, flags | _INLINE))
+        else:
+            parts.append(bytes((flags,)))
+            slots.append(_dense(tensor.detach()))
+    return b"".join(parts), tuple(slots)
+
+
+def unpack_tensors(
+    table: bytes | bytearray | memoryview, slots: Sequence[torch.Tensor]
+) -> UnpackedTensors:
+    """Reads what :func:`pack_tensors` wrote.
+
+    Args:
+        table: its bytes, from an untrusted source.
+        slots: the tensors the transport delivered, in order.
+
+    Raises:
+        FrameError: the table is malformed or does not fit the slots.
+    """
+    end = len(table)
+    if end < _COUNT.size:
+        raise FrameError(f"{end} bytes are no tensor table")
+    (count,) = _COUNT.unpack_from(table)
+    position = _COUNT.size
+    tensors: list[torch.Tensor] = []
+    unpacked = UnpackedTensors(tensors, [], [])
+    waiting = iter(slots)
+    for index in range(count):
+        if position >= end:
+            raise FrameError(f"a tensor table ends before tensor {index} of {count}")
+        flags = table[position]
+        if flags & _INLINE:
+            tensor, position = _unpack_inline(table, position)
+        else:
+            tensor, position = _take_slot(waiting), position + 1
+        tensors.append(tensor)
+        if flags & ~_INLINE:
+            _note_flags(flags, unpacked)
+    if position != end or next(waiting, None) is not None:
+        raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
+    return unpacked
+
+
+def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        shape = tensor.shape
+        ndim = len(shape)
+        data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        return _HEADS[ndim].pack(flags, code, ndim, *shape) + data
+    tensor = _dense(tensor.detach())
+    if tensor.is_contiguous():
+        return _pack_inline(tensor, code, flags)
+    shape = tensor.shape
+    ndim = len(shape)
+    head = _HEADS[ndim].pack(flags | _STRIDED, code, ndim, *shape)
+    strides = _INT64S[ndim].pack(*tensor.stride())
+    return head + strides + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements without gaps, overlaps or pending negation and conjugation."""
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride()):
+        return tensor
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.grad_fn is None:
+        return Parameter(tensor, requires_grad=tensor.requires_grad)
+    # isinstance(tensor, Parameter) holds with this mark, torch's own for such cases.
+    tensor._is_param = True
+    return tensor
+
+
+def _take_slot(waiting: Iterator[torch.Tensor]) -> torch.Tensor:
+    tensor = next(waiting, None)
+    if tensor is None:
+        raise FrameError("a tensor table names more slots than the frame has")
+    return tensor
+
+
+def _note_flags(flags: int, unpacked: UnpackedTensors) -> None:
+    index = len(unpacked.tensors) - 1
+    if flags > _KNOWN_FLAGS or flags & (_INLINE | _STRIDED) == _STRIDED:
+        raise FrameError(f"tensor {index} has meaningless flags 0x{flags:02x}")
+    if flags & _REQUIRES_GRAD:
+        dtype = unpacked.tensors[index].dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise FrameError(f"tensor {index} of dtype {dtype} cannot require grad")
+        unpacked.requiring_grad.append(index)
+    if flags & _PARAMETER:
+        unpacked.parameters.append(index)
+
+
+def _unpack_inline(
+    table: bytes | bytearray | memoryview, position: int
+) -> tuple[torch.Tensor, int]:
+    """The tensor at ``position``, and where the next one begins.
+
+    numpy checks that the bytes are there and that shape and strides stay within
+    them. Going through it also avoids torch's operators, which release the
+    interpreter lock: getting it back among busy threads takes milliseconds.
+    """
+    try:
+        kind = _INLINE_TYPES[table[position + 1]]
+        sizes = _INT64S[table[position + 2]]
+        shape = sizes.unpack_from(table, position + 3)
+        if table[position] & _STRIDED:
+            window, position = _strided_window(table, position + 3 + sizes.size, kind.bits, shape)
+        else:
+            position += 3 + sizes.size
+            window = np.ndarray(shape, kind.bits, table, position)
+        tensor = torch.from_numpy(window.copy("K"))
+    except _MALFORMED as error:
+        raise FrameError(f"an inline tensor is malformed: {error}") from error
+    if not kind.is_native:
+        tensor = _reinterpret(tensor, kind)
+    return tensor, position + window.nbytes
+
+
+def _strided_window(
+    table: bytes | bytearray | memoryview,
+    position: int,
+    bits: np.dtype[np.generic],
+    shape: tuple[int, ...],
+) -> tuple[np.ndarray[Any, Any], int]:
+    packed = _INT64S[len(shape)]
+    strides = packed.unpack_from(table, position)
+    if 0 in shape or not _is_dense(shape, strides):
+        raise FrameError(f"strides {strides} are not dense for shape {shape}")
+    steps = tuple(stride * bits.itemsize for stride in strides)
+    position += packed.size
+    return np.ndarray(shape, bits, table, position, steps), position
+
+
+def _reinterpret(tensor: torch.Tensor, kind: _InlineType) -> torch.Tensor:
+    if kind.torch_type is None:
+        raise FrameError("this version of torch lacks the dtype of a tensor that arrived")
+    return tensor.view(kind.torch_type)
