@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import enum
 import logging
 import threading
 from collections import deque
@@ -29,6 +30,13 @@ _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
 
 _logger = logging.getLogger("rpc")
+
+
+class _Role(enum.Enum):
+    """What a thread of an executor is for."""
+
+    HANDLER = "handler"
+    MONITOR = "monitor"
 
 
 class _CurrentThread(threading.local):
@@ -102,8 +110,8 @@ class Executor:
                 return False
             self._queue.append(task)
             self._busy += 1
-            thread = self._staff()
-        self._start(thread)
+            missing = self._staff()
+        self._start(missing)
         return True
 
     def run_here(self, task: Task) -> None:
@@ -125,8 +133,8 @@ class Executor:
             with self._lock:
                 self._guests -= 1
                 self._task_ended()
-                thread = self._staff()
-            self._start(thread)
+                missing = self._staff()
+            self._start(missing)
 
     def busy(self) -> int:
         """Tasks queued or running."""
@@ -149,6 +157,8 @@ class Executor:
             dropped = [*self._queue]
             self._queue.clear()
             self._busy -= len(dropped)
+            self._coming += self._idle
+            self._idle = 0
             self._work.notify_all()
             while self._starting:
                 self._all_started.wait()
@@ -167,29 +177,34 @@ class Executor:
     def _allowed(self) -> int:
         return self._limit + self._extra
 
-    def _staff(self) -> threading.Thread | None:
-        """Restores the rule above by at most one thread, which must be given to ``_start``."""
+    def _staff(self) -> _Role | None:
+        """Restores the rule above by one thread; one to be started is returned for ``_start``."""
         if self._closed or len(self._queue) <= self._coming:
             return None
         if self._active() >= self._allowed():
-            return self._new_monitor()
+            return self._reserve_monitor()
         self._coming += 1
         if self._idle:
             self._idle -= 1
             self._work.notify()
             return None
         self._size += 1
-        return self._new_thread("handler", self._serve)
+        self._starting += 1
+        return _Role.HANDLER
 
-    def _new_monitor(self) -> threading.Thread | None:
+    def _reserve_monitor(self) -> _Role | None:
         if self._monitored:
             return None
         self._monitored = True
-        return self._new_thread("monitor", self._watch)
-
-    def _new_thread(self, role: str, target: Callable[[], None]) -> threading.Thread:
         self._starting += 1
-        return threading.Thread(target=target, name=f"{self._name}-{role}", daemon=True)
+        return _Role.MONITOR
+
+    def _not_started(self, role: _Role) -> None:
+        if role is _Role.HANDLER:
+            self._size -= 1
+            self._coming -= 1
+        else:
+            self._monitored = False
 
     def _task_ended(self) -> None:
         self._busy -= 1
@@ -199,21 +214,23 @@ class Executor:
 
     # --- Threads
 
-    def _start(self, thread: threading.Thread | None) -> None:
-        """Starts a thread that ``_staff`` decided on; outside the lock, as starting waits."""
-        if thread is None:
+    def _start(self, role: _Role | None) -> None:
+        """Starts the thread that ``_staff`` asked for; without the lock, as starting waits."""
+        if role is None:
             return
+        target = self._serve if role is _Role.HANDLER else self._watch
+        thread = threading.Thread(target=target, name=f"{self._name}-{role.value}", daemon=True)
         try:
             thread.start()
-        finally:
-            with self._lock:
-                self._threads = [t for t in self._threads if t.is_alive()]
-                if thread.ident is not None:
-                    self._threads.append(thread)
-                else:
-                    self._not_started(thread)
-                self._starting -= 1
-                self._all_started.notify_all()
+        except RuntimeError:
+            _logger.exception("%s cannot start a %s thread", self._name, role.value)
+        with self._lock:
+            if thread.ident is None:
+                self._not_started(role)
+            else:
+                self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            self._starting -= 1
+            self._all_started.notify_all()
 
     def _serve(self) -> None:
         _current.executor = self
@@ -225,8 +242,8 @@ class Executor:
             with self._lock:
                 self._task_ended()
         with self._lock:
-            thread = self._staff()
-        self._start(thread)
+            missing = self._staff()
+        self._start(missing)
 
     def _take(self) -> Task | None:
         """The next task; None when this thread should end."""
@@ -234,7 +251,7 @@ class Executor:
             while not self._closed and self._active() <= self._allowed():
                 if self._queue:
                     return self._queue.popleft()
-                if self._active() + self._idle > self._allowed():
+                if self._idle >= self._limit:
                     break
                 self._idle += 1
                 self._work.wait()
@@ -251,8 +268,8 @@ class Executor:
     def _enter_wait(self) -> None:
         with self._lock:
             self._waiting += 1
-            thread = self._staff()
-        self._start(thread)
+            missing = self._staff()
+        self._start(missing)
 
     def _leave_wait(self) -> None:
         with self._lock:
@@ -263,18 +280,16 @@ class Executor:
         seen = -1
         stalls = quiet = 0
         while not self._stop_monitor.wait(_STALL_SECONDS * (1 + stalls)):
+            missing = None
             with self._lock:
                 if not self._queue:
                     stalls, quiet = 0, quiet + 1
-                    if quiet > _MONITOR_LINGER_CHECKS:
-                        self._monitored = False
-                        return
-                    continue
-                quiet = 0
-                thread = None
-                if self._finished == seen:
-                    stalls += 1
+                elif self._finished == seen:
+                    stalls, quiet = stalls + 1, 0
                     self._extra = max(self._extra, self._active() + 1 - self._limit)
-                    thread = self._staff()
+                    missing = self._staff()
                 seen = self._finished
-            self._start(thread)
+                if quiet > _MONITOR_LINGER_CHECKS:
+                    self._monitored = False
+                    return
+            self._start(missing)
