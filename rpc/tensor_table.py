@@ -6,8 +6,8 @@ carry: ``requires_grad`` and being a Parameter. Sparse tensors were taken apart
 by the codec before they come here; moving bytes is the transport's business.
 
 Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
-and, if it is inline, ``dtype u8, ndim u8, shape i64 × ndim``, the strides in
-elements ``i64 × ndim`` if ``STRIDED``, and its bytes in memory order.
+and, if it is inline, ``dtype u8, ndim u8, shape u64 × ndim``, the strides in
+elements ``u64 × ndim`` if ``STRIDED``, and its bytes in memory order.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MALFORMED: Final = (struct.error, IndexError, ValueError, TypeError, OverflowEr
 
 _COUNT: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 64
-_HEADS: Final = tuple(struct.Struct(f"<BBB{n}q") for n in range(_MAX_DIMS + 1))
-_INT64S: Final = tuple(struct.Struct(f"<{n}q") for n in range(_MAX_DIMS + 1))
+_HEADS: Final = tuple(struct.Struct(f"<BBB{n}Q") for n in range(_MAX_DIMS + 1))
+_SIZES: Final = tuple(struct.Struct(f"<{n}Q") for n in range(_MAX_DIMS + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def pack_tensors(
     slots: list[torch.Tensor] = []
     for tensor in tensors:
         flags = _REQUIRES_GRAD if tensor.requires_grad else 0
-        if type(tensor) is Parameter or getattr(tensor, "_is_param", False):
+        if type(tensor) is Parameter or (flags and getattr(tensor, "_is_param", False)):
             flags |= _PARAMETER
         code = _CODES.get(tensor.dtype, -1)
         if code >= 0 and tensor.is_cpu and tensor.nbytes <= inline_limit and tensor.ndim <= 32:
@@ -199,7 +199,7 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     shape = tensor.shape
     ndim = len(shape)
     head = _HEADS[ndim].pack(flags | _STRIDED, code, ndim, *shape)
-    strides = _INT64S[ndim].pack(*tensor.stride())
+    strides = _SIZES[ndim].pack(*tensor.stride())
     return head + strides + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -261,7 +261,7 @@ def _unpack_inline(
     """
     try:
         kind = _INLINE_TYPES[table[position + 1]]
-        sizes = _INT64S[table[position + 2]]
+        sizes = _SIZES[table[position + 2]]
         shape = sizes.unpack_from(table, position + 3)
         if table[position] & _STRIDED:
             window, position = _strided_window(table, position + 3 + sizes.size, kind.bits, shape)
@@ -282,7 +282,7 @@ def _strided_window(
     bits: np.dtype[np.generic],
     shape: tuple[int, ...],
 ) -> tuple[np.ndarray[Any, Any], int]:
-    packed = _INT64S[len(shape)]
+    packed = _SIZES[len(shape)]
     strides = packed.unpack_from(table, position)
     if 0 in shape or not _is_dense(shape, strides):
         raise FrameError(f"strides {strides} are not dense for shape {shape}")

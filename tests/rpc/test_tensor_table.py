@@ -1,0 +1,278 @@
+"""What arrives from a tensor table is what was packed, and no bytes can make it crash."""
+
+from __future__ import annotations
+
+import random
+import struct
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rpc.errors import FrameError
+from rpc.tensor_table import INLINE_LIMIT, pack_tensors, unpack_tensors
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def travel(tensor: Tensor, *, inline_limit: int = INLINE_LIMIT) -> Tensor:
+    table, slots = pack_tensors([tensor], inline_limit)
+    (arrived,) = unpack_tensors(table, slots).finish()
+    return arrived
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, for dtypes that torch cannot compare."""
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor.detach().resolve_conj().resolve_neg())
+    return tensor.detach().clone().view(INTEGER_OF_SIZE[tensor.itemsize])
+
+
+def assert_same(arrived: Tensor, sent: Tensor) -> None:
+    assert arrived.dtype == sent.dtype
+    assert arrived.shape == sent.shape
+    assert arrived.requires_grad == sent.requires_grad
+    assert torch.equal(bits(arrived), bits(sent))
+
+
+def some_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (3, 4), (3, 0, 2), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_arrives_as_it_was(
+    dtype: torch.dtype, shape: tuple[int, ...], limit: int
+) -> None:
+    sent = some_tensor(dtype, *shape)
+    arrived = travel(sent, inline_limit=limit)
+    assert_same(arrived, sent)
+    assert arrived.is_contiguous()
+
+
+def test_half_precision_complex_arrives_as_it_was() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sent = torch.tensor([1 + 2j, -3j], dtype=torch.complex64).to(torch.complex32)
+    arrived = travel(sent)
+    assert arrived.dtype == torch.complex32
+    assert torch.equal(torch.view_as_real(arrived), torch.view_as_real(sent))
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_order_of_dimensions_in_memory_survives(dtype: torch.dtype, limit: int) -> None:
+    image = some_tensor(dtype, 2, 3, 4, 5)
+    for sent in (
+        image[0, 0].t(),
+        image.to(memory_format=torch.channels_last),
+        image.permute(3, 1, 0, 2),
+    ):
+        arrived = travel(sent, inline_limit=limit)
+        assert_same(arrived, sent)
+        assert arrived.stride() == sent.stride()
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+def test_a_view_sends_only_the_elements_it_shows(limit: int) -> None:
+    base = torch.arange(1000.0).reshape(10, 100)
+    for view in (base[:, ::7], base[2:5, 3:6], base.t()[::3], base[0].expand(4, 100), base[7]):
+        table, slots = pack_tensors([view], limit)
+        visible = view.numel() * 4
+        assert len(table) + sum(slot.nbytes for slot in slots) < visible + 64
+        assert_same(unpack_tensors(table, slots).finish()[0], view)
+
+
+def test_a_dense_tensor_enters_its_slot_without_a_copy() -> None:
+    base = torch.zeros(64, 64)
+    for sent in (base, base.t(), base[3], base[8:16]):
+        _, (slot,) = pack_tensors([sent], 0)
+        assert slot.data_ptr() == sent.data_ptr()
+        assert slot.stride() == sent.stride()
+
+
+def test_slots_are_detached_from_the_graph() -> None:
+    leaf = torch.ones(2000, requires_grad=True)
+    _, (first, second) = pack_tensors([leaf, leaf * 2])
+    assert first.grad_fn is None
+    assert not first.requires_grad
+    assert not second.requires_grad
+
+
+def test_pending_conjugation_and_negation_are_carried_out() -> None:
+    sent = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert sent.is_conj()
+    assert torch.equal(travel(sent), torch.tensor([1 - 2j, 3 + 4j]))
+    assert torch.equal(travel(sent, inline_limit=-1), torch.tensor([1 - 2j, 3 + 4j]))
+    assert sent.imag.is_neg()
+    assert travel(sent.imag).tolist() == [-2.0, 4.0]
+    assert travel(sent.imag, inline_limit=-1).tolist() == [-2.0, 4.0]
+
+
+def test_the_limit_separates_inline_tensors_from_slots() -> None:
+    small, large = torch.zeros(INLINE_LIMIT // 4), torch.zeros(INLINE_LIMIT // 4 + 1)
+    _, slots = pack_tensors([small, large])
+    assert [slot.numel() for slot in slots] == [large.numel()]
+
+
+def test_tensors_on_other_devices_never_become_bytes() -> None:
+    elsewhere = torch.empty(3, device="meta")
+    _, (slot,) = pack_tensors([elsewhere])
+    assert slot.is_meta
+
+
+def test_inline_and_slot_tensors_keep_their_order() -> None:
+    sent = [torch.full((size,), float(size)) for size in (1, 5000, 2, 6000, 3)]
+    table, slots = pack_tensors(sent)
+    arrived = unpack_tensors(table, slots).finish()
+    assert [tensor.numel() for tensor in arrived] == [1, 5000, 2, 6000, 3]
+
+
+def test_no_tensors_make_an_empty_table() -> None:
+    table, slots = pack_tensors([])
+    assert slots == ()
+    assert unpack_tensors(table, ()).finish() == []
+
+
+def test_a_table_is_read_from_any_kind_of_buffer() -> None:
+    table, _ = pack_tensors([torch.ones(2)])
+    for buffer in (bytearray(table), memoryview(bytearray(table))):
+        assert unpack_tensors(buffer, ()).tensors[0].tolist() == [1.0, 1.0]
+
+
+def test_inline_tensors_own_writable_memory() -> None:
+    table, _ = pack_tensors([torch.zeros(2), torch.zeros(2)])
+    buffer = bytearray(table)
+    first, second = unpack_tensors(buffer, ()).finish()
+    buffer[:] = b"\xff" * len(buffer)
+    first.fill_(7)
+    assert second.tolist() == [0.0, 0.0]
+    assert pack_tensors([second, second])[0] == table
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+def test_parameters_and_requires_grad_survive(limit: int) -> None:
+    for sent in (
+        torch.ones(3, requires_grad=True),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False),
+        torch.ones(3),
+    ):
+        arrived = travel(sent, inline_limit=limit)
+        assert_same(arrived, sent)
+        assert type(arrived) is type(sent)
+        assert arrived.is_leaf
+
+
+def test_tensors_are_plain_until_finished() -> None:
+    sent = [torch.ones(1), nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)]
+    unpacked = unpack_tensors(*pack_tensors(sent))
+    assert [type(tensor) for tensor in unpacked.tensors] == [Tensor] * 3
+    assert not any(tensor.requires_grad for tensor in unpacked.tensors)
+    assert unpacked.requiring_grad == [1, 2]
+    assert unpacked.parameters == [1]
+
+
+def test_a_tensor_that_joined_a_graph_stays_in_it_and_passes_for_a_parameter() -> None:
+    unpacked = unpack_tensors(*pack_tensors([nn.Parameter(torch.ones(1))]))
+    source = torch.ones(1, requires_grad=True)
+    unpacked.tensors[0] = source * 2
+    (arrived,) = unpacked.finish()
+    assert isinstance(arrived, nn.Parameter)
+    arrived.sum().backward()
+    assert source.grad is not None
+    assert source.grad.item() == 2.0
+
+
+def test_a_strided_table_of_many_dimensions_survives() -> None:
+    sent = torch.ones([1] * 40 + [3])
+    assert travel(sent).shape == sent.shape
+
+
+def test_cut_off_tables_are_refused_at_every_length() -> None:
+    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(4, dtype=torch.bfloat16)])
+    for length in range(len(table)):
+        with pytest.raises(FrameError):
+            unpack_tensors(table[:length], ())
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(struct.pack("<I", 2**32 - 1), id="count without entries"),
+        pytest.param(struct.pack("<IB", 1, 0), id="slot that is not there"),
+        pytest.param(struct.pack("<IBB", 0, 4, 0), id="bytes behind the end"),
+        pytest.param(struct.pack("<IBBB", 1, 4, 250, 0), id="unknown dtype"),
+        pytest.param(struct.pack("<IBBB", 1, 4, 0, 200), id="too many dimensions"),
+        pytest.param(struct.pack("<IBBBq", 1, 4, 0, 1, 2**60), id="huge"),
+        pytest.param(struct.pack("<IBBBq", 1, 4, 0, 1, -1), id="negative"),
+        pytest.param(struct.pack("<IBBBqq", 1, 4, 0, 2, -1, -1), id="product of negatives"),
+        pytest.param(struct.pack("<IBBBqqq", 1, 4, 0, 3, 2**62, 4, 0), id="overflowing empty"),
+        pytest.param(struct.pack("<IBBBqq4x", 1, 12, 0, 1, 1, 2**62)[:-4], id="no data"),
+        pytest.param(struct.pack("<IBBBqq8x", 1, 12, 0, 1, 2, 0), id="overlapping"),
+        pytest.param(struct.pack("<IBBBqq8x", 1, 12, 0, 1, 2, 9), id="gaps"),
+        pytest.param(struct.pack("<IBBBqq8x", 1, 12, 0, 1, 2, -1), id="backwards"),
+        pytest.param(struct.pack("<IBBB8x", 1, 5, 4, 0), id="integer that requires grad"),
+        pytest.param(struct.pack("<IBBB4x", 1, 0x44, 0, 0), id="unknown flag"),
+    ],
+)
+def test_malformed_tables_are_refused(table: bytes) -> None:
+    with pytest.raises(FrameError):
+        unpack_tensors(table, ())
+
+
+def test_slots_that_the_table_does_not_name_are_refused() -> None:
+    table, slots = pack_tensors([torch.ones(5000)])
+    with pytest.raises(FrameError):
+        unpack_tensors(table, (*slots, torch.ones(1)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: int) -> None:
+    rng = random.Random(seed)
+    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(2, requires_grad=True)])
+    damaged = bytearray(table)
+    for _ in range(damages):
+        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+    try:
+        arrived = unpack_tensors(damaged, ()).finish()
+    except FrameError:
+        return
+    assert sum(tensor.nbytes for tensor in arrived) < len(table)
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=4), st.sampled_from(DTYPES), st.randoms(), st.booleans()
+)
+def test_permuted_and_sliced_tensors_arrive_equal(
+    shape: list[int], dtype: torch.dtype, rng: random.Random, inline: bool
+) -> None:
+    sent = some_tensor(dtype, *shape).permute(rng.sample(range(len(shape)), len(shape)))
+    if sent.dim() and rng.random() < 0.5:
+        sent = sent[..., :: rng.randint(1, 3)]
+    assert_same(travel(sent, inline_limit=INLINE_LIMIT if inline else -1), sent)
