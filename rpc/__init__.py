@@ -1,1 +1,100 @@
-"""The successor of ``torch.distributed.rpc``."""
+"""The successor of ``torch.distributed.rpc``: remote calls and remote references.
+
+Every worker of a group calls :func:`init_rpc`, calls functions on the others
+with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
+:func:`shutdown`.
+"""
+
+from rpc import api, backend_registry, constants, functions, options
+from rpc.api import (
+    _set_rpc_timeout,
+    debug_info,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from rpc.backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from rpc.errors import (
+    AgentClosedError,
+    BringUpError,
+    DecodeError,
+    DeviceMapError,
+    EncodeError,
+    FrameError,
+    NotInitializedError,
+    QueueFullError,
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+    RRefCreationError,
+    RRefDeletedError,
+    RRefError,
+    StaleRRefError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from rpc.futures import Future
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.rref import RRef
+from rpc.worker_info import WorkerInfo
+
+PyRRef = RRef
+
+__all__ = [
+    "AgentClosedError",
+    "BackendType",
+    "BackendValue",
+    "BringUpError",
+    "DecodeError",
+    "DeviceMapError",
+    "EncodeError",
+    "FrameError",
+    "Future",
+    "NotInitializedError",
+    "PyRRef",
+    "QueueFullError",
+    "RRef",
+    "RRefCreationError",
+    "RRefDeletedError",
+    "RRefError",
+    "RemoteError",
+    "RpcBackendOptions",
+    "RpcError",
+    "RpcTimeoutError",
+    "StaleRRefError",
+    "TensorPipeRpcBackendOptions",
+    "UnknownWorkerError",
+    "WorkerInfo",
+    "WorkerLostError",
+    "_set_rpc_timeout",
+    "api",
+    "backend_registered",
+    "backend_registry",
+    "constants",
+    "construct_rpc_backend_options",
+    "debug_info",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "options",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

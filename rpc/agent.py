@@ -52,11 +52,13 @@ class AgentOptions:
         num_worker_threads: handlers that run at once, blocked ones not counted.
         rpc_timeout: default timeout of a call in seconds, 0 for none.
         flush_seconds: how long accepted messages get to leave at shutdown.
+        shutdown_timeout: seconds a graceful shutdown waits by default, 0 for no limit.
     """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
     flush_seconds: float = 2.0
+    shutdown_timeout: float = 0.0
 
 
 class Completions:

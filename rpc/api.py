@@ -1,0 +1,209 @@
+"""The module-level functions: check the arguments, find the current agent, delegate.
+
+They accept what ``torch.distributed.rpc``'s accept, so that a program written
+for it changes its imports and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from rpc.agent import Agent, Destination
+from rpc.backend_registry import BackendType, init_backend
+from rpc.constants import (
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+)
+from rpc.current import current_agent, find_agent, set_process_agent
+from rpc.errors import RpcError
+from rpc.futures import Future
+from rpc.options import RpcBackendOptions
+from rpc.rref import RRef
+from rpc.worker_info import WorkerInfo
+
+T = TypeVar("T")
+
+_ignore_rref_leak = True
+
+
+def is_available() -> bool:
+    """True if this installation can run RPC: torch was built with distributed support."""
+    return torch.distributed.is_available()
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Joins the group and makes this process one of its workers.
+
+    Returns once all ``world_size`` workers are there.
+
+    Args:
+        name: unique in the group; letters, digits, ``-``, ``_``, ``:``, at most 127.
+        backend: how workers are connected; default what the options are for, or
+            the environment variable ``RPC_BACKEND``, or ``TENSORPIPE``.
+        rank: this worker's id, 0 to ``world_size - 1``; default, with ``env://``,
+            the environment variable ``RANK``.
+        world_size: number of workers; default, with ``env://``, ``WORLD_SIZE``.
+            Without either the group is dynamic: workers come and go.
+        rpc_backend_options: timeouts, threads, device maps, where to meet.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument's value cannot be.
+        BringUpError: workers are missing or disagree; says which and how.
+        RuntimeError: RPC is initialized already, or the name is not unique.
+    """
+    from rpc.builtin_backends import default_backend, register_builtin_backends
+    from rpc.rendezvous import open_store
+
+    register_builtin_backends()
+    if find_agent() is not None:
+        raise RpcError("RPC is already initialized; call rpc.shutdown() first")
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, but got {backend!r}")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
+            f"{rpc_backend_options!r}"
+        )
+    WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
+    chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
+    options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
+    store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
+    set_process_agent(init_backend(chosen, store, name, rank, size, options))
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the group and frees everything RPC holds in this process.
+
+    Args:
+        graceful: wait until every living worker called ``shutdown`` and all
+            calls, and the calls they caused, are done; meanwhile keep serving.
+            Otherwise leave at once: outstanding calls fail, here and at peers.
+        timeout: seconds to wait, 0 for the options' ``shutdown_timeout``.
+
+    Raises:
+        RpcTimeoutError: the others did not finish in time; RPC is shut down all the same.
+        RuntimeError: RPC is not initialized.
+    """
+    agent = current_agent()
+    try:
+        agent.shutdown(graceful, timeout or agent.options.shutdown_timeout)
+        if graceful and agent.departure.leaks and not _ignore_rref_leak:
+            raise RpcError("Leaking RRef: " + "; ".join(agent.departure.leaks))
+    finally:
+        set_process_agent(None)
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
+
+    Args:
+        to: a ``WorkerInfo``, a worker's name or its id.
+        func: anything callable: a function, class, method, lambda, torch operator,
+            ``async def`` or a function marked with ``functions.async_execution``.
+        args: positional arguments, copied to the other worker.
+        kwargs: keyword arguments, likewise.
+        timeout: seconds; -1 for the default, 0 for no limit. Calls made by
+            ``func`` inherit what is left.
+
+    Raises:
+        Exception: what ``func`` raised, as its own type and ``RuntimeError``.
+        RpcTimeoutError: the time is over; ``func`` may still be running.
+        WorkerLostError: the worker died or was cut off.
+        UnknownWorkerError: there is no such worker.
+        EncodeError: an argument cannot be sent; names it.
+
+    Example::
+
+        total = rpc.rpc_sync("server", torch.add, args=(a, b))
+    """
+    result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout)
+    return result
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Like :func:`rpc_sync`, but returns a future at once.
+
+    Errors in the arguments are raised here, those of the call by the future.
+    """
+    return current_agent().rpc_async(to, func, args, kwargs, timeout)
+
+
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Runs ``func`` on worker ``to``, which keeps the result; returns a reference to it.
+
+    Args:
+        to: the owner-to-be; see :func:`rpc_sync` for this and the others.
+        func: makes the value.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds for the creation; if it fails, every use of the reference
+            raises ``RRefCreationError``.
+
+    Example::
+
+        model = rpc.remote("server", nn.Linear, args=(4, 2))
+        y = model.rpc_sync().forward(x)
+    """
+    return current_agent().remote(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """The ``WorkerInfo`` of a worker, by name or id; of this one without an argument.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+    """
+    agent = current_agent()
+    return agent.info if worker_name is None else agent.find(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this worker's calls in seconds; 0 for none."""
+    return current_agent().rpc_timeout
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    """Changes the default timeout of calls made from now on; seconds, 0 for none."""
+    if seconds < 0:
+        raise ValueError(f"rpc_timeout must be >= 0 seconds, but got {seconds}")
+    current_agent().rpc_timeout = seconds
+
+
+def _get_current_rpc_agent() -> Agent:
+    return current_agent()
+
+
+def debug_info() -> dict[str, Any]:
+    """What this worker waits for, serves and keeps: calls with their age and destination,
+    requests being served, references by kind, threads, workers.
+    """
+    return current_agent().debug_info()

@@ -1,0 +1,69 @@
+"""The backends that come with the library, and which of them is the default.
+
+Forming a group is the same for all of them: start the transport, meet the
+others at the store, tell the agent who they are. A backend only says which
+transport, and what its options mean to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from rpc.agent import Agent, AgentOptions
+from rpc.backend_registry import BackendType, backend_registered, register_backend
+from rpc.bring_up import form_group
+from rpc.errors import RpcError
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.transports.base import Transport
+
+TENSORPIPE = "TENSORPIPE"
+
+
+def register_builtin_backends() -> None:
+    """Makes the built-in backends known; does nothing the second time."""
+    if not backend_registered(TENSORPIPE):
+        register_backend(TENSORPIPE, TensorPipeRpcBackendOptions, _init_tensorpipe)
+
+
+def default_backend(options: RpcBackendOptions | None, preferred: str | None) -> BackendType:
+    """The backend for a program that names none.
+
+    Args:
+        options: what the program passed; their class says which backend they are for.
+        preferred: the value of the environment variable ``RPC_BACKEND``, if set.
+
+    Raises:
+        TypeError: the options are of no known backend.
+        ValueError: ``preferred`` names none.
+    """
+    if options is None:
+        name = preferred or TENSORPIPE
+        if not backend_registered(name):
+            known = ", ".join(BackendType.__members__)
+            raise ValueError(f"RPC_BACKEND={name!r} is no backend; there are: {known}")
+        return BackendType[name]
+    if isinstance(options, TensorPipeRpcBackendOptions):
+        return BackendType[TENSORPIPE]
+    raise TypeError(f"Could not infer backend for options {options!r}")
+
+
+def _init_tensorpipe(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> Agent:
+    from rpc.transports.tensorpipe import TensorPipeTransport
+
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but got "
+            f"{rpc_backend_options!r}"
+        )
+    return form_group(
+        TENSORPIPE, store, name, rank, world_size, rpc_backend_options, TensorPipeTransport
+    )
