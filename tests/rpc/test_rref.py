@@ -1,0 +1,413 @@
+"""Remote references, as users hold them: creation, sharing, use, errors, freeing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc.agent import Agent
+from rpc.errors import (
+    RpcTimeoutError,
+    RRefCreationError,
+    RRefDeletedError,
+    WorkerLostError,
+)
+from rpc.rref import RRef
+from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Waits for a condition that other threads bring about."""
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
+        pause.wait(0.005)
+    return True
+
+
+def owned(agent: Agent) -> int:
+    return agent.references.counts().num_owner_rrefs
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    @rpc.functions.async_execution
+    def add_later(self, to: str, amount: int) -> torch.futures.Future[int]:
+        return rpc.rpc_async(to, int, (amount,)).then(lambda f: self.add(f.wait()))
+
+    def fail(self) -> None:
+        raise KeyError("nope")
+
+
+def make_here(value: Any) -> RRef[Any]:
+    return RRef(value)
+
+
+def make_there(to: str, value: Any) -> RRef[Any]:
+    return rpc.remote(to, identity, (value,))
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def read(rref: RRef[Any]) -> Any:
+    return rref.to_here()
+
+
+def was_confirmed(rref: RRef[Any]) -> bool:
+    return rref.confirmed_by_owner()
+
+
+_store: dict[str, RRef[Any]] = {}
+
+
+def keep(key: str, rref: RRef[Any]) -> None:
+    _store[key] = rref
+
+
+def read_kept(key: str) -> Any:
+    return _store[key].to_here()
+
+
+def drop(key: str) -> None:
+    del _store[key]
+
+
+def fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+# --- Making and using
+
+
+def test_remote_keeps_the_value_at_its_owner(pair: list[Agent]) -> None:
+    alice, bob = pair
+    rref = alice.remote("bob", Counter, (5,))
+    assert (rref.owner(), rref.owner_name(), rref.is_owner()) == (bob.info, "bob", False)
+    assert rref.to_here().value == 5
+
+
+def test_methods_are_called_through_the_reference_in_three_flavours(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    assert rref.rpc_sync().add(2) == 2
+    assert rref.rpc_async().add(3).wait() == 5
+    assert rref.remote().add(4).to_here() == 9
+    assert rref.rpc_sync().add_later("alice", 1) == 10
+
+
+def test_an_unknown_attribute_is_an_attribute_error_at_the_caller(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    for call in (
+        lambda: rref.rpc_sync().missing(),
+        lambda: rref.rpc_async().missing().wait(),
+        lambda: rref.remote().missing(),
+    ):
+        with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+            call()
+
+
+def test_the_owner_sees_the_object_itself(pair: list[Agent]) -> None:
+    with as_worker(pair[0]):
+        value = Counter()
+        rref = RRef(value)
+    assert rref.is_owner()
+    assert rref.confirmed_by_owner()
+    assert rref.local_value() is value
+    assert rref.to_here() is value
+    assert rref.rpc_sync().add(2) == 2
+    assert value.value == 2
+
+
+def test_remote_to_oneself_makes_an_owner(pair: list[Agent]) -> None:
+    rref = pair[0].remote("alice", Counter, (3,))
+    assert rref.is_owner()
+    assert rref.local_value().value == 3
+    del rref
+    assert eventually(lambda: owned(pair[0]) == 0)
+
+
+def test_local_value_off_the_owner_says_where_to_call_it(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    with pytest.raises(
+        RuntimeError,
+        match=r"For UserRRef\(rref_id=.*can't call localValue\(\) on user "
+        r"WorkerInfo\(id=0, name=alice\)\. Call it on owner WorkerInfo\(id=1, name=bob\)",
+    ):
+        rref.local_value()
+
+
+def test_names_of_references_count_from_zero(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    assert str(rref) == (
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=0), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=1))"
+    )
+    with as_worker(pair[0]):
+        assert str(RRef(1)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
+
+
+def test_a_reference_needs_an_agent() -> None:
+    with pytest.raises(RuntimeError, match="Current RPC agent is not set"):
+        RRef(1)
+
+
+@pytest.mark.parametrize(
+    "how", [pickle.dumps, copy.copy, copy.deepcopy, lambda r: torch.save(r, "/dev/null")]
+)
+def test_a_reference_cannot_be_pickled_outside_rpc(pair: list[Agent], how: Any) -> None:
+    with as_worker(pair[0]):
+        rref = RRef(1)
+    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
+        how(rref)
+
+
+def test_get_future_is_done_when_the_owner_has_run_the_function(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    assert rref._get_future().wait() is None
+    assert rref.confirmed_by_owner()
+
+
+def test_get_type_asks_the_owner(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    assert rref._get_type() is Counter
+    assert rref._get_type(blocking=False).wait() is Counter
+
+
+# --- Sharing
+
+
+def test_references_travel_as_arguments_results_and_inside_containers(
+    make_group: Any,
+) -> None:
+    alice, bob, _ = make_group("alice", "bob", "carol")
+    rref = alice.remote("bob", identity, (7,))
+    assert alice.rpc_sync("carol", read, (rref,)) == 7
+    assert alice.rpc_sync("bob", read, (rref,)) == 7
+    assert alice.rpc_sync("carol", identity, ({"k": [rref]},))["k"][0].to_here() == 7
+    assert alice.rpc_sync("bob", make_here, (8,)).to_here() == 8
+    assert alice.rpc_sync("carol", make_there, ("bob", 9)).to_here() == 9
+    back = alice.rpc_sync("carol", make_there, ("alice", 10))
+    assert back.is_owner()
+    assert back.local_value() == 10
+    del rref, back
+    assert eventually(lambda: owned(bob) == 0 and owned(alice) == 0)
+
+
+def test_references_to_references_unwrap_one_by_one(make_group: Any) -> None:
+    alice, _, _ = make_group("alice", "bob", "carol")
+    inner = alice.remote("bob", identity, (5,))
+    outer = alice.remote("carol", identity, (inner,))
+    assert outer.to_here().to_here() == 5
+
+
+def test_a_reference_passed_on_is_confirmed_before_the_receiver_runs(make_group: Any) -> None:
+    alice, _, _ = make_group("alice", "bob", "carol")
+    for _ in range(20):
+        rref = alice.remote("bob", identity, (1,))
+        assert alice.rpc_sync("carol", was_confirmed, (rref,))
+
+
+def test_a_value_lives_while_anyone_refers_to_it_and_no_longer(make_group: Any) -> None:
+    alice, bob, _ = make_group("alice", "bob", "carol")
+    rref = alice.remote("bob", identity, (3,))
+    alice.rpc_sync("carol", keep, ("a", rref))
+    del rref
+    assert eventually(lambda: alice.references.counts().num_user_rrefs == 0)
+    assert alice.rpc_sync("carol", read_kept, ("a",)) == 3
+    alice.rpc_sync("carol", drop, ("a",))
+    assert eventually(lambda: owned(bob) == 0)
+
+
+class Marker:
+    """Something whose end can be seen."""
+
+
+_markers: list[weakref.ref[Marker]] = []
+
+
+def make_marker() -> Marker:
+    marker = Marker()
+    _markers.append(weakref.ref(marker))
+    return marker
+
+
+def test_the_object_itself_is_freed(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", make_marker)
+    rref._get_future().wait()
+    assert _markers[-1]() is not None
+    del rref
+    assert eventually(lambda: _markers[-1]() is None)
+
+
+def test_thousands_of_references_come_and_go(pair: list[Agent]) -> None:
+    alice, bob = pair
+    for _ in range(5):
+        rrefs = [alice.remote("bob", identity, (i,)) for i in range(300)]
+        assert [r.to_here() for r in rrefs[::50]] == list(range(0, 300, 50))
+        del rrefs
+    assert eventually(lambda: owned(bob) == 0)
+    counts = alice.references.counts()
+    assert (counts.num_user_rrefs, counts.num_pending_children, counts.num_borrows) == (0, 0, 0)
+
+
+# --- Errors
+
+
+def test_to_here_raises_what_the_creator_raised_and_does_so_again(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", fail)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            rref.to_here()
+
+
+def test_a_call_through_a_failed_reference_raises_the_creators_error(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", fail)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        rref.rpc_sync().anything()
+
+
+def test_a_method_error_leaves_the_reference_usable(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Counter)
+    with pytest.raises(KeyError, match="nope"):
+        rref.rpc_sync().fail()
+    assert rref.rpc_sync().add(1) == 1
+
+
+_gate = threading.Event()
+
+
+def wait_at_the_gate() -> int:
+    _gate.wait(20)
+    return 1
+
+
+def test_a_timed_out_to_here_may_be_repeated() -> None:
+    _gate.clear()
+    clock = VirtualClock()
+    with local_group("alice", "bob", clock=clock) as (alice, _):
+        rref = alice.remote("bob", wait_at_the_gate)
+        errors: list[BaseException] = []
+
+        def fetch() -> None:
+            try:
+                rref.to_here(timeout=0.5)
+            except RpcTimeoutError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        assert eventually(lambda: len(alice.caller.outstanding()) == 2)
+        clock.advance(1)
+        thread.join(10)
+        assert "RPC ran for more than" in str(errors[0])
+        _gate.set()
+        assert rref.to_here() == 1
+
+
+def test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed() -> None:
+    _gate.clear()
+    clock = VirtualClock()
+    with local_group("alice", "bob", clock=clock) as (alice, bob):
+        rref = alice.remote("bob", wait_at_the_gate, timeout=0.5)
+        clock.advance(1)
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            rref._get_future().wait()
+        for use in (rref.to_here, lambda: rref.rpc_sync().bit_length()):
+            with pytest.raises(RRefCreationError, match="RRef creation"):
+                use()
+        with pytest.raises(RRefCreationError, match="RRef creation"):
+            alice.rpc_sync("bob", identity, (rref,))
+        _gate.set()
+        assert eventually(lambda: owned(bob) == 0)
+
+
+def test_a_reference_to_a_lost_owner_raises_at_once() -> None:
+    hub = MemoryHub()
+    with local_group("alice", "bob", hub=hub) as (alice, _):
+        rref = alice.remote("bob", Counter)
+        rref._get_future().wait()
+        hub.cut(1)
+        assert eventually(lambda: not alice.references.counts().num_user_rrefs)
+        for use in (rref.to_here, rref.rpc_sync().add):
+            with pytest.raises(WorkerLostError, match="'bob'"):
+                use(1)
+        with pytest.raises(WorkerLostError, match="'bob'"):
+            alice.rpc_sync("alice", identity, (rref,))
+
+
+def test_the_forks_of_a_lost_user_are_released() -> None:
+    hub = MemoryHub()
+    with local_group("alice", "bob", "carol", hub=hub) as (alice, bob, _):
+        rref = alice.remote("bob", identity, (1,))
+        alice.rpc_sync("carol", keep, ("lost", rref))
+        del rref
+        assert eventually(lambda: alice.references.counts().num_user_rrefs == 0)
+        assert owned(bob) == 1
+        hub.cut(2)
+        assert eventually(lambda: owned(bob) == 0)
+        _store.pop("lost")
+
+
+def test_shutdown_deletes_references_that_are_still_held() -> None:
+    alice, bob = connect("alice", "bob")
+    rref = alice.remote("bob", Counter)
+    threads = [threading.Thread(target=agent.shutdown) for agent in (alice, bob)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
+    with pytest.raises(
+        RRefDeletedError, match=r"has been deleted\. Cannot call to_here\(\) on it after deletion"
+    ):
+        rref.to_here()
+
+
+# --- Backward
+
+
+def make_loss() -> torch.Tensor:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    _leaves.append(x)
+    return (x * x).sum()
+
+
+_leaves: list[torch.Tensor] = []
+
+
+def test_local_backward_at_the_owner_goes_into_grad(pair: list[Agent]) -> None:
+    with as_worker(pair[0]):
+        RRef(make_loss()).backward()
+    assert _leaves[-1].grad is not None
+    assert _leaves[-1].grad.tolist() == [2.0, 4.0]
+
+
+def test_backward_of_a_user_needs_a_context(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", make_loss)
+    with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id'"):
+        rref.backward()
+
+
+def test_backward_needs_a_tensor(pair: list[Agent]) -> None:
+    with as_worker(pair[0]), pytest.raises(RuntimeError, match="RRef should contain a tensor"):
+        RRef("text").backward()
