@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from digits import Digits, load, network
 from report import History, Progress
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrize import register_parametrization
 
 import autograd_dist
 import rpc
@@ -58,7 +58,7 @@ class ParameterServer:
     def __init__(self, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
         self.training, self._test = load(settings.seed)
-        self._network = network()
+        self._network = _computing_with_copies(network())
         self._samples_per_epoch = len(self.training)
         self._progress = Progress(settings.epochs * self._samples_per_epoch)
         self._history_lock = threading.Lock()
@@ -66,14 +66,8 @@ class ParameterServer:
         self._samples = 0
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the scores of each image for each digit.
-
-        Another trainer may step between this forward pass and its backward pass,
-        and autograd rightly refuses weights that changed under it. So autograd keeps
-        a copy of what it saves for the backward pass.
-        """
-        with saved_tensors_hooks(torch.clone, lambda saved: saved):
-            scores: Tensor = self._network(images)
+        """Return the scores of each image for each digit."""
+        scores: Tensor = self._network(images)
         return scores
 
     def parameter_references(self) -> list[rpc.RRef[Tensor]]:
@@ -107,6 +101,23 @@ class ParameterServer:
         with self._history_lock:
             self._history.add_accuracy(epoch, accuracy)
         self._progress.note(f"epoch {epoch}: test accuracy {accuracy:.1%}")
+
+
+class _Copy(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+
+def _computing_with_copies(network: nn.Module) -> nn.Module:
+    """Let each forward pass read copies of the weights; gradients still reach the originals.
+
+    Another trainer may step between a forward pass and its backward pass, and
+    autograd rightly refuses to go back through weights that changed meanwhile.
+    """
+    for module in list(network.modules()):
+        for name, _ in list(module.named_parameters(recurse=False)):
+            register_parametrization(module, name, _Copy())
+    return network
 
 
 def train(server: rpc.RRef[ParameterServer], index: int, shard: Digits, settings: Settings) -> None:

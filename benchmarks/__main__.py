@@ -1,0 +1,98 @@
+"""The command line: ``python -m benchmarks --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bindings
+from benchmarks.commands import Column
+from benchmarks.group import MemberFailed
+from benchmarks.report import header, save_json, save_plot, table_line
+from benchmarks.rounds import Plan, measure
+from benchmarks.summary import Line, summarize
+from benchmarks.workloads import DEFAULT_ROWS, ROWS
+
+_TCP_ONLY = {"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
+_TORCH_COLUMNS = {
+    "torch": Column("torch", bindings.TORCH, "TENSORPIPE", {}, {}),
+    "torch-tcp": Column("torch-tcp", bindings.TORCH, "TENSORPIPE", _TCP_ONLY, {}),
+    "torch-thp": Column(
+        "torch-thp", bindings.TORCH, "TENSORPIPE", {}, {"THP_MEM_ALLOC_ENABLE": "1"}
+    ),
+}
+
+
+def main() -> int:
+    """Measure, print, save; return the exit status."""
+    options = _parse()
+    columns = [_column(name, options) for name in options.columns]
+    plan = Plan(options.rounds, options.seconds, options.least)
+    lines: list[Line] = []
+    print(header(options.columns))
+    try:
+        for measured in measure([ROWS[key] for key in options.rows], columns, plan):
+            lines.append(summarize(measured))
+            print(table_line(lines[-1]), flush=True)
+    except MemberFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    save_json(lines, options.output.with_suffix(".json"))
+    save_plot(lines, options.output.with_suffix(".png"))
+    print(f"saved {options.output.with_suffix('.json')} and .png")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=DEFAULT_ROWS,
+        metavar="ROW",
+        help=f"any of {', '.join(ROWS)}; all but the callers unless given",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        choices=[*_TORCH_COLUMNS, "ours", "ours-tcp"],
+        default=["torch", "ours"],
+        help="the first is what the others are compared with",
+    )
+    add("--backend", default="TENSORPIPE", help="of ours (%(default)s)")
+    add(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="for the options of our backend, such as '{\"num_worker_threads\": 1}'",
+    )
+    add("--rounds", type=int, default=12, help="turns of each column per row (%(default)s)")
+    add("--seconds", type=float, default=0.25, help="length of a turn (%(default)s)")
+    add("--least", type=int, default=3, help="operations in a turn at least (%(default)s)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/benchmarks"),
+        help="where to save, without extension (%(default)s)",
+    )
+    return parser.parse_args()
+
+
+def _column(name: str, options: argparse.Namespace) -> Column:
+    if name in _TORCH_COLUMNS:
+        return _TORCH_COLUMNS[name]
+    chosen: dict[str, Any] = options.options | (_TCP_ONLY if name == "ours-tcp" else {})
+    return Column(name, bindings.OURS, options.backend, chosen, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

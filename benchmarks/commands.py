@@ -1,0 +1,113 @@
+"""What the measuring process says to a member of a group, and what comes back.
+
+One JSON object per line: commands go to the member's standard input, one answer
+for each comes from its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: a library and how it is set up.
+
+    Args:
+        name: heads the column.
+        library: ``ours``, ``torch``, or ``raw`` for the machine itself.
+        backend: the name of the backend.
+        options: keyword arguments for the backend's options.
+        environment: variables set for the column's processes.
+    """
+
+    name: str
+    library: str
+    backend: str
+    options: dict[str, Any]
+    environment: dict[str, str]
+
+    @property
+    def raw(self) -> bool:
+        """Whether this column measures the machine, without any library."""
+        return self.library == "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which process of a group a member is.
+
+    Args:
+        column: what it measures.
+        rank: its rank.
+        size: how many there are.
+        meeting_file: through which they find each other.
+    """
+
+    column: Column
+    rank: int
+    size: int
+    meeting_file: str
+
+    def to_json(self) -> str:
+        """Return this as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Place:
+        """Rebuild what ``to_json`` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"column": Column(**fields["column"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Ask a member to do something.
+
+    Args:
+        verb: ``prepare`` a row, ``measure`` it, ``forget`` what was prepared, or ``leave``.
+        row: the row's key.
+        caller: the member's number among those who call, from 0.
+        seconds: how long to measure.
+        least: how many operations to measure at least.
+    """
+
+    verb: str
+    row: str = ""
+    caller: int = 0
+    seconds: float = 0.0
+    least: int = 1
+
+    def to_json(self) -> str:
+        """Return this as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Command:
+        """Rebuild what ``to_json`` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a member did.
+
+    Args:
+        seconds: how long all of it took.
+        nanoseconds: how long each operation took.
+    """
+
+    seconds: float = 0.0
+    nanoseconds: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Return this as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Answer:
+        """Rebuild what ``to_json`` wrote."""
+        fields = json.loads(text)
+        return cls(fields["seconds"], tuple(fields["nanoseconds"]))

@@ -1,0 +1,101 @@
+"""What a person gets: a table in the terminal, the numbers as JSON, a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.summary import Cell, Line, Spread
+from benchmarks.workloads import Measure
+
+_TITLE_WIDTH = 32
+_CELL_WIDTH = 22
+_RATIO_WIDTH = 22
+
+
+def header(columns: Sequence[str]) -> str:
+    """Return the table's head."""
+    cells = [f"{columns[0]:>{_CELL_WIDTH}}"]
+    cells += [
+        f"{name:>{_CELL_WIDTH}}{'times ' + columns[0]:>{_RATIO_WIDTH}}" for name in columns[1:]
+    ]
+    top = f"{'median (p99), or per second':<{_TITLE_WIDTH}}" + "".join(cells)
+    return f"{top}\n{'-' * len(top)}"
+
+
+def table_line(line: Line) -> str:
+    """Return one row of the table; a ratio is followed by its quartiles over the rounds."""
+    cells = list(line.cells.values())
+    text = f"{line.title:<{_TITLE_WIDTH}}{_value(line.measure, cells[0]):>{_CELL_WIDTH}}"
+    for cell in cells[1:]:
+        text += f"{_value(line.measure, cell):>{_CELL_WIDTH}}{_ratio(cell.ratio):>{_RATIO_WIDTH}}"
+    return text
+
+
+def save_json(lines: Sequence[Line], path: Path) -> None:
+    """Write every number, and where it was measured."""
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    rows = [asdict(line) | {"measure": line.measure.value} for line in lines]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+def save_plot(lines: Sequence[Line], path: Path) -> None:
+    """Draw how many times better than the first column each other one is, row by row."""
+    from matplotlib.figure import Figure
+
+    compared = [line for line in lines if len(line.cells) > 1]
+    if not compared:
+        return
+    names = list(max((line.cells for line in compared), key=len))
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(compared)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / (len(names) - 1)
+    for number, name in enumerate(names[1:]):
+        present = [
+            (place, line.cells[name].ratio)
+            for place, line in enumerate(compared)
+            if name in line.cells
+        ]
+        medians = [ratio.median for _, ratio in present]
+        errors = [
+            [ratio.median - ratio.low for _, ratio in present],
+            [ratio.high - ratio.median for _, ratio in present],
+        ]
+        places = [place + number * height for place, _ in present]
+        axes.barh(places, medians, height, xerr=errors, label=name, capsize=2)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(compared)), [line.title for line in compared])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"times better than {names[0]} (median and quartiles over the rounds)")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _value(measure: Measure, cell: Cell) -> str:
+    if measure is Measure.RATE:
+        return f"{cell.per_second:,.0f} /s"
+    return f"{_time(cell.microseconds)} ({_time(cell.microseconds_p99)})"
+
+
+def _time(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    return f"{microseconds / 1000:.1f} ms"
+
+
+def _ratio(ratio: Spread) -> str:
+    return f"{ratio.median:.2f} [{ratio.low:.2f}-{ratio.high:.2f}]"
