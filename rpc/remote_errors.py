@@ -264,7 +264,8 @@ def _stand_in(text: str, report: _Report) -> BaseException:
 def _with_report(error: BaseException, report: _Report) -> BaseException:
     error.__dict__[_REPORT] = report
     if report.hops:
-        error.__cause__ = RemoteTraceback("\n\n".join(map(str, report.hops)))
+        cause = RemoteTraceback("\n\n".join(map(str, report.hops)))
+        BaseException.__setattr__(error, "__cause__", cause)
     return error
 
 
@@ -280,7 +281,7 @@ def _instantiate(kind: type[BaseException], parcel: _Parcel) -> BaseException:
     except TypeError:
         # For instance a UnicodeDecodeError whose subclass never passed the five arguments on.
         error = native.__new__(kind)
-        error.args = args
+        BaseException.__setattr__(error, "args", args)
     return error
 
 
