@@ -9,12 +9,12 @@ function, one marked with ``functions.async_execution`` or an ``async def``.
 from __future__ import annotations
 
 import contextvars
-import inspect
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from rpc.transports.base import Frame, FrameKind
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
+_USER_CODE = (Operation.CALL, Operation.CREATE)
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
@@ -38,34 +39,27 @@ class Callee:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._serving: dict[int, tuple[str, int, float]] = {}
-        self._next = 0
+        self._serving: dict[_Service, float] = {}
         self._handled = 0
 
     def request_arrived(self, sender: int, frame: Frame) -> None:
         """Starts serving a request; called on the transport's thread."""
-        request = Request.decode(frame.header)
-        service = _Service(self._agent, self, sender, frame.correlation, request)
-        with self._lock:
-            self._next += 1
-            service.token = self._next
-            self._serving[service.token] = (request.operation.name, sender, self._agent.clock.now())
-        user_code = request.operation in (Operation.CALL, Operation.CREATE)
-        executor = self._agent.executor if user_code else self._agent.system_executor
         agent = self._agent
-
-        def task() -> None:
-            service.run(frame)
-
+        request = Request.decode(frame.header)
+        service = _Service(agent, self, sender, request, frame)
+        with self._lock:
+            self._serving[service] = agent.clock.now()
+        user_code = request.operation in _USER_CODE
+        executor = agent.executor if user_code else agent.system_executor
         if agent.transport.runs_handlers:
-            executor.run_here(task)
+            executor.run_here(service.run)
         else:
-            executor.submit(task)
+            executor.submit(service.run)
 
-    def finished(self, token: int) -> None:
+    def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""
         with self._lock:
-            self._serving.pop(token, None)
+            self._serving.pop(service, None)
             self._handled += 1
         self._agent.activity_changed()
 
@@ -82,74 +76,88 @@ class Callee:
         """A dump of the requests being served."""
         now = self._agent.clock.now()
         with self._lock:
-            rows = list(self._serving.values())
-        return [{"operation": op, "from": sender, "age": now - since} for op, sender, since in rows]
+            rows = list(self._serving.items())
+        return [
+            {"operation": s.request.operation.name, "from": s.sender, "age": now - since}
+            for s, since in rows
+        ]
 
 
 class _Service:
     """One request, from its arrival to its reply."""
 
-    __slots__ = ("_agent", "_callee", "_correlation", "_request", "_sender", "token")
+    __slots__ = ("_agent", "_callee", "_frame", "request", "sender")
 
     def __init__(
-        self, agent: Agent, callee: Callee, sender: int, correlation: int, request: Request
+        self, agent: Agent, callee: Callee, sender: int, request: Request, frame: Frame
     ) -> None:
         self._agent = agent
         self._callee = callee
-        self._sender = sender
-        self._correlation = correlation
-        self._request = request
-        self.token = 0
+        self._frame = frame
+        self.sender = sender
+        self.request = request
 
-    def run(self, frame: Frame) -> None:
+    def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
-        request = self._request
+        request = self.request
+        references = self._agent.references
         if request.operation is Operation.CREATE:
-            self._agent.references.creation_arrived(self._sender, request.target)
-        adopted = self._agent.references.adopt(request.references)
-        if adopted.pending:
-            context = contextvars.copy_context()
-            executor = self._agent.executor
-            adopted.when_confirmed(
-                lambda: executor.submit(lambda: context.run(self._serve, frame, adopted))
-            )
-        else:
-            self._serve(frame, adopted)
+            references.creation_arrived(self.sender, request.target)
+        adopted = references.adopt(request.references)
+        if not adopted.pending:
+            self._serve(adopted)
+            return
+        context = contextvars.copy_context()
+        executor = self._agent.executor
+        adopted.when_confirmed(lambda: executor.submit(lambda: context.run(self._serve, adopted)))
 
-    def _serve(self, frame: Frame, adopted: Adopted) -> None:
-        with ExitStack() as scopes:
-            try:
-                if self._request.operation is Operation.FETCH:
-                    self._fetch(adopted, scopes)
-                elif self._request.operation is Operation.EXTENSION:
-                    self._extension(frame, adopted)
-                else:
-                    self._call(frame, adopted, scopes)
-            except BaseException as error:
+    def _serve(self, adopted: Adopted) -> None:
+        operation = self.request.operation
+        try:
+            if not self.request.extensions:
+                self._serve_in(None, adopted)
+            else:
+                with ExitStack() as scopes:
+                    self._serve_in(scopes, adopted)
+        except BaseException as error:
+            if operation is Operation.EXTENSION:
+                self._reply_error(error)
+            else:
                 self._fail(error)
 
-    def _call(self, frame: Frame, adopted: Adopted, scopes: ExitStack) -> None:
-        request = self._request
+    def _serve_in(self, scopes: ExitStack | None, adopted: Adopted) -> None:
+        operation = self.request.operation
+        if operation is Operation.FETCH:
+            self._fetch(adopted, scopes)
+        elif operation is Operation.EXTENSION:
+            self._extension(adopted)
+        else:
+            self._call(adopted, scopes)
+
+    def _unpack(self, adopted: Adopted, scopes: ExitStack | None) -> Any:
+        request, frame = self.request, self._frame
+        replace = None
+        if scopes is not None:
+            replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
+        value = packing.unpack(frame.payload, request.tensor_table, frame.tensors, adopted, replace)
+        self._frame = frame._replace(payload=b"", tensors=())  # the handler owns them now
+        return value
+
+    def _call(self, adopted: Adopted, scopes: ExitStack | None) -> None:
+        request = self.request
         if request.timeout:
             deadlines.inherit(self._agent.clock.now() + request.timeout)
-        func, args, kwargs = packing.unpack(
-            frame.payload,
-            request.tensor_table,
-            frame.tensors,
-            adopted,
-            self._agent.extensions.on_request(self._sender, request.extensions, scopes)
-            if request.extensions
-            else None,
-        )
-        del adopted, frame
+        func, args, kwargs = self._unpack(adopted, scopes)
+        del adopted
         if func is call_method:
             func, args, kwargs = call_method(*args, **kwargs)
         result = func(*args, **kwargs)
-        if hasattr(func, _ASYNC_MARK):
+        if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
-        elif inspect.iscoroutine(result):
+        elif type(result) is CoroutineType:
             self._agent.event_loop.run(result, self._succeed, self._fail)
         else:
+            del args, kwargs
             self._succeed(result)
 
     def _finish_with_future(self, future: object) -> None:
@@ -174,10 +182,10 @@ class _Service:
         else:
             self._succeed(result)
 
-    def _fetch(self, adopted: Adopted, scopes: ExitStack) -> None:
-        request = self._request
-        if request.extensions:
-            self._agent.extensions.on_request(self._sender, request.extensions, scopes)([])
+    def _fetch(self, adopted: Adopted, scopes: ExitStack | None) -> None:
+        if scopes is not None:
+            extensions = self._agent.extensions
+            extensions.on_request(self.sender, self.request.extensions, scopes)([])
         rref = adopted.handles[0]
         self._agent.references.require_usable(rref._holding)
         slot = rref._holding.value
@@ -193,13 +201,11 @@ class _Service:
                 )
             )
 
-    def _extension(self, frame: Frame, adopted: Adopted) -> None:
-        request = self._request
-        body, tensors = packing.unpack(
-            frame.payload, request.tensor_table, frame.tensors, adopted, None
-        )
+    def _extension(self, adopted: Adopted) -> None:
+        request = self.request
+        body, tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
-        answer = extension.on_message(self._sender, body, list(tensors))
+        answer = extension.on_message(self.sender, body, list(tensors))
         if isinstance(answer, bytes):
             self._succeed(answer)
         else:
@@ -210,8 +216,8 @@ class _Service:
 
     def _succeed(self, result: object) -> None:
         try:
-            if self._request.operation is Operation.CREATE:
-                self._agent.references.created(self._request.target, result)
+            if self.request.operation is Operation.CREATE:
+                self._agent.references.created(self.request.target, result)
                 self._send(Reply(Status.OK))
             else:
                 self._reply(result)
@@ -221,9 +227,9 @@ class _Service:
     def _reply(self, result: object) -> None:
         agent = self._agent
         attach = None
-        if self._request.extensions:
-            attach = agent.extensions.attach_reply(self._sender, self._request.extensions)
-        packed = packing.pack(result, self._sender, agent.references, attach, borrow=False)
+        if self.request.extensions:
+            attach = agent.extensions.attach_reply(self.sender, self.request.extensions)
+        packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
         reply = Reply(
             Status.OK, packed.plain, packed.extensions, packed.loan.table, packed.tensor_table
         )
@@ -236,8 +242,8 @@ class _Service:
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
         _print_traceback(error)
-        if self._request.operation is Operation.CREATE:
-            self._agent.references.creation_raised(self._request.target, error)
+        if self.request.operation is Operation.CREATE:
+            self._agent.references.creation_raised(self.request.target, error)
             self._send_quietly(Reply(Status.OK))
         else:
             self._reply_error(error)
@@ -250,7 +256,7 @@ class _Service:
         try:
             self._send(reply, payload)
         except RuntimeError:
-            self._callee.finished(self.token)
+            self._callee.finished(self)
 
     def _send(
         self,
@@ -258,9 +264,9 @@ class _Service:
         payload: bytes = b"",
         slots: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        frame = Frame(FrameKind.REPLY, self._correlation, reply.encode(), payload, slots)
-        self._agent.transport.send(self._sender, frame)
-        self._callee.finished(self.token)
+        frame = Frame(FrameKind.REPLY, self._frame.correlation, reply.encode(), payload, slots)
+        self._agent.transport.send(self.sender, frame)
+        self._callee.finished(self)
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rpc.errors import FrameError
 
@@ -52,8 +52,11 @@ class Status(enum.IntEnum):
     """The payload is an error packed by ``remote_errors``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+_OPERATIONS = {int(operation): operation for operation in Operation}
+_STATUSES = {int(status): status for status in Status}
+
+
+class Request(NamedTuple):
     """The header of a request.
 
     Args:
@@ -85,6 +88,8 @@ class Request:
             len(self.target),
             len(self.references),
         )
+        if not (self.target or self.extensions or self.references):
+            return head + self.tensor_table
         packed = _pack_extensions(self.extensions)
         return b"".join((head, self.target, packed, self.references, self.tensor_table))
 
@@ -100,20 +105,22 @@ class Request:
         except struct.error:
             raise FrameError(f"a request header of {len(data)} bytes is too short") from None
         _check_version(version)
+        operation = _OPERATIONS.get(op)
+        if operation is None:
+            raise FrameError(f"unknown operation {op}")
         start = _REQUEST.size
+        plain = flags & _PLAIN == _PLAIN
+        if not (n_target or n_ext or n_refs):
+            return cls(operation, plain, timeout, tensor_table=data[start:])
         target = _section(data, start, n_target)
         extensions, start = _unpack_extensions(data, start + n_target, n_ext)
         references = _section(data, start, n_refs)
-        try:
-            operation = Operation(op)
-        except ValueError:
-            raise FrameError(f"unknown operation {op}") from None
-        table = data[start + n_refs :]
-        return cls(operation, bool(flags & _PLAIN), timeout, target, extensions, references, table)
+        return cls(
+            operation, plain, timeout, target, extensions, references, data[start + n_refs :]
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """The header of a reply; see :class:`Request` for the sections."""
 
     status: Status
@@ -128,9 +135,10 @@ class Reply:
         head = _REPLY.pack(
             PROTOCOL_VERSION, self.status, flags, len(self.extensions), len(self.references)
         )
-        return b"".join(
-            (head, _pack_extensions(self.extensions), self.references, self.tensor_table)
-        )
+        if not (self.extensions or self.references):
+            return head + self.tensor_table
+        packed = _pack_extensions(self.extensions)
+        return b"".join((head, packed, self.references, self.tensor_table))
 
     @classmethod
     def decode(cls, data: bytes) -> Reply:
@@ -144,12 +152,16 @@ class Reply:
         except struct.error:
             raise FrameError(f"a reply header of {len(data)} bytes is too short") from None
         _check_version(version)
-        if status not in (Status.OK, Status.ERROR):
+        known = _STATUSES.get(status)
+        if known is None:
             raise FrameError(f"unknown reply status {status}")
-        extensions, start = _unpack_extensions(data, _REPLY.size, n_ext)
+        start = _REPLY.size
+        plain = flags & _PLAIN == _PLAIN
+        if not (n_ext or n_refs):
+            return cls(known, plain, tensor_table=data[start:])
+        extensions, start = _unpack_extensions(data, start, n_ext)
         references = _section(data, start, n_refs)
-        table = data[start + n_refs :]
-        return cls(Status(status), bool(flags & _PLAIN), extensions, references, table)
+        return cls(known, plain, extensions, references, data[start + n_refs :])
 
 
 def _check_version(version: int) -> None:

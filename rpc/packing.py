@@ -9,8 +9,7 @@ nothing leaks), raise the tensors, let extensions replace them, decode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ Attach = Callable[[Sequence[torch.Tensor]], Extensions]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-@dataclass(slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A value ready to travel."""
 
     payload: bytes

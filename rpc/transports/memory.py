@@ -197,4 +197,4 @@ class MemoryTransport:
 
 def _copy(frame: Frame) -> Frame:
     tensors = tuple(t.clone() for t in frame.tensors)
-    return replace(frame, payload=bytes(frame.payload), tensors=tensors)
+    return frame._replace(payload=bytes(frame.payload), tensors=tensors)
