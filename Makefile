@@ -37,6 +37,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
 
 setup: $(READY)
+	@:
 
 train: $(READY)
 	@$(RUN) tutorials/parameter_server/train.py \
@@ -66,7 +67,7 @@ clean:
 
 # torch first and alone, so that the second step finds it there and does not choose one itself.
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" * (sys.version_info < (3, 10)))'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
 	@echo "setting up $(VENV) (only the first time, or after a change of pyproject.toml)" >&2
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -c 'import torch' 2>/dev/null \
