@@ -283,22 +283,7 @@ class _Lifter:
         """How to reduce ``obj``, an instance of ``kind``; NotImplemented if as usual."""
         if kind is Tensor or kind is Parameter:
             return self._lift_tensor(obj)
-        if kind in _SAFE_TYPES:
-            return NotImplemented
-        if isinstance(obj, Reference):
-            self.references.append(obj)
-            return take_reference, (len(self.references) - 1,)
-        if kind is BuiltinFunctionType:
-            owner = obj.__self__
-            if owner is not _VARIABLE_FUNCTIONS and not isinstance(owner, _SAFE_OWNERS):
-                self.plain = False
-            return NotImplemented
-        if issubclass(kind, type):
-            if obj.__module__ == "__main__" and _main_is_interactive():
-                raise _ByValue
-            return NotImplemented
-        self.plain = False
-        return _reduce_special(obj, kind)
+        return _treatment(kind)(self, obj)
 
     def _lift_tensor(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided:
@@ -313,6 +298,116 @@ class _Lifter:
             persistent = getattr(tensor, "persistent", True)
             return take_tensor, index, persistent, None, None, mark_buffer
         return take_tensor, index
+
+
+_Treatment = Callable[[_Lifter, Any], Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _treatment(kind: type) -> _Treatment:
+    """What to do with instances of ``kind``; pickle asks for each object it meets."""
+    if kind in _SAFE_TYPES:
+        return _leave_plain
+    if issubclass(kind, Reference):
+        return _lift_reference
+    if kind is BuiltinFunctionType:
+        return _leave_builtin_function
+    if issubclass(kind, type):
+        return _leave_class
+    for special, reduce in _SPECIAL_REDUCTIONS:
+        if issubclass(kind, special):
+            return _running_code(reduce)
+    return _running_code(getattr(kind, "__rpc_reduce__", None) or _leave)
+
+
+def _leave(obj: object) -> Any:
+    return NotImplemented
+
+
+def _leave_plain(lifter: _Lifter, obj: object) -> Any:
+    return NotImplemented
+
+
+def _running_code(reduce: Callable[[Any], Any]) -> _Treatment:
+    def treat(lifter: _Lifter, obj: Any) -> Any:
+        lifter.plain = False
+        return reduce(obj)
+
+    return treat
+
+
+def _lift_reference(lifter: _Lifter, obj: Reference) -> Any:
+    lifter.references.append(obj)
+    return take_reference, (len(lifter.references) - 1,)
+
+
+def _leave_builtin_function(lifter: _Lifter, function: Any) -> Any:
+    owner = function.__self__
+    if owner is not _VARIABLE_FUNCTIONS and not isinstance(owner, _SAFE_OWNERS):
+        lifter.plain = False
+    return NotImplemented
+
+
+def _leave_class(lifter: _Lifter, kind: type) -> Any:
+    if kind.__module__ == "__main__" and _main_is_interactive():
+        raise _ByValue
+    return NotImplemented
+
+
+def _refuse_future(future: object) -> Any:
+    raise EncodeError("Can not pickle torch.futures.Future; wait for it and send its value")
+
+
+def _reduce_script_module(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return load_script, (file.getvalue(),)
+
+
+def _reduce_script_function(function: Any) -> Any:
+    path = function.qualified_name.removeprefix("__torch__.")
+    module, _, name = path.rpartition(".")
+    module = module or "__main__"
+    if getattr(sys.modules.get(module), name, None) is function:
+        return take_global, (module, name)
+    return load_script, (function.save_to_buffer(),)
+
+
+def _reduce_operator(packet: Any) -> Any:
+    return load_operator, (packet._qualified_op_name, None)
+
+
+def _reduce_overload(overload: Any) -> Any:
+    return load_operator, (overload.overloadpacket._qualified_op_name, overload._overloadname)
+
+
+def _reduce_tensor_subclass(tensor: Any) -> Any:
+    """One that only adds Python state travels as a tensor; the others reduce themselves."""
+    kind: Any = type(tensor)
+    if (
+        kind.__reduce_ex__ is not Tensor.__reduce_ex__
+        or kind.__setstate__ is not Tensor.__setstate__
+        or kind.__torch_dispatch__ is not _NO_DISPATCH
+        or tensor.layout is not torch.strided
+    ):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(Tensor)
+        state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
+    if not state:
+        return build_subclass, (plain, kind)
+    return build_subclass, (plain, kind), state, None, None, torch._utils._set_obj_state
+
+
+_SPECIAL_REDUCTIONS: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
+    (torch._C.Future, _refuse_future),
+    (Tensor, _reduce_tensor_subclass),
+    (torch.jit.ScriptModule, _reduce_script_module),
+    (torch._C.ScriptFunction, _reduce_script_function),
+    (torch._ops.OpOverloadPacket, _reduce_operator),
+    (torch._ops.OpOverload, _reduce_overload),
+)
+"""Types that pickle does wrong or not at all."""
 
 
 class _PlainPickler(_Lifter, pickle.Pickler):
@@ -362,8 +457,9 @@ def _encode_error(value: object, error: Exception) -> EncodeError:
 
 
 def _main_is_interactive() -> bool:
-    """True for a REPL, a notebook or ``python -c``: peers cannot have its definitions."""
-    return not hasattr(sys.modules["__main__"], "__file__")
+    """True for a REPL, a notebook, ``python -c`` and the like: peers lack its definitions."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return file is None or file == "<stdin>"
 
 
 def _is_global_of_script(obj: Any) -> bool:
@@ -395,54 +491,6 @@ def _reduce_sparse(tensor: Tensor) -> Any:
     else:
         raise EncodeError(f"a tensor of layout {layout} cannot be sent; convert it to dense first")
     return build_compressed, (*parts, size, layout, grad)
-
-
-def _reduce_special(obj: Any, kind: type) -> Any:
-    """Objects that pickle does wrong or not at all; NotImplemented for the others."""
-    reduce = getattr(kind, "__rpc_reduce__", None)
-    if reduce is not None:
-        return reduce(obj)
-    if isinstance(obj, torch._C.Future):
-        raise EncodeError("Can not pickle torch.futures.Future; wait for it and send its value")
-    if issubclass(kind, Tensor):
-        return _reduce_tensor_subclass(obj, kind)
-    if isinstance(obj, torch.jit.ScriptModule):
-        file = io.BytesIO()
-        torch.jit.save(obj, file)
-        return load_script, (file.getvalue(),)
-    if isinstance(obj, torch._C.ScriptFunction):
-        return _reduce_script_function(obj)
-    if isinstance(obj, torch._ops.OpOverloadPacket):
-        return load_operator, (obj._qualified_op_name, None)
-    if isinstance(obj, torch._ops.OpOverload):
-        return load_operator, (obj.overloadpacket._qualified_op_name, obj._overloadname)
-    return NotImplemented
-
-
-def _reduce_tensor_subclass(tensor: Tensor, kind: Any) -> Any:
-    """One that only adds Python state travels as a tensor; the others reduce themselves."""
-    if (
-        kind.__reduce_ex__ is not Tensor.__reduce_ex__
-        or kind.__setstate__ is not Tensor.__setstate__
-        or kind.__torch_dispatch__ is not _NO_DISPATCH
-        or tensor.layout is not torch.strided
-    ):
-        return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.as_subclass(Tensor)
-        state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
-    if not state:
-        return build_subclass, (plain, kind)
-    return build_subclass, (plain, kind), state, None, None, torch._utils._set_obj_state
-
-
-def _reduce_script_function(function: Any) -> Any:
-    path = function.qualified_name.removeprefix("__torch__.")
-    module, _, name = path.rpartition(".")
-    module = module or "__main__"
-    if getattr(sys.modules.get(module), name, None) is function:
-        return take_global, (module, name)
-    return load_script, (function.save_to_buffer(),)
 
 
 def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence[object]) -> Any:

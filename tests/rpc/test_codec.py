@@ -189,7 +189,12 @@ def test_functions_of_a_script_go_by_reference_beside_a_lambda(main_module: Any)
 
 
 @pytest.mark.parametrize("name", ["get_count", "State"])
-def test_what_a_notebook_defines_travels_by_value(main_module: Any, name: str) -> None:
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_what_a_notebook_defines_travels_by_value(
+    main_module: Any, name: str, file: str | None
+) -> None:
+    if file is not None:
+        main_module.__file__ = file
     encoded = encode(getattr(main_module, name))
     delattr(main_module, name)
     assert decode(encoded.payload, (), ()).__name__ == name
