@@ -1,0 +1,115 @@
+"""What happens where the nodes of one engine run border on nodes that must wait.
+
+The engine computes a gradient for a border node only if that node is an input
+of the run, but what it captures there has been through the hooks of the border
+tensor, which must see the whole gradient and not the part of it that this run
+brings. So the raw gradients are read off the nodes they come from, and hooks of
+border tensors that can be reached (those of leaves and of sent tensors) are kept
+quiet for the length of the run. A hook on another tensor of the border is also
+called with the part; its result is ignored, and the whole gradient passes
+through it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autograd_dist.engine_run import EngineRun, current_run
+from autograd_dist.graph import Edge, is_leaf
+from autograd_dist.recv_node import Node
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+Hooks = MutableMapping[int, Hook]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentTensor:
+    """A tensor as it was when it was sent: where gradients for it enter the graph.
+
+    Attributes:
+        edge: its place in the autograd graph.
+        hooks: the tensor's hooks, present and future.
+    """
+
+    edge: GradientEdge
+    hooks: Hooks
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SentTensor:
+        """Describes a tensor that requires grad."""
+        # Only the handle of a hook gives access to the others.
+        handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
+        hooks: Hooks | None = handle.hooks_dict_ref()
+        handle.remove()
+        return cls(get_gradient_edge(tensor), {} if hooks is None else hooks)
+
+
+class Border:
+    """The border of one engine run.
+
+    Args:
+        run: the run; nodes may execute for another one at the same time.
+        nodes: the nodes on the far side.
+        sent: tensors whose hooks are known.
+    """
+
+    def __init__(self, run: EngineRun, nodes: set[Node], sent: Iterable[SentTensor]) -> None:
+        self._run = run
+        self._nodes = nodes
+        self._hooks = _hooks_at(nodes, sent) if nodes else []
+        self.crossed: list[tuple[Edge, torch.Tensor]] = []
+
+    def watched(self, nodes: Iterable[Node]) -> AbstractContextManager[object]:
+        """Notes in ``crossed`` what the given nodes pass over the border inside the block."""
+        stack = ExitStack()
+        if not self._nodes:
+            return stack
+        for hooks in self._hooks:
+            for key, hook in list(hooks.items()):
+                quiet = hooks[key] = partial(_unless_in, self._run, hook)
+                stack.callback(_put_back, hooks, key, quiet, hook)
+        for node in nodes:
+            edges = node.next_functions
+            if any(successor in self._nodes for successor, _ in edges):
+                handle = node.register_hook(partial(self._note, edges))
+                stack.callback(handle.remove)
+        return stack
+
+    def _note(
+        self,
+        edges: Sequence[Edge],
+        outgoing: Sequence[torch.Tensor | None],
+        _: Sequence[torch.Tensor | None],
+    ) -> None:
+        if current_run() is not self._run:
+            return
+        for (successor, number), gradient in zip(edges, outgoing, strict=False):
+            if gradient is not None and successor in self._nodes:
+                self.crossed.append(((successor, number), gradient))
+
+
+def _hooks_at(nodes: set[Node], sent: Iterable[SentTensor]) -> list[Hooks]:
+    of_leaves = [node.variable._backward_hooks for node in nodes if is_leaf(node)]
+    of_sent = [tensor.hooks for tensor in sent if tensor.edge.node in nodes]
+    distinct = {id(hooks): hooks for hooks in (*of_leaves, *of_sent) if hooks}
+    return list(distinct.values())
+
+
+def _unless_in(run: EngineRun, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
+    return None if current_run() is run else hook(gradient)
+
+
+def _put_back(hooks: Hooks, key: int, quiet: Hook, hook: Hook) -> None:
+    # Another thread may have removed the hook, or quietened it once more, meanwhile.
+    if hooks.get(key) is quiet:
+        hooks[key] = hook
+
+
+def _change_nothing(_: torch.Tensor) -> None:
+    return None

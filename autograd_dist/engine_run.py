@@ -1,0 +1,56 @@
+"""Which engine run a piece of user-visible code is executing for.
+
+torch's engine calls hooks and Python functions on the thread that started the
+run or, for device work, on threads of its own. Something that belongs to one
+run therefore travels in torch's thread-local objects, which the engine hands
+to whatever thread executes a node. This module owns that one slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from autograd_dist.recv_node import Origin
+
+_SLOT = "tensorwire.autograd_dist.engine_run"
+
+
+class EngineRun(Protocol):
+    """What a recv node needs from the run that executes it."""
+
+    def received_gradients(self, origin: Origin, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes the whole gradients of one received message."""
+
+
+def current_run() -> EngineRun | None:
+    """The run that the calling code executes for; None outside of ours."""
+    if not torch._C._is_key_in_tls(_SLOT):
+        return None
+    run: EngineRun | None = torch._C._get_obj_in_tls(_SLOT)
+    return run
+
+
+@contextmanager
+def running(run: EngineRun) -> Iterator[None]:
+    """Makes ``run`` current for engine runs started inside the block."""
+    outer = current_run()
+    torch._C._stash_obj_in_tls(_SLOT, run)
+    try:
+        yield
+    finally:
+        _restore(outer)
+
+
+def _restore(outer: EngineRun | None) -> None:
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)
+    if outer is None and remove is not None:
+        # An object left in a thread's slot is destroyed at thread exit, which
+        # can deadlock on the interpreter lock.
+        remove(_SLOT)
+    else:
+        torch._C._stash_obj_in_tls(_SLOT, outer)

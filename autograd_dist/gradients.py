@@ -1,0 +1,117 @@
+"""Where a context's leaf gradients live and how they add up.
+
+Follows the rules of torch's AccumulateGrad: a stored gradient has memory of its
+own and the strides of its tensor, dense gradients add in place, and sparse ones
+stay sparse until a dense one joins them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+
+
+class LeafGradients:
+    """Gradients of one context's leaves on one worker. Not thread-safe by itself."""
+
+    def __init__(self) -> None:
+        self._by_leaf: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds a gradient that this object may keep and change (see `own`)."""
+        existing = self._by_leaf.setdefault(leaf, gradient)
+        if existing is not gradient:
+            with torch.no_grad():
+                self._by_leaf[leaf] = _sum(existing, gradient)
+
+    def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
+        """A new dict with the current gradients."""
+        return dict(self._by_leaf)
+
+    def __len__(self) -> int:
+        return len(self._by_leaf)
+
+
+def _sum(existing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if existing.layout is torch.strided:
+        return existing.add_(gradient)
+    # torch adds a sparse tensor to a dense one, not the other way round.
+    return gradient + existing
+
+
+def own_all(
+    leaves: Iterable[torch.Tensor], gradients: list[torch.Tensor | None]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs leaves with gradients whose memory nothing else uses.
+
+    Copies where it cannot prove that a gradient is exclusive: one that passed
+    through an addition belongs to several leaves at once, others are views of
+    something bigger or are still referenced by a hook. Empties ``gradients`` as
+    it goes, so that at most one gradient exists twice at a time.
+    """
+    yardstick = _Yardstick()
+    owned = []
+    for position, leaf in enumerate(leaves):
+        gradient = gradients[position]
+        if gradient is None:
+            continue
+        # One reference more than an object that is only in a list: the name above.
+        is_shared = sys.getrefcount(gradients[position]) > yardstick.listed + 1
+        if is_shared or not yardstick.is_exclusive(gradient) or gradient.stride() != leaf.stride():
+            gradient = _copy_like(leaf, gradient)
+        gradients[position] = None
+        owned.append((leaf, gradient))
+    return owned
+
+
+class _Yardstick:
+    """Tells whether a tensor's memory is nobody else's, by counting references.
+
+    How many references something exclusive shows differs between releases of
+    torch and Python, so exclusive things are made for comparison.
+    """
+
+    def __init__(self) -> None:
+        alone = [object()]
+        self.listed = sys.getrefcount(alone[0])
+        self._base = _base_references(torch.empty(1).view(1, 1))
+        self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
+
+    def is_exclusive(self, tensor: torch.Tensor) -> bool:
+        if self._count_uses is None or not _is_plain(tensor) or _uses_of(tensor) != 1:
+            return False
+        uses = self._count_uses(tensor.untyped_storage()._cdata)
+        if not tensor._is_view():
+            # The tensor and the handle made for the count.
+            return bool(uses == 2)
+        # A transposed weight gradient: its base is one use more, and must be nobody else's.
+        return bool(uses == 3) and _base_references(tensor) == self._base
+
+
+def _uses_of(tensor: torch.Tensor) -> int:
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return uses
+
+
+def _base_references(view: torch.Tensor) -> tuple[bool, int, int] | None:
+    base = view._base
+    if base is None:
+        return None
+    return base.numel() == view.numel(), _uses_of(base), sys.getrefcount(base)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and not (gradient.is_conj() or gradient.is_neg())
+    )
+
+
+def _copy_like(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+            return gradient.detach().clone()
+        return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

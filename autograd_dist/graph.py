@@ -1,0 +1,106 @@
+"""Reads torch's autograd graph: what leads where. Changes nothing, runs nothing.
+
+Three kinds of node matter to a distributed backward: leaves (where gradients
+end), recv nodes (where they leave for another worker) and everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from autograd_dist.recv_node import Node, RecvNode
+
+Edge = tuple[Node, int]
+"""A node and which of its gradient inputs is meant."""
+
+_LeafNode: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether gradients that reach the node belong to a leaf tensor."""
+    return type(node) is _LeafNode
+
+
+@dataclass(slots=True)
+class Region:
+    """What gradients can flow through from some edges until they meet a stop.
+
+    Attributes:
+        inner: nodes that compute something.
+        recvs: recv nodes reached.
+        leaves: leaf nodes reached.
+        stops: nodes that were reached but must not be entered.
+    """
+
+    inner: list[Node] = field(default_factory=list)
+    recvs: list[Node] = field(default_factory=list)
+    leaves: list[Node] = field(default_factory=list)
+    stops: list[Node] = field(default_factory=list)
+
+
+def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = None) -> Region:
+    """Sorts every node reachable from ``start``, without passing a stop, by its kind."""
+    region = Region()
+    stack = list(dict.fromkeys(start))
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if must_stop is not None and must_stop(node):
+            region.stops.append(node)
+        elif kind is _LeafNode:
+            region.leaves.append(node)
+        elif kind is RecvNode:
+            region.recvs.append(node)
+        else:
+            region.inner.append(node)
+            for successor, _ in node.next_functions:
+                if successor is not None and successor not in seen:
+                    seen.add(successor)
+                    stack.append(successor)
+    return region
+
+
+def reachable(start: Iterable[Node]) -> set[Node]:
+    """Every node that gradients entering at ``start`` can reach, ``start`` included."""
+    region = explore(start)
+    return {*region.inner, *region.recvs, *region.leaves}
+
+
+def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:
+    """The edges into recv nodes that gradients entering at ``start`` can reach."""
+    found: set[Edge] = set()
+    seen: set[Node] = set()
+    stack = list(start)
+    while stack:
+        node, number = stack.pop()
+        if type(node) is RecvNode:
+            found.add((node, number))
+        elif node not in seen and type(node) is not _LeafNode:
+            seen.add(node)
+            stack.extend(edge for edge in node.next_functions if edge[0] is not None)
+    return found
+
+
+def any_reaches_another(nodes: Iterable[Node]) -> bool:
+    """Whether some path leads from one of the nodes to another of them."""
+    targets = set(nodes)
+    seen: set[Node] = set()
+    stack = [node for node in targets if not _ends(node)]
+    while stack:
+        for successor, _ in stack.pop().next_functions:
+            if successor in targets:
+                return True
+            if successor is None or successor in seen:
+                continue
+            seen.add(successor)
+            if not _ends(successor):
+                stack.append(successor)
+    return False
+
+
+def _ends(node: Node) -> bool:
+    return type(node) is _LeafNode or type(node) is RecvNode

@@ -1,0 +1,44 @@
+"""Which leaves must have their gradients accumulated by torch itself.
+
+Reading a leaf's gradient off the engine is enough unless something hangs on the
+accumulation: a post-accumulate hook, a hook on the AccumulateGrad node, or a
+reducer such as DistributedDataParallel's. This module finds that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed
+from torch.utils.hooks import RemovableHandle
+
+from autograd_dist.recv_node import Node
+
+
+def accumulation_is_observed(leaves: Iterable[Node]) -> bool:
+    """Whether anything would notice if torch did not accumulate these leaves' gradients."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # DistributedDataParallel hangs on the nodes from C++, out of sight.
+        return True
+    return any(_has_accumulation_hooks(leaf) for leaf in leaves)
+
+
+def _has_accumulation_hooks(leaf: Node) -> bool:
+    return bool(
+        leaf.variable._post_accumulate_grad_hooks
+        or _has_other_hooks(leaf.register_hook)
+        or _has_other_hooks(leaf.register_prehook)
+    )
+
+
+def _has_other_hooks(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:
+    """Looks into a node's hooks, which only the handle of a new one gives access to."""
+    handle = register(_do_nothing)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(hooks)
+
+
+def _do_nothing(*_: object) -> None:
+    return None

@@ -1,0 +1,332 @@
+"""One backward pass on one worker: turns arriving gradients into departing ones.
+
+It decides which part of the local graph may run and lets torch's own engine run
+it. It knows sends and recv nodes but no other worker: who sends the gradients it
+hands out, and when a pass ends, is decided in ``passes``.
+
+Theory of operation. Gradients wait on graph edges as *contributions*. A node is
+*blocked* while a send whose gradient is still to come leads to it. A *wave* runs
+every node that contributions reach and that is not blocked. Where it borders on
+blocked nodes, the contributions that cross the border are noted and wait, summed,
+for a later wave; so each node runs once, on its whole gradient. With no send to
+wait for, which is the common case, one wave is one plain engine run.
+
+Noting what crosses the border needs the border nodes to be inputs of the engine
+run, and the engine runs an input that leads to another input. Where one border
+node leads to another, the wave is therefore *replayed*: it only computes the
+gradients that leave the worker and the finished leaves, keeps its contributions,
+and what it could not finish is computed again in a later wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from autograd_dist.border import Border, SentTensor
+from autograd_dist.engine_run import running
+from autograd_dist.gradients import LeafGradients, own_all
+from autograd_dist.graph import (
+    Edge,
+    Region,
+    any_reaches_another,
+    explore,
+    reachable,
+    recv_edges_behind,
+)
+from autograd_dist.leaf_hooks import accumulation_is_observed
+from autograd_dist.recv_node import Node, Origin, origin_of
+
+DeliverGradients = Callable[[Origin, list[torch.Tensor | None]], None]
+
+
+class LocalPass:
+    """The local share of one distributed backward pass. Not thread-safe.
+
+    Args:
+        sends: for each message of the context sent from here, the edges of its tensors.
+        leaves: where gradients of leaves are accumulated.
+        deliver: called, while the engine runs, with each received message whose
+            gradients are complete.
+        grad_fields: lock held while leaves' ``.grad`` is borrowed.
+        retain_graph: whether the graph must survive the pass.
+        context_id: the context; recv nodes of another one are an error.
+    """
+
+    def __init__(
+        self,
+        context_id: int,
+        sends: Mapping[int, Sequence[SentTensor]],
+        leaves: LeafGradients,
+        deliver: DeliverGradients,
+        grad_fields: AbstractContextManager[object],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        self._context_id = context_id
+        self._sends = dict(sends)
+        self._waiting = set(sends)
+        self._blockers = _Blockers()
+        self._leaves = leaves
+        self._deliver = deliver
+        self._grad_fields = grad_fields
+        self._retain_graph = retain_graph
+        self._contributions: dict[Edge, _Sum] = {}
+        # Nodes of Python functions die with the C++ graph; the edges given to us own it.
+        self._owned_edges: list[GradientEdge] = []
+        self._delivered: set[Origin] = set()
+        self._finished_leaves: set[Node] = set()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether gradients wait here for the gradient of some send."""
+        return bool(self._contributions)
+
+    @property
+    def waiting_sends(self) -> frozenset[int]:
+        """Messages sent from here whose gradient is not known yet."""
+        return frozenset(self._waiting)
+
+    def add_roots(self, edges: Iterable[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
+        """Starts the pass here: gradients of the roots themselves."""
+        for edge, gradient in zip(edges, gradients, strict=True):
+            self._contribute(edge, gradient)
+
+    def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of a message sent from here arrived; None for a tensor without one.
+
+        Raises:
+            RuntimeError: if the message is not waiting for gradients.
+        """
+        sent = self._answer(message_id)
+        for tensor, gradient in zip(sent, gradients, strict=True):
+            if gradient is not None:
+                self._contribute(tensor.edge, gradient)
+
+    def resolve_without_gradient(self, message_id: int) -> None:
+        """No gradient will come for a message sent from here: its output went unused."""
+        self._answer(message_id)
+
+    def run_wave(self) -> None:
+        """Runs everything that the gradients known so far allow."""
+        is_blocked = self._blocked_predicate()
+        start = {k: s for k, s in self._contributions.items() if not is_blocked(k[0])}
+        if not start:
+            return
+        region = explore((node for node, _ in start), is_blocked if self._waiting else None)
+        region.recvs = [node for node in region.recvs if self._is_undelivered(node)]
+        region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
+        if not accumulation_is_observed(region.leaves):
+            self._run_reading_leaves(start, region, held_leaves=[])
+        elif self._waiting:
+            held, region.leaves = region.leaves, []
+            self._run_reading_leaves(start, region, held_leaves=held)
+        else:
+            self._run_accumulating(start, region)
+
+    def reach_of_stuck(self) -> dict[Origin, set[int]]:
+        """Received messages that the gradients stuck here lead to, and which of their tensors."""
+        return self._received_behind(self._contributions)
+
+    def reach_of_send(self, message_id: int, positions: Iterable[int]) -> dict[Origin, set[int]]:
+        """The same for gradients of some of the tensors of a message sent from here."""
+        edges = [self._sends[message_id][p].edge for p in positions]
+        return self._received_behind((edge.node, edge.output_nr) for edge in edges)
+
+    def received_gradients(self, origin: Origin, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called by recv nodes as the engine executes them."""
+        if origin not in self._delivered:
+            self._delivered.add(origin)
+            self._deliver(origin, list(gradients))
+
+    def _contribute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+        self._owned_edges.append(edge)
+        self._contributions.setdefault((edge.node, edge.output_nr), _Sum()).add(gradient)
+
+    def _answer(self, message_id: int) -> Sequence[SentTensor]:
+        if message_id not in self._waiting:
+            raise RuntimeError(
+                f"message {message_id} of autograd context {self._context_id} does not wait for "
+                "gradients in this pass: it was answered before, or never sent from here"
+            )
+        self._waiting.discard(message_id)
+        self._blockers.remove(message_id)
+        return self._sends[message_id]
+
+    def _blocked_predicate(self) -> Callable[[Node], bool]:
+        if not self._waiting:
+            return _never
+        self._blockers.ensure({m: self._sends[m] for m in self._waiting})
+        return self._blockers.block
+
+    def _is_undelivered(self, recv: Node) -> bool:
+        origin = origin_of(recv)
+        if origin.context_id != self._context_id:
+            raise RuntimeError(
+                f"the graph contains a tensor received in autograd context {origin.context_id}, "
+                f"but the backward pass runs in context {self._context_id}"
+            )
+        return origin not in self._delivered
+
+    def _received_behind(self, edges: Iterable[Edge]) -> dict[Origin, set[int]]:
+        received: dict[Origin, set[int]] = {}
+        for node, position in recv_edges_behind(edges):
+            if self._is_undelivered(node):
+                received.setdefault(origin_of(node), set()).add(position)
+        return received
+
+    def _run_reading_leaves(
+        self, start: _Contributions, region: Region, held_leaves: list[Node]
+    ) -> None:
+        border_nodes = {*region.stops, *held_leaves}
+        if any_reaches_another(border_nodes):
+            self._replay(start, region)
+            return
+        roots = {key: waiting for key, waiting in start.items() if key[0] not in border_nodes}
+        for key in roots:
+            del self._contributions[key]
+        border = Border(self, border_nodes, chain.from_iterable(self._sends.values()))
+        with border.watched(region.inner):
+            self._read(roots, region, border_nodes, self._retain_graph)
+        for key, gradient in border.crossed:
+            self._contributions.setdefault(key, _Sum()).add(gradient)
+
+    def _replay(self, start: _Contributions, region: Region) -> None:
+        # Only gradients that leave the worker are progress worth computing twice for.
+        if region.recvs:
+            self._read(start, region, (), retain_graph=True)
+
+    def _read(
+        self, roots: _Contributions, region: Region, border: Iterable[Node], retain_graph: bool
+    ) -> None:
+        inputs = [GradientEdge(leaf, 0) for leaf in region.leaves]
+        inputs += [_anchor_of(recv) for recv in region.recvs]
+        inputs += [GradientEdge(node, 0) for node in border]
+        if not (inputs and roots):
+            return
+        with running(self):
+            captured: list[torch.Tensor | None] = list(
+                torch.autograd.grad(
+                    [GradientEdge(*key) for key in roots],
+                    inputs,
+                    [waiting.total for waiting in roots.values()],
+                    retain_graph=retain_graph,
+                    allow_unused=True,
+                )
+            )
+        del captured[len(region.leaves) :]
+        self._finish_recvs(region)
+        self._finished_leaves.update(region.leaves)
+        for leaf, gradient in own_all([node.variable for node in region.leaves], captured):
+            self._leaves.add(leaf, gradient)
+
+    def _run_accumulating(self, start: _Contributions, region: Region) -> None:
+        variables = [leaf.variable for leaf in region.leaves]
+        with self._grad_fields, _BorrowedGrads(variables) as borrowed, running(self):
+            torch.autograd.backward(
+                [GradientEdge(*key) for key in start],
+                [waiting.total for waiting in start.values()],
+                retain_graph=self._retain_graph,
+            )
+            gradients = borrowed.take()
+        self._contributions.clear()
+        self._finish_recvs(region)
+        for leaf, gradient in own_all(variables, gradients):
+            self._leaves.add(leaf, gradient)
+
+    def _finish_recvs(self, region: Region) -> None:
+        for recv in region.recvs:
+            self.received_gradients(origin_of(recv), [None] * len(recv._input_metadata))
+
+
+class _Sum:
+    """Gradients waiting on one edge, added up as they come."""
+
+    __slots__ = ("_is_ours", "_total")
+
+    def __init__(self) -> None:
+        self._total: torch.Tensor | None = None
+        self._is_ours = False
+
+    @property
+    def total(self) -> torch.Tensor:
+        assert self._total is not None
+        return self._total
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self._total is None:
+            self._total = gradient
+            return
+        with torch.no_grad():
+            if self._is_ours and self._total.layout is torch.strided:
+                self._total.add_(gradient)
+            elif self._total.layout is torch.strided:
+                self._total = self._total + gradient
+            else:
+                self._total = gradient + self._total
+        self._is_ours = True
+
+
+_Contributions = Mapping[Edge, _Sum]
+
+
+class _Blockers:
+    """Counts, for each node, the unanswered sends that lead to it."""
+
+    def __init__(self) -> None:
+        self._reach: dict[int, set[Node]] | None = None
+        self._count: dict[Node, int] = {}
+
+    def ensure(self, sends: Mapping[int, Sequence[SentTensor]]) -> None:
+        """Counts once, when something has to wait for the first time."""
+        if self._reach is not None:
+            return
+        self._reach = {m: reachable(t.edge.node for t in sent) for m, sent in sends.items()}
+        for node in chain.from_iterable(self._reach.values()):
+            self._count[node] = self._count.get(node, 0) + 1
+
+    def block(self, node: Node) -> bool:
+        return self._count.get(node, 0) > 0
+
+    def remove(self, message_id: int) -> None:
+        if self._reach is not None:
+            for node in self._reach.pop(message_id):
+                self._count[node] -= 1
+
+
+class _BorrowedGrads:
+    """Leaves with their ``.grad`` set aside, put back whatever happens."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves = leaves
+        self._set_aside: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> _BorrowedGrads:
+        self._set_aside = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return self
+
+    def take(self) -> list[torch.Tensor | None]:
+        """What accumulated in the meantime."""
+        taken = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return taken
+
+    def __exit__(self, *_: object) -> None:
+        for leaf, gradient in zip(self._leaves, self._set_aside, strict=True):
+            leaf.grad = gradient
+
+
+def _anchor_of(recv: Node) -> GradientEdge:
+    # As an input, the anchor makes the engine execute the recv node.
+    return GradientEdge(*recv.next_functions[0])
+
+
+def _never(_: Node) -> bool:
+    return False
