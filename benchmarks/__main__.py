@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import bindings
 from benchmarks.commands import Column
 from benchmarks.group import MemberFailed
-from benchmarks.report import header, save_json, save_plot, table_line
+from benchmarks.report import header, remarks, save_json, save_plot, table_line
 from benchmarks.rounds import Plan, measure
 from benchmarks.summary import Line, summarize
 from benchmarks.workloads import DEFAULT_ROWS, ROWS
@@ -43,6 +43,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    print(*remarks(lines), sep="\n")
     save_json(lines, options.output.with_suffix(".json"))
     save_plot(lines, options.output.with_suffix(".png"))
     print(f"saved {options.output.with_suffix('.json')} and .png")

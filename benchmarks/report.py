@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.summary import Cell, Line, Spread
-from benchmarks.workloads import Measure
+from benchmarks.workloads import ROWS, Measure
 
 _TITLE_WIDTH = 32
 _CELL_WIDTH = 22
@@ -38,6 +38,22 @@ def table_line(line: Line) -> str:
     return text
 
 
+def remarks(lines: Sequence[Line]) -> list[str]:
+    """Return what the raw numbers say about the others."""
+    rows = {line.key: line.cells for line in lines}
+    said = []
+    if {"empty", "unix"} <= rows.keys():
+        floor = rows["unix"]["raw"].microseconds
+        for name, cell in rows["empty"].items():
+            said.append(f"empty call, {name}: {cell.microseconds / floor:.1f} raw round trips")
+    if {"job", "alone"} <= rows.keys():
+        computing = rows["alone"]["raw"].microseconds / 1e6
+        for name, cell in rows["job"].items():
+            share = cell.per_second * computing / ROWS["job"].callers
+            said.append(f"main job, {name}: {share:.0%} of each trainer's time is computing")
+    return said
+
+
 def save_json(lines: Sequence[Line], path: Path) -> None:
     """Write every number, and where it was measured."""
     machine = {
@@ -59,22 +75,18 @@ def save_plot(lines: Sequence[Line], path: Path) -> None:
     compared = [line for line in lines if len(line.cells) > 1]
     if not compared:
         return
-    names = list(max((line.cells for line in compared), key=len))
+    names = list(compared[0].cells)
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(compared)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / (len(names) - 1)
     for number, name in enumerate(names[1:]):
-        present = [
-            (place, line.cells[name].ratio)
-            for place, line in enumerate(compared)
-            if name in line.cells
-        ]
-        medians = [ratio.median for _, ratio in present]
+        ratios = [line.cells[name].ratio for line in compared]
+        medians = [ratio.median for ratio in ratios]
         errors = [
-            [ratio.median - ratio.low for _, ratio in present],
-            [ratio.high - ratio.median for _, ratio in present],
+            [ratio.median - ratio.low for ratio in ratios],
+            [ratio.high - ratio.median for ratio in ratios],
         ]
-        places = [place + number * height for place, _ in present]
+        places = [place + number * height for place in range(len(compared))]
         axes.barh(places, medians, height, xerr=errors, label=name, capsize=2)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(compared)), [line.title for line in compared])

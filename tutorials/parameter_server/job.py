@@ -166,7 +166,7 @@ def serve_and_drive(settings: Settings) -> tuple[History, float]:
     """
     server = ParameterServer(settings)
     reference = rpc.RRef(server)
-    finished = [
+    finished: list[torch.futures.Future[None]] = [
         rpc.rpc_async(
             trainer_name(index + 1),
             train,

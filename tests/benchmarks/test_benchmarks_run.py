@@ -1,0 +1,57 @@
+"""The benchmarks as they are run, with the smallest possible plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("benchmarks"),
+    pytest.mark.skipif(sys.platform != "linux", reason="stops and continues processes"),
+]
+
+_ROOT = Path(__file__).parents[2]
+_SMALLEST_PLAN = ["--rounds", "2", "--seconds", "0.01", "--least", "1"]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *_SMALLEST_PLAN, *arguments],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> None:
+    rows = ["empty", "small", "echo64k", "async", "remote", "autograd", "optimizer", "unix", "tcp"]
+    done = _run("--rows", *rows, "--output", str(tmp_path / "numbers"))
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "numbers.json").read_text())
+    assert [row["key"] for row in saved["rows"]] == rows
+    assert all(cell["microseconds"] > 0 for row in saved["rows"] for cell in row["cells"].values())
+    assert set(saved["rows"][0]["cells"]) == {"torch", "ours"}
+    assert "raw round trips" in done.stdout
+    assert (tmp_path / "numbers.png").stat().st_size > 0
+
+
+def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
+    done = _run("--rows", "job", "alone", "--output", str(tmp_path / "numbers"))
+    assert done.returncode == 0, done.stderr
+    assert "of each trainer's time is computing" in done.stdout
+
+
+def test_a_member_that_fails_is_named_with_the_end_of_its_log() -> None:
+    done = _run("--rows", "empty", "--columns", "ours", "--backend", "CARRIER_PIGEON")
+    assert done.returncode == 1
+    assert "ours, rank 0 ended unexpectedly" in done.stderr
+    assert "CARRIER_PIGEON" in done.stderr
