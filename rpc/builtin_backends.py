@@ -7,17 +7,12 @@ transport, and what its options mean to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch._C._distributed_c10d import Store
 
-from rpc.agent import Agent, AgentOptions
+from rpc.agent import Agent
 from rpc.backend_registry import BackendType, backend_registered, register_backend
 from rpc.bring_up import form_group
-from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.transports.base import Transport
 
 TENSORPIPE = "TENSORPIPE"
 

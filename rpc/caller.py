@@ -21,7 +21,7 @@ from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
-from rpc.sinks import FutureSink, Sink, WaitingCaller
+from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
 
@@ -248,16 +248,18 @@ class Caller:
             self._agent.references.adopt(reply.references)
             return
 
-        def unpack(reply: Reply, frame: Frame) -> Any:
-            return self._unpack(call, sender, reply, frame)
+        def unpack(reply: Reply, frame: Frame, decode: Decode) -> Any:
+            return self._unpack(call, sender, reply, frame, decode)
 
         call.sink.replied(reply, frame, unpack)
 
-    def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame) -> Any:
+    def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame, decode: Decode) -> Any:
         if reply.status is Status.ERROR:
             raise decode_error(bytes(frame.payload))
         adopted = self._agent.references.adopt(reply.references)
         replace = None
         if reply.extensions:
             replace = self._agent.extensions.on_reply(sender, call.extensions, reply.extensions)
-        return packing.unpack(frame.payload, reply.tensor_table, frame.tensors, adopted, replace)
+        return packing.unpack(
+            frame.payload, reply.tensor_table, frame.tensors, adopted, replace, decode
+        )

@@ -63,8 +63,11 @@ def unpack(
     slots: tuple[torch.Tensor, ...],
     adopted: Adopted,
     replace: Replace | None,
+    decode: Callable[..., Any] = codec.decode,
 ) -> Any:
     """Rebuilds a value.
+
+    ``decode`` is the codec's, or its variant for threads that must not run user code.
 
     Raises:
         DecodeError: something it needs does not exist on this worker.
@@ -78,4 +81,4 @@ def unpack(
         tensors = raised.finish()
     elif replace is not None:
         replace([])
-    return codec.decode(payload, tensors, adopted.handles)
+    return decode(payload, tensors, adopted.handles)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rpc import codec
 from rpc.control import (
     ControlMessage,
     Passage,
@@ -126,7 +127,7 @@ class _CreationSink:
             self._keeper.creation_replied(self._holding)
             return
         try:
-            unpack(reply, frame)
+            unpack(reply, frame, codec.decode)
         except Exception as error:
             self.failed(error)
 
@@ -502,6 +503,8 @@ class ReferenceKeeper:
 
     def _fail_value(self, rref: GlobalId, reason: str) -> None:
         with self._lock:
+            if not self._table.is_kept(rref):
+                return
             slot = self._values.setdefault(rref, Slot())
         slot.fail(RRefCreationError(reason))
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.executor import blocking
 from rpc.futures import Future, Waiter
 from rpc.messages import Reply
@@ -26,14 +27,15 @@ class Completions(Protocol):
         """Queues ``task``."""
 
 
-Unpack = Callable[[Reply, Frame], Any]
+Decode = Callable[..., Any]
+Unpack = Callable[[Reply, Frame, Decode], Any]
 
 
 class Sink(Protocol):
     """Takes the outcome of one request."""
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """The reply arrived; ``unpack(reply, frame)`` returns its value or raises its error."""
+        """The reply arrived; ``unpack`` returns its value or raises its error."""
 
     def failed(self, error: Exception) -> None:
         """There will be no reply."""
@@ -68,7 +70,7 @@ class WaitingCaller:
             assert self._error is not None
             raise self._error
         reply, frame, unpack = self._outcome
-        return unpack(reply, frame)
+        return unpack(reply, frame, decode)
 
     def _done(self) -> bool:
         return self._outcome is not None or self._error is not None
@@ -88,11 +90,17 @@ class FutureSink:
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Unpacks the reply and completes the future, off this thread if need be."""
-        if not reply.plain:
-            self._completions.submit(lambda: self._complete(*_outcome(reply, frame, unpack)))
-            return
-        value, error = _outcome(reply, frame, unpack)
-        self._complete_off_thread_if_watched(value, error)
+        simple = reply.plain and not (reply.references or reply.extensions)
+        try:
+            outcome = _outcome(reply, frame, unpack, decode_loaded) if simple else None
+        except ImportNeeded:
+            outcome = None
+        if outcome is None:
+            self._completions.submit(
+                lambda: self._complete(*_outcome(reply, frame, unpack, decode))
+            )
+        else:
+            self._complete_off_thread_if_watched(*outcome)
 
     def failed(self, error: Exception) -> None:
         """Fails the future."""
@@ -109,8 +117,12 @@ class FutureSink:
             self._future.set_exception(error)
 
 
-def _outcome(reply: Reply, frame: Frame, unpack: Unpack) -> tuple[Any, Exception | None]:
+def _outcome(
+    reply: Reply, frame: Frame, unpack: Unpack, decode: Decode
+) -> tuple[Any, Exception | None]:
     try:
-        return unpack(reply, frame), None
+        return unpack(reply, frame, decode), None
+    except ImportNeeded:
+        raise
     except Exception as error:
         return None, error
