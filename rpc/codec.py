@@ -184,39 +184,40 @@ def mark_buffer(tensor: Tensor, persistent: bool) -> None:
 
 
 def build_coo(
-    indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool, grad: bool
+    kind: type[Tensor],
+    grad: bool,
+    size: tuple[int, ...],
+    coalesced: bool,
+    indices: Tensor,
+    values: Tensor,
 ) -> Tensor:
-    """Puts a COO tensor together again."""
-    return _with_grad(
-        values,
-        grad,
-        lambda part: torch.sparse_coo_tensor(
-            indices, part, size, is_coalesced=coalesced, check_invariants=True
-        ),
-    )
+    """Puts a COO tensor, or a Parameter of that layout, together again."""
+
+    def build(values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=coalesced, check_invariants=True
+        )
+
+    return _with_grad(values, kind, grad, build)
 
 
 def build_compressed(
+    kind: type[Tensor],
+    grad: bool,
+    size: tuple[int, ...],
+    layout: torch.layout,
     compressed: Tensor,
     plain: Tensor,
     values: Tensor,
-    size: tuple[int, ...],
-    layout: torch.layout,
-    grad: bool,
 ) -> Tensor:
-    """Puts a CSR, CSC, BSR or BSC tensor together again."""
-    return _with_grad(
-        values,
-        grad,
-        lambda part: torch.sparse_compressed_tensor(
-            compressed, plain, part, size, layout=layout, check_invariants=True
-        ),
-    )
+    """Puts a CSR, CSC, BSR or BSC tensor, or a Parameter of that layout, together again."""
 
+    def build(values: Tensor) -> Tensor:
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, size, layout=layout, check_invariants=True
+        )
 
-def build_parameter(data: Tensor) -> Parameter:
-    """Makes a Parameter of a tensor that does not travel in the tensor table."""
-    return Parameter(data.detach(), requires_grad=data.requires_grad)
+    return _with_grad(values, kind, grad, build)
 
 
 def build_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
@@ -238,10 +239,17 @@ def load_operator(name: str, overload: str | None) -> Any:
     return packet if overload is None else getattr(packet, overload)
 
 
-def _with_grad(values: Tensor, grad: bool, build: Callable[[Tensor], Tensor]) -> Tensor:
-    if values.grad_fn is not None:
-        return build(values)
-    return build(values.detach()).requires_grad_(grad)
+def _with_grad(
+    values: Tensor, kind: type[Tensor], grad: bool, build: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Builds a leaf, unless ``values`` became part of a graph."""
+    if values.grad_fn is None:
+        tensor = build(values.detach())
+        return Parameter(tensor, grad) if kind is Parameter else tensor.requires_grad_(grad)
+    tensor = build(values)
+    if kind is Parameter:
+        tensor._is_param = True
+    return tensor
 
 
 class _ByValue(Exception):
@@ -474,23 +482,22 @@ def _is_global_of_script(obj: Any) -> bool:
 
 
 def _reduce_sparse(tensor: Tensor) -> Any:
-    if type(tensor) is Parameter:
-        return build_parameter, (tensor.detach().requires_grad_(tensor.requires_grad),)
-    layout, size, grad = tensor.layout, tuple(tensor.shape), tensor.requires_grad
+    layout, size = tensor.layout, tuple(tensor.shape)
+    head = type(tensor), tensor.requires_grad, size
     if layout is torch.sparse_coo:
         coalesced = tensor.is_coalesced()
-        if grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             # Only these two lead gradients back; repeated entries arrive summed up.
             tensor = tensor.coalesce()
-            return build_coo, (tensor.indices(), tensor.values(), size, coalesced, grad)
-        return build_coo, (tensor._indices(), tensor._values(), size, coalesced, grad)
+            return build_coo, (*head, coalesced, tensor.indices(), tensor.values())
+        return build_coo, (*head, coalesced, tensor._indices(), tensor._values())
     if layout in _COMPRESSED_BY_ROW:
         parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
     elif layout in _COMPRESSED_BY_COLUMN:
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     else:
         raise EncodeError(f"a tensor of layout {layout} cannot be sent; convert it to dense first")
-    return build_compressed, (*parts, size, layout, grad)
+    return build_compressed, (*head, layout, *parts)
 
 
 def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence[object]) -> Any:

@@ -423,11 +423,18 @@ def test_gradients_flow_back_through_the_parts_of_a_sparse_tensor(coalesced: boo
 
 
 @ignore_beta_notes
-def test_a_sparse_parameter_stays_one() -> None:
-    arrived = round_trip_detached(nn.Parameter(sparse_matrix(torch.sparse_coo)))
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_sparse_parameter_stays_one_and_takes_part_in_graphs(layout: torch.layout) -> None:
+    sent = nn.Parameter(sparse_matrix(layout))
+    arrived = round_trip_detached(sent)
     assert type(arrived) is nn.Parameter
     assert arrived.requires_grad
-    assert arrived.layout is torch.sparse_coo
+    assert arrived.layout is layout
+    in_graph = round_trip(sent)
+    assert isinstance(in_graph, nn.Parameter)
+    (in_graph.to_dense() * 3).sum().backward()
+    assert sent.grad is not None
+    assert sent.grad.to_dense()[0, 1].item() == 3.0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
