@@ -249,7 +249,7 @@ class _Service:
             self._reply_error(error)
 
     def _reply_error(self, error: BaseException) -> None:
-        self._send_quietly(Reply(Status.ERROR), encode_error(error, self._agent.info))
+        self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
 
     def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
         """Sends what must not fail again; a caller that is gone needs no reply."""
