@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from rpc.pulse import Pulse
 from rpc.reference_keeper import ReferenceKeeper
 from rpc.rref import RRef
 from rpc.sinks import FutureSink, WaitingCaller
-from rpc.transports.base import Frame, FrameKind, Peer, Transport
+from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
 from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
@@ -237,6 +237,12 @@ class Agent:
     def find(self, to: Destination) -> WorkerInfo:
         """The worker meant by a name, an id or a ``WorkerInfo``."""
         return self.group.find(to)
+
+    def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
+        """Where tensors on this worker's devices arrive at ``to``; empty without a map."""
+        worker = self.find(to)
+        transport = self.transport
+        return transport.device_map(worker.id) if isinstance(transport, MapsDevices) else {}
 
     def timeout_of(self, timeout: float) -> float:
         """Seconds left to an operation that was given ``timeout``; 0 for no limit."""

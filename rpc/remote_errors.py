@@ -14,8 +14,8 @@ import functools
 import traceback
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
 
 from rpc import codec, tensor_table
 from rpc.errors import EncodeError, RemoteError
@@ -111,6 +111,23 @@ def decode_error(data: bytes | bytearray | memoryview) -> BaseException:
         return _unpack(parcel, hops)
     except Exception as failure:
         return RemoteError(f"an exception came back damaged: {_attempt(repr, failure)}")
+
+
+def retell(error: Exception, text: str) -> Exception:
+    """A copy of ``error`` that says ``text``, for what adds to an error from a call.
+
+    It is caught by what catches the original, and travels as well. Never raises:
+    of an error that cannot be copied, a :class:`RemoteError` is left.
+    """
+    parcel = replace(_pack(error, _report_of(error)), text=text)
+    report = _Report(text, parcel.shown, ())
+    kind: Any = _original_type(type(error))
+    try:
+        copy = _instantiate(_remote_type(kind), parcel)
+        _restore_attributes(copy, parcel)
+    except Exception:
+        copy = _remote_type(RemoteError)(text)
+    return cast(Exception, _with_report(copy, report))
 
 
 def _to_bytes(parcel: _Parcel, hops: tuple[_Hop, ...]) -> bytes:

@@ -20,9 +20,9 @@ What every implementation promises (``tests/rpc/transports/conformance.py``):
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -128,3 +128,11 @@ class Transport(Protocol):
 
     def close(self, flush_seconds: float) -> None:
         """Stops; frames already accepted get up to ``flush_seconds`` to leave."""
+
+
+@runtime_checkable
+class MapsDevices(Protocol):
+    """A transport that can take tensors from devices other than the CPU to the peer's."""
+
+    def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
+        """The peer's device for each of this worker's that requests may use; maybe none."""

@@ -1,0 +1,64 @@
+"""What runs at the worker that owns a remote module, on behalf of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import rpc
+from remote_module.devices import move_tensors
+
+_CPU = torch.device("cpu")
+
+
+def create_module(
+    module_cls: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    scripted: bool,
+) -> nn.Module:
+    """Makes a module on ``device``, compiled with TorchScript if ``scripted``.
+
+    Raises:
+        ValueError: ``module_cls`` made something else.
+    """
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    return torch.jit.script(module) if scripted else module
+
+
+def run_forward(
+    module_rref: rpc.RRef[nn.Module],
+    device: str,
+    is_device_map_set: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls the module; for one that is not on the CPU, moves tensors in and out."""
+    module = module_rref.local_value()
+    target = torch.device(device)
+    if target.type == _CPU.type:
+        return module(*args, **kwargs)
+    result = module(*move_tensors(args, target), **move_tensors(kwargs, target))
+    return result if is_device_map_set else move_tensors(result, _CPU)
+
+
+def parameter_rrefs(
+    module_rref: rpc.RRef[nn.Module], recurse: bool
+) -> list[rpc.RRef[nn.Parameter]]:
+    """References to the module's parameters."""
+    return [rpc.RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def set_training(module_rref: rpc.RRef[nn.Module], mode: bool) -> None:
+    """Puts the module into training or evaluation mode."""
+    module_rref.local_value().train(mode)

@@ -1,0 +1,271 @@
+"""``RemoteModule``: an ``nn.Module`` that lives on another worker.
+
+Owns the handle: which worker and device, the reference, what of it travels over
+RPC. What happens at the module's owner is in ``handlers``; which methods of
+``nn.Module`` make no sense from afar, in ``local_only``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from torch import nn
+
+import rpc
+from remote_module import handlers
+from remote_module.local_only import LocalOnlyMethodsRefused
+from remote_module.remote_device import parse_remote_device
+from rpc.current import current_agent
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
+"""What of a remote module travels over RPC, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Calls one module. Apart from ``RemoteModule``, so that its bound methods, which
+    are attributes there, do not keep the handle alive in a cycle.
+    """
+
+    module_rref: rpc.RRef[nn.Module]
+    device: str
+    is_device_map_set: bool
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> rpc.Future[Any]:
+        """Calls the module on its worker; returns a future of the result at once."""
+        return rpc.rpc_async(
+            self.module_rref.owner(), handlers.run_forward, self._call(args, kwargs)
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module on its worker and returns the result."""
+        return rpc.rpc_sync(
+            self.module_rref.owner(), handlers.run_forward, self._call(args, kwargs)
+        )
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return self.module_rref, self.device, self.is_device_map_set, args, kwargs
+
+
+_FORWARD_METHODS: Final = (_Caller.forward_async, _Caller.forward)
+_NOT_WORTH_A_NOTE: Final = frozenset(vars(nn.Module())) | {m.__name__ for m in _FORWARD_METHODS}
+
+
+class _RemoteModule(LocalOnlyMethodsRefused):
+    """:class:`RemoteModule` with one more argument.
+
+    Args:
+        remote_device: as for :class:`RemoteModule`, like those up to ``kwargs``.
+        module_cls: makes the module.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        _module_interface_cls: a TorchScript interface; if given, the module is
+            compiled with TorchScript where it lives, and the handle stays there
+            where it was made: send its ``module_rref`` instead.
+    """
+
+    on: str | int
+    device: str
+    is_device_map_set: bool
+    is_scriptable: bool
+    generated_methods: list[Callable[..., Any]]
+    module_rref: rpc.RRef[nn.Module]
+    forward_async: Callable[..., rpc.Future[Any]]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        if not callable(module_cls):
+            raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
+        scripted = _module_interface_cls is not None
+        self._place(remote_device, scripted)
+        self._attach(
+            rpc.remote(
+                self.on,
+                handlers.create_module,
+                (module_cls, args or (), kwargs or {}, self.device, scripted),
+            )
+        )
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str,
+        module_rref: rpc.RRef[nn.Module],
+        _module_interface_cls: Any = None,
+    ) -> RemoteModule:
+        """Makes a handle for a module that exists, so that several share it.
+
+        Args:
+            remote_device: where the module is, as for :class:`RemoteModule`.
+            module_rref: refers to it; calls go to this reference's owner.
+            _module_interface_cls: its TorchScript interface, if it is a script module.
+
+        Example::
+
+            encoder = RemoteModule.init_from_module_rref("server", other.get_module_rref())
+        """
+        if not isinstance(module_rref, rpc.RRef):
+            raise TypeError(f"module_rref must be an RRef, but got {type(module_rref).__name__}")
+        remote_module = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(remote_module)
+        remote_module._place(remote_device, _module_interface_cls is not None)
+        remote_module._attach(module_rref)
+        return remote_module
+
+    def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
+        """References to the module's parameters, for a ``DistributedOptimizer`` for instance.
+
+        Args:
+            recurse: also those of its submodules.
+        """
+        return rpc.rpc_sync(
+            self.module_rref.owner(), handlers.parameter_rrefs, (self.module_rref, recurse)
+        )
+
+    def get_module_rref(self) -> rpc.RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the module into training mode, or with ``mode=False`` into evaluation mode.
+
+        Raises:
+            ValueError: ``mode`` is no bool.
+        """
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is expected to be boolean")
+        rpc.rpc_sync(self.module_rref.owner(), handlers.set_training, (self.module_rref, mode))
+        self.training = mode
+        return self
+
+    def eval(self) -> Self:
+        """Puts the module into evaluation mode."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Like ``forward``."""
+        if "_forward_hooks" in vars(self):
+            return super().__call__(*args, **kwargs)
+        # A handle that came over RPC has no state of a local module, and so no hooks.
+        return self.forward(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
+
+    def __dir__(self) -> Iterable[str]:
+        return object.__dir__(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
+            "using RPC"
+        )
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise RuntimeError(
+            "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled "
+            "when using RPC"
+        )
+
+    def __rpc_reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """How a handle travels in calls: see ``rpc.codec``."""
+        if self.is_scriptable:
+            raise RuntimeError(
+                "Passing a script RemoteModule over RPC is not supported. Send its `module_rref` "
+                "and give that to `RemoteModule.init_from_module_rref` at the receiver."
+            )
+        state = vars(self)
+        for name in state.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_NOT_WORTH_A_NOTE}:
+            print(_dropped(name), file=sys.stderr)
+        carried = tuple(state[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+        return _arrive, (type(self), *carried)
+
+    def _place(self, remote_device: str, scripted: bool) -> None:
+        place = parse_remote_device(remote_device)
+        self.on = place.worker
+        self.device = str(place.device)
+        self.is_device_map_set = bool(current_agent().device_map(place.worker))
+        self.is_scriptable = scripted
+        self.generated_methods = list(_FORWARD_METHODS)
+
+    def _attach(self, module_rref: rpc.RRef[nn.Module]) -> None:
+        self.module_rref = module_rref
+        calls = _Caller(module_rref, self.device, self.is_device_map_set)
+        self.forward_async = calls.forward_async
+        self.forward = calls.forward
+
+
+class RemoteModule(_RemoteModule):
+    """A handle on a module that is made, and runs, on another worker.
+
+    It is called like the module itself. Within a distributed autograd context
+    gradients flow through it to the module's parameters, which stay where they
+    are; ``remote_parameters`` gives an optimizer access to them. Handles can be
+    sent to other workers in calls: all share the one module.
+
+    If the module is on a device other than the CPU, tensors in its arguments are
+    moved there, and those in its results back to the CPU, unless this worker has
+    a device map for the module's worker.
+
+    Args:
+        remote_device: ``"worker/device"``, ``"worker"``, ``"rank:N/device"`` or
+            ``"rank:N"``; without a device, the CPU.
+        module_cls: the module's class, or a function that makes it; runs remotely.
+            What it raises, every use of the handle raises.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ValueError: ``remote_device`` cannot be parsed.
+        RuntimeError: there is no such worker, or RPC is not initialized.
+
+    Example::
+
+        encoder = RemoteModule("server/cuda:0", nn.Linear, args=(20, 30))
+        y = encoder(torch.randn(128, 20))
+        future = encoder.forward_async(torch.randn(128, 20))
+        optimizer = DistributedOptimizer(torch.optim.SGD, encoder.remote_parameters(), lr=0.05)
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _arrive(kind: type[_RemoteModule], *carried: Any) -> _RemoteModule:
+    """Makes a handle of what travelled; it has none of a local module's state."""
+    remote_module = kind.__new__(kind)
+    vars(remote_module).update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, carried, strict=True))
+    remote_module._attach(remote_module.module_rref)
+    return remote_module
+
+
+def _dropped(name: str) -> str:
+    return (
+        f"The new attribute ``{name}`` of RemoteModule is ignored during RPC pickling: only "
+        f"{', '.join(_REMOTE_MODULE_PICKLED_ATTRIBUTES)} travel."
+    )
