@@ -14,6 +14,7 @@ import torch
 
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
+from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.constants import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -22,6 +23,7 @@ from rpc.current import current_agent, find_agent, set_process_agent
 from rpc.errors import RpcError
 from rpc.futures import Future
 from rpc.options import RpcBackendOptions
+from rpc.rendezvous import open_store
 from rpc.rref import RRef
 from rpc.worker_info import WorkerInfo
 
@@ -53,7 +55,6 @@ def init_rpc(
         rank: this worker's id, 0 to ``world_size - 1``; default, with ``env://``,
             the environment variable ``RANK``.
         world_size: number of workers; default, with ``env://``, ``WORLD_SIZE``.
-            Without either the group is dynamic: workers come and go.
         rpc_backend_options: timeouts, threads, device maps, where to meet.
 
     Raises:
@@ -62,9 +63,6 @@ def init_rpc(
         BringUpError: workers are missing or disagree; says which and how.
         RuntimeError: RPC is initialized already, or the name is not unique.
     """
-    from rpc.builtin_backends import default_backend, register_builtin_backends
-    from rpc.rendezvous import open_store
-
     register_builtin_backends()
     if find_agent() is not None:
         raise RpcError("RPC is already initialized; call rpc.shutdown() first")

@@ -123,7 +123,7 @@ def init_backend(
     store: Store,
     name: str,
     rank: int,
-    world_size: int | None,
+    world_size: int,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
     """Forms the group over ``backend`` and returns this worker's agent."""

@@ -7,12 +7,17 @@ transport, and what its options mean to it.
 
 from __future__ import annotations
 
+import json
+
 from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, backend_registered, register_backend
 from rpc.bring_up import form_group
+from rpc.devices import DeviceInfo, validate_device_maps
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.rendezvous import Record
+from rpc.transports.tensorpipe import TensorPipeTransport
 
 TENSORPIPE = "TENSORPIPE"
 
@@ -49,16 +54,31 @@ def _init_tensorpipe(
     store: Store,
     name: str,
     rank: int,
-    world_size: int | None,
+    world_size: int,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
-    from rpc.transports.tensorpipe import TensorPipeTransport
-
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but got "
             f"{rpc_backend_options!r}"
         )
+    transport = TensorPipeTransport(rpc_backend_options)
     return form_group(
-        TENSORPIPE, store, name, rank, world_size, rpc_backend_options, TensorPipeTransport
+        TENSORPIPE,
+        store,
+        name,
+        rank,
+        world_size,
+        rpc_backend_options,
+        transport,
+        _check_device_maps,
+    )
+
+
+def _check_device_maps(records: list[Record]) -> None:
+    validate_device_maps(
+        {
+            record.name: DeviceInfo.from_json(json.loads(record.address)["devices"])
+            for record in records
+        }
     )

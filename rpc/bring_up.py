@@ -1,0 +1,72 @@
+"""Forms a group: transport up, meet the others at the store, tell the agent who they are.
+
+The same for every backend. If anything fails, what was started is closed
+before the error is raised, so that a failed ``init_rpc`` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from rpc import rendezvous
+from rpc.agent import Agent, AgentOptions
+from rpc.options import RpcBackendOptions
+from rpc.rendezvous import Record
+from rpc.transports.base import Peer, Transport
+from rpc.worker_info import WorkerInfo
+
+Check = Callable[[list[Record]], None]
+
+
+def form_group(
+    backend: str,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    options: RpcBackendOptions,
+    transport: Transport,
+    check: Check,
+) -> Agent:
+    """Brings one worker into its group.
+
+    Args:
+        backend: its name, which all workers must share.
+        store: where they meet.
+        name: of this worker.
+        rank: its id.
+        world_size: how many workers there are.
+        options: timeouts and threads.
+        transport: not started yet.
+        check: raises if the records of the whole group do not fit together.
+
+    Raises:
+        BringUpError: workers are missing or disagree.
+    """
+    info = WorkerInfo(name, rank)
+    incarnation = rendezvous.next_incarnation(store, name)
+    agent = Agent(info, incarnation, transport, _agent_options(options))
+    try:
+        me = Record(name, rank, world_size, incarnation, backend, agent.start())
+        records = rendezvous.meet(store, me, options.bring_up_timeout)
+        check(records)
+        agent.join([_peer(record) for record in records])
+    except BaseException:
+        agent.shutdown(graceful=False)
+        raise
+    return agent
+
+
+def _peer(record: Record) -> Peer:
+    return Peer(WorkerInfo(record.name, record.rank), record.incarnation, record.address)
+
+
+def _agent_options(options: RpcBackendOptions) -> AgentOptions:
+    threads = getattr(options, "num_worker_threads", AgentOptions.num_worker_threads)
+    return AgentOptions(
+        num_worker_threads=threads,
+        rpc_timeout=options.rpc_timeout,
+        shutdown_timeout=options.shutdown_timeout or 0.0,
+    )
