@@ -1,0 +1,12 @@
+"""Our own transport: sockets and shared memory, in plain Python.
+
+``framing``, ``body`` and ``handshake`` decide what bytes mean and do no I/O;
+``channel`` moves bytes over one socket; ``link`` joins the channels of one
+direction between two workers; ``replies``, ``requests`` and ``bulk`` are the
+threads that read; ``transport`` puts them together.
+"""
+
+from rpc.transports.tensorwire.settings import Settings, WhenFull
+from rpc.transports.tensorwire.transport import TensorWireTransport
+
+__all__ = ["Settings", "TensorWireTransport", "WhenFull"]

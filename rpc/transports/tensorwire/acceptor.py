@@ -1,0 +1,189 @@
+"""Accepts connections and shakes hands with whoever connects, never waiting for anyone.
+
+Every connection that has not proven who it is gets a bounded time and a few
+hundred bytes, and there may be only so many of them. What becomes of a proven
+one is the owner's to decide, perhaps later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rpc.transports.tensorwire.connector import configure
+from rpc.transports.tensorwire.handshake import (
+    NONCE_BYTES,
+    Acceptor,
+    HandshakeError,
+    Hello,
+    Identity,
+)
+from rpc.transports.tensorwire.requests import RequestSide
+
+_MAX_UNPROVEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A connection that showed who it is; the holder owns the socket."""
+
+    sock: socket.socket
+    hello: Hello
+
+    def accept(self) -> None:
+        """Lets the other end begin."""
+        with contextlib.suppress(OSError):
+            self.sock.send(Acceptor.accept())
+
+    def reject(self, reason: str) -> None:
+        """Sends the other end away."""
+        _send_away(self.sock, reason)
+
+
+@dataclass(slots=True)
+class _Guest:
+    sock: socket.socket
+    side: Acceptor
+    deadline: float
+
+
+def _send_away(sock: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(Acceptor.reject(reason))
+    sock.close()
+
+
+class Door:
+    """The listening sockets of one worker.
+
+    Args:
+        listeners: non-blocking, listening.
+        key: of this worker's handshakes.
+        identity: this worker.
+        seconds: how long a handshake may take.
+        proven: takes connections that have shown who they are.
+    """
+
+    def __init__(
+        self,
+        listeners: list[socket.socket],
+        key: bytes,
+        identity: Identity,
+        seconds: float,
+        proven: Callable[[Proven], None],
+    ) -> None:
+        self._listeners = listeners
+        self._key = key
+        self._identity = identity
+        self._seconds = seconds
+        self._proven = proven
+        self._guests: dict[int, _Guest] = {}
+        self._paused: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._requests: RequestSide | None = None
+
+    def open(self, requests: RequestSide) -> None:
+        """Begins to accept, on the threads of ``requests``."""
+        self._requests = requests
+        for listener in self._listeners:
+            self._listen(listener)
+
+    def _listen(self, listener: socket.socket) -> None:
+        if self._requests is not None:
+            self._requests.add(listener, lambda _: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._pause(listener)
+            return
+        sock.setblocking(False)
+        configure(sock)
+        side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
+        guest = _Guest(sock, side, time.monotonic() + self._seconds)
+        with self._lock:
+            crowded = len(self._guests) >= _MAX_UNPROVEN
+            if not crowded:
+                self._guests[sock.fileno()] = guest
+        if crowded or self._requests is None:
+            sock.close()
+            return
+        self._requests.add(sock, lambda _: self._receive(guest))
+        self._requests.sweeping = True
+
+    def _pause(self, listener: socket.socket) -> None:
+        """Stops accepting until the next sweep: there are no descriptors left."""
+        if self._requests is not None:
+            self._requests.remove(listener)
+            self._paused.append(listener)
+            self._requests.sweeping = True
+
+    def _receive(self, guest: _Guest) -> None:
+        try:
+            data = guest.sock.recv(guest.side.wanted)
+            if not data:
+                self._dismiss(guest, None)
+                return
+            answer = guest.side.receive(data)
+            if answer:
+                guest.sock.send(answer)
+        except BlockingIOError:
+            return
+        except HandshakeError as error:
+            self._dismiss(guest, str(error))
+            return
+        except OSError:
+            self._dismiss(guest, None)
+            return
+        if guest.side.proven is not None and self._forget(guest):
+            self._proven(Proven(guest.sock, guest.side.proven))
+
+    def _forget(self, guest: _Guest) -> bool:
+        """Ends our interest in a guest's socket; False if that has been done before."""
+        with self._lock:
+            known = self._guests.pop(guest.sock.fileno(), None)
+        if known is None or self._requests is None:
+            return False
+        self._requests.remove(guest.sock)
+        return True
+
+    def _dismiss(self, guest: _Guest, reason: str | None) -> None:
+        if not self._forget(guest):
+            return
+        if reason is None:
+            guest.sock.close()
+        else:
+            _send_away(guest.sock, reason)
+
+    def sweep(self) -> None:
+        """Dismisses guests that took too long."""
+        now = time.monotonic()
+        with self._lock:
+            late = [guest for guest in self._guests.values() if guest.deadline < now]
+        for guest in late:
+            self._dismiss(guest, "the handshake took too long")
+        if self._requests is not None:
+            paused, self._paused = self._paused, []
+            for listener in paused:
+                self._listen(listener)
+            with self._lock:
+                self._requests.sweeping = bool(self._guests or self._paused)
+
+    def close(self) -> None:
+        """Stops listening and dismisses all guests."""
+        for listener in self._listeners:
+            if self._requests is not None:
+                self._requests.remove(listener)
+            listener.close()
+        with self._lock:
+            guests = list(self._guests.values())
+        for guest in guests:
+            self._dismiss(guest, None)

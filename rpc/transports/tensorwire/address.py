@@ -1,0 +1,169 @@
+"""Where a worker listens, as bytes for the rendezvous, and which host that is on.
+
+Workers share a host, for our purposes, if they see the same abstract Unix
+sockets: the same boot of the same kernel and the same network namespace. Host
+names, and what containers make of them, play no role. Even so this is only a
+reason to try: the handshake proves who answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rpc.errors import FrameError
+from rpc.transports.tensorwire.devices import unpack_maps
+
+_VERSION = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+_BACKLOG = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How to reach one worker.
+
+    Args:
+        host: from :func:`host_identity`; empty if unknown.
+        unix_name: of its abstract Unix socket, without the leading NUL; may be empty.
+        tcp: ``(address, port)`` pairs, to be tried in order.
+        secret: random; part of the key of its handshakes.
+        device_maps: the worker's, packed by ``devices``.
+    """
+
+    host: str
+    unix_name: str
+    tcp: tuple[tuple[str, int], ...]
+    secret: bytes
+    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The address as bytes for the rendezvous."""
+        fields = {
+            "version": _VERSION,
+            "host": self.host,
+            "unix": self.unix_name,
+            "tcp": self.tcp,
+            "secret": self.secret.hex(),
+            "device_maps": self.device_maps,
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Address:
+        """Reads what :meth:`encode` wrote.
+
+        Raises:
+            FrameError: the bytes are not an address of this version.
+        """
+        try:
+            fields = json.loads(data)
+            if fields["version"] != _VERSION:
+                raise FrameError(f"address of version {fields['version']!r}")
+            tcp = tuple((str(host), int(port)) for host, port in fields["tcp"])
+            unpack_maps(fields["device_maps"])
+            return cls(
+                str(fields["host"]),
+                str(fields["unix"]),
+                tcp,
+                bytes.fromhex(fields["secret"]),
+                fields["device_maps"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise FrameError(f"a peer's address cannot be read: {error!r}") from None
+
+
+def host_identity() -> str:
+    """Equal for two processes that see the same abstract Unix sockets; empty if unknown."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def listen_unix() -> socket.socket:
+    """A listening Unix socket with an abstract name that the kernel chose."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind("")
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_tcp(bind_address: str | None) -> list[socket.socket]:
+    """Listening sockets on one port of ``bind_address``; on the loopback interface if None.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    if bind_address is None:
+        try:
+            return [_listen_tcp_on(socket.AF_INET, ("127.0.0.1", 0))]
+        except OSError:
+            return [_listen_tcp_on(socket.AF_INET6, ("::1", 0))]
+    found = socket.getaddrinfo(bind_address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, sockaddr = found[0]
+    return [_listen_tcp_on(family, sockaddr)]
+
+
+def _listen_tcp_on(
+    family: int, sockaddr: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind(sockaddr)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def reachable_at(listener: socket.socket) -> tuple[tuple[str, int], ...]:
+    """What to tell peers about a TCP listener; for a wildcard, this machine's own addresses."""
+    host, port = listener.getsockname()[:2]
+    if host not in ("0.0.0.0", "::"):
+        return ((host, port),)
+    families = (socket.AF_INET,) if host == "0.0.0.0" else (socket.AF_INET6, socket.AF_INET)
+    facing = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
+    outward = [facing["::"], facing["0.0.0.0"]] if host == "::" else [facing["0.0.0.0"]]
+    hosts = [address for far in outward if (address := address_facing(far))]
+    with contextlib.suppress(OSError):
+        for family in families:
+            hosts += [
+                str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, family)
+            ]
+    hosts.append("127.0.0.1" if host == "0.0.0.0" else "::1")
+    return tuple((address, port) for address in dict.fromkeys(hosts))
+
+
+def address_facing(host: str) -> str | None:
+    """The local address that traffic to ``host`` leaves from; None if there is no route.
+
+    Nothing is sent. A program that knows where its group meets can bind to this.
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, sockaddr = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(sockaddr)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def unix_path(name: str) -> str:
+    """What to connect to for an abstract name."""
+    return "\0" + name

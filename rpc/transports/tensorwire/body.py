@@ -1,0 +1,209 @@
+"""The table of a frame: where its payload and tensors are, and how tensors look.
+
+Sans-IO: packs and parses :class:`Item` rows and checks that a row is possible.
+Row 0 is the payload, the others are the tensors in order. Frames without
+tensors whose payload travels inline have no table at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rpc.errors import EncodeError, FrameError
+from rpc.transports.tensorwire.regions import array_at, view_of
+
+INLINE_ALIGNMENT = 16
+
+_COUNT = struct.Struct("<I")
+_ROW = struct.Struct("<BBBxIQQ")
+_MAX_DIMENSIONS = 64
+
+_DTYPE_NAMES = (
+    *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"),
+    *("bool", "complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+_DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, n, None) for n in _DTYPE_NAMES)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+_BYTES = 255
+
+
+class Place(enum.IntEnum):
+    """Which road the bytes of an item take."""
+
+    INLINE = 0
+    """In the frame itself, at ``position`` of the inline section."""
+    SHARED = 1
+    """In shared segment ``segment``, at ``position``."""
+    STREAM = 2
+    """On bulk channels, as transfer ``position``."""
+
+
+class Item(NamedTuple):
+    """One row of the table; the payload has ``dtype`` None and no shape."""
+
+    place: Place
+    segment: int
+    position: int
+    nbytes: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: str
+
+
+def pack_table(items: list[Item]) -> bytes:
+    """The table section of a frame."""
+    parts = [_COUNT.pack(len(items))]
+    for place, segment, position, nbytes, dtype, shape, strides, device in items:
+        code = _BYTES if dtype is None else _dtype_code(dtype)
+        parts.append(_ROW.pack(place, code, len(shape), segment, position, nbytes))
+        if dtype is not None:
+            name = device.encode()
+            parts.append(struct.pack(f"<{2 * len(shape)}qB", *shape, *strides, len(name)) + name)
+    return b"".join(parts)
+
+
+def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
+    """Parses and checks a table.
+
+    Args:
+        table: the bytes.
+        inline_bytes: length of the frame's inline section.
+        max_bytes: bound on the sum of all items.
+
+    Raises:
+        FrameError: the bytes are not a table, or it claims what cannot be.
+    """
+    try:
+        (count,) = _COUNT.unpack_from(table)
+        items: list[Item] = []
+        position = _COUNT.size
+        for _ in range(count):
+            item, position = _unpack_row(table, position)
+            items.append(item)
+    except (struct.error, UnicodeDecodeError):
+        raise FrameError("a frame's table ends early") from None
+    if not items or position != len(table):
+        raise FrameError("a frame's table has the wrong length")
+    _check(items, inline_bytes, max_bytes)
+    return items
+
+
+def _unpack_row(table: bytes, position: int) -> tuple[Item, int]:
+    place, code, dimensions, segment, at, nbytes = _ROW.unpack_from(table, position)
+    position += _ROW.size
+    if place not in (0, 1, 2) or dimensions > _MAX_DIMENSIONS:
+        raise FrameError(f"a table row with place {place} and {dimensions} dimensions")
+    if code == _BYTES:
+        return Item(Place(place), segment, at, nbytes, None, (), (), ""), position
+    layout = struct.Struct(f"<{2 * dimensions}qB")
+    *sizes, length = layout.unpack_from(table, position)
+    position += layout.size
+    device = table[position : position + length].decode("ascii")
+    if len(device) != length or code >= len(_DTYPES) or (dtype := _DTYPES[code]) is None:
+        raise FrameError(f"a table row with dtype code {code}, unknown to this torch")
+    shape, strides = tuple(sizes[:dimensions]), tuple(sizes[dimensions:])
+    row = Item(Place(place), segment, at, nbytes, dtype, shape, strides, device)
+    return row, position + length
+
+
+def _check(items: list[Item], inline_bytes: int, max_bytes: int) -> None:
+    total = 0
+    for index, item in enumerate(items):
+        total += item.nbytes
+        if (item.dtype is None) != (index == 0):
+            raise FrameError("a table must describe one payload, then tensors")
+        if item.place is Place.INLINE and item.position + item.nbytes > inline_bytes:
+            raise FrameError("a table row points past the inline section")
+        if item.dtype is not None:
+            _check_dense(item.shape, item.strides, item.nbytes, item.dtype.itemsize)
+    if total > max_bytes:
+        raise FrameError(f"message of {total} bytes; the limit is {max_bytes} (max_message_bytes)")
+
+
+def _check_dense(
+    shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int, itemsize: int
+) -> None:
+    """Refuses a layout whose elements do not fill exactly ``nbytes`` bytes."""
+    elements, reach = 1, 1
+    for size, stride in zip(shape, strides, strict=True):
+        if size < 0 or stride < 0:
+            raise FrameError(f"a tensor of shape {shape} and strides {strides}")
+        elements *= size
+        reach += (size - 1) * stride
+    if elements * itemsize != nbytes or (elements and reach != elements):
+        raise FrameError(
+            f"a tensor of shape {shape} and strides {strides} does not fill {nbytes} bytes"
+        )
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    code = _DTYPE_CODES.get(dtype)
+    if code is None:
+        raise EncodeError(f"tensors of {dtype} cannot be sent")
+    return code
+
+
+def check_sendable(tensor: torch.Tensor) -> None:
+    """Refuses what cannot be described by a row.
+
+    Raises:
+        EncodeError: the tensor is not strided and dense, or of an unknown dtype.
+    """
+    _dtype_code(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise EncodeError("only plain strided tensors travel as tensors of a frame")
+    try:
+        _check_dense(tuple(tensor.shape), tensor.stride(), tensor.nbytes, tensor.itemsize)
+    except FrameError as error:
+        raise EncodeError(str(error)) from None
+
+
+class Source(NamedTuple):
+    """Bytes to be sent: ``size`` of them at ``address``, alive as long as ``owner`` is."""
+
+    address: int
+    size: int
+    owner: memoryview | torch.Tensor
+
+    def view(self) -> memoryview:
+        """The bytes as a buffer that keeps them alive."""
+        if isinstance(self.owner, memoryview):
+            return self.owner
+        if not self.size:
+            return memoryview(b"")
+        array = array_at(self.address)
+        array.owner = self.owner
+        return view_of(array, self.size)
+
+
+def source_of_payload(payload: bytes | bytearray | memoryview) -> Source:
+    """The bytes of a payload."""
+    view = memoryview(payload)
+    if view.format != "B" or view.ndim != 1:
+        view = view.cast("B")
+    return Source(np.frombuffer(view, np.uint8).ctypes.data, len(view), view)
+
+
+def source_of_tensor(tensor: torch.Tensor) -> Source:
+    """The bytes of a dense host tensor."""
+    return Source(tensor.data_ptr(), tensor.nbytes, tensor)
+
+
+def tensor_over(memory: object, item: Item, offset: int = 0) -> torch.Tensor:
+    """A tensor that lives in ``memory``, a writable buffer, from ``offset`` on."""
+    dtype = item.dtype or torch.uint8
+    if not item.nbytes:
+        return torch.empty_strided(item.shape, item.strides, dtype=dtype)
+    count = item.nbytes // dtype.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    if len(item.shape) == 1:
+        return flat
+    return flat.as_strided(item.shape, item.strides)

@@ -1,0 +1,250 @@
+"""One direction between two workers: its channels, and what travels on them.
+
+The worker that opened a link sends requests and notices on it, the other one
+the replies: a thread that waits for a reply never meets a request. Owns the
+choice of road for payload and tensors: inline, shared memory or bulk channels.
+Reading the sockets is the business of ``readers``, ``replies``, ``requests``
+and ``bulk``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.tensorwire.body import (
+    INLINE_ALIGNMENT,
+    Item,
+    Place,
+    Source,
+    pack_table,
+    source_of_payload,
+    source_of_tensor,
+    tensor_over,
+    unpack_table,
+)
+from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
+from rpc.transports.tensorwire.devices import DeviceMap, to_host
+from rpc.transports.tensorwire.framing import (
+    Buffer,
+    BulkEvent,
+    Chunk,
+    SegmentOffered,
+    WireFrame,
+    WireKind,
+    pack_pair,
+)
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.regions import Array, view_of
+from rpc.transports.tensorwire.shared_memory import Budget, ReceivedSegments, SendPool
+from rpc.transports.tensorwire.transfers import Parcel, Transfers
+
+_log = logging.getLogger("rpc.transports.tensorwire")
+
+SHARED_FROM = 1 << 15
+STREAM_FROM = 1 << 16
+_INLINE_AT_MOST = 1 << 18
+_CHUNK_BYTES = 1 << 20
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What all links of one worker share."""
+
+    budget: Budget
+    buffers: ReceiveBuffers
+    max_message_bytes: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A table under construction, with what travels in the frame itself."""
+
+    items: list[Item] = field(default_factory=list)
+    parts: list[Buffer] = field(default_factory=list)
+    inline: int = 0
+
+    def add_inline(self, data: memoryview) -> int:
+        padding = -self.inline % INLINE_ALIGNMENT
+        if padding:
+            self.parts.append(bytes(padding))
+        position = self.inline + padding
+        self.parts.append(data)
+        self.inline = position + len(data)
+        return position
+
+
+class Link:
+    """The channels of one direction.
+
+    Args:
+        resources: shared with the worker's other links.
+        peer_name: for log lines.
+        devices: where this worker's devices are at the other end.
+        shared: both ends are on one host, connected by Unix sockets.
+    """
+
+    def __init__(
+        self, resources: Resources, peer_name: str, devices: DeviceMap, *, shared: bool
+    ) -> None:
+        self._peer_name = peer_name
+        self._devices = devices
+        self._limit = resources.max_message_bytes
+        self._pool = SendPool(resources.budget) if shared else None
+        self._segments = ReceivedSegments()
+        self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
+        self._transfer_numbers = itertools.count(1)
+        self._turn = itertools.count()
+        self.main: Sender | None = None
+        self.bulk: list[Sender] = []
+        self.unsent = Unsent()
+        self.place = self._transfers.place
+
+    def send(self, frame: Frame) -> None:
+        """Sends or queues a frame in which ``peer`` found no fault."""
+        main = self.main
+        if main is None:
+            return
+        payload = frame.payload
+        size = len(payload)
+        if frame.tensors or size >= SHARED_FROM or type(payload) is memoryview:
+            main.send(self._encode(frame))
+        else:
+            parts = (payload,) if size else ()
+            main.send(Outgoing(frame.kind, frame.correlation, frame.header, b"", parts, size))
+
+    def senders(self) -> list[Sender]:
+        """The writing halves of all channels."""
+        return [*self.bulk, *([self.main] if self.main is not None else [])]
+
+    def _encode(self, frame: Frame) -> Outgoing:
+        draft = _Draft()
+        payload = source_of_payload(frame.payload)
+        draft.items.append(Item(*self._road(draft, payload), payload.size, None, (), (), ""))
+        for tensor in frame.tensors:
+            draft.items.append(self._tensor_item(draft, tensor))
+        table = pack_table(draft.items)
+        return Outgoing(
+            frame.kind, frame.correlation, frame.header, table, tuple(draft.parts), draft.inline
+        )
+
+    def _tensor_item(self, draft: _Draft, tensor: torch.Tensor) -> Item:
+        device = self._devices.destination(tensor.device)
+        data = source_of_tensor(to_host(tensor))
+        road = self._road(draft, data)
+        return Item(*road, data.size, tensor.dtype, tuple(tensor.shape), tensor.stride(), device)
+
+    def _road(self, draft: _Draft, data: Source) -> tuple[Place, int, int]:
+        """Sends, copies or inlines the bytes; tells where the peer finds them."""
+        if data.size >= SHARED_FROM and self._pool is not None:
+            slot = self._pool.put(data.address, data.size)
+            if slot is not None:
+                return Place.SHARED, slot.segment, slot.position
+            self._offer_segment(self._pool, data.size)
+        crowded = draft.inline + data.size > _INLINE_AT_MOST
+        if data.size and self.bulk and (data.size >= STREAM_FROM or crowded):
+            return Place.STREAM, 0, self._stream(data)
+        return Place.INLINE, 0, draft.add_inline(data.view())
+
+    def _offer_segment(self, pool: SendPool, length: int) -> None:
+        offer = pool.offer(length)
+        if offer is not None:
+            header = pack_pair(offer.size, 0)
+            self.bulk[0].send(
+                Outgoing(WireKind.SEGMENT, offer.segment, header, descriptor=offer.descriptor)
+            )
+
+    def _stream(self, data: Source) -> int:
+        number = next(self._transfer_numbers)
+        view = data.view()
+        for start in range(0, data.size, _CHUNK_BYTES):
+            part = view[start : start + _CHUNK_BYTES]
+            sender = self.bulk[next(self._turn) % len(self.bulk)]
+            header = pack_pair(start, data.size)
+            sender.send(Outgoing(WireKind.CHUNK, number, header, b"", (part,), len(part)))
+        return number
+
+    def frame_of(self, wire: WireFrame) -> Frame | None:
+        """The frame that arrived on the main channel, unless parts of it are still missing.
+
+        Raises:
+            FrameError: it is malformed.
+        """
+        kind = _KINDS[wire.kind]
+        if not wire.table:
+            return Frame(kind, wire.correlation, wire.header, wire.inline)
+        items = unpack_table(wire.table, len(wire.inline), self._limit)
+        parcel = self._transfers.frame_received(wire, items)
+        return None if parcel is None else self._open(parcel)
+
+    def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
+        """Something complete arrived on a bulk channel; returns the frame it completed.
+
+        Raises:
+            FrameError: it is malformed.
+        """
+        if isinstance(event, Chunk):
+            parcel = self._transfers.chunk_received(event.transfer, event.length)
+            return None if parcel is None else self._open(parcel)
+        if isinstance(event, SegmentOffered):
+            self._map_segment(event, sender, descriptors)
+        elif self._pool is not None:
+            self._pool.answered(event.segment, event.usable)
+            if not event.usable:
+                _log.warning(
+                    "worker %s cannot map shared memory; tensors to it go through sockets",
+                    self._peer_name,
+                )
+        return None
+
+    def _map_segment(self, offered: SegmentOffered, sender: Sender, descriptors: list[int]) -> None:
+        answer = WireKind.SEGMENT_REFUSED
+        if descriptors:
+            descriptor = descriptors.pop(0)
+            try:
+                self._segments.add(offered.segment, offered.size, descriptor)
+                answer = WireKind.SEGMENT_READY
+            except OSError as error:
+                _log.warning(
+                    "shared memory from worker %s cannot be mapped (%s); using sockets",
+                    self._peer_name,
+                    error,
+                )
+            finally:
+                os.close(descriptor)
+        sender.send(Outgoing(answer, offered.segment, pack_pair(0, 0)))
+
+    def _open(self, parcel: Parcel) -> Frame:
+        wire, items, arrays = parcel.frame, parcel.items, parcel.arrays
+        first = items[0]
+        payload: Buffer
+        if first.place is Place.INLINE:
+            payload = bytes(wire.inline[first.position : first.position + first.nbytes])
+        else:
+            payload = view_of(self._array(first, arrays), first.nbytes)
+        tensors = tuple(self._tensor(wire, item, arrays) for item in items[1:])
+        return Frame(_KINDS[wire.kind], wire.correlation, wire.header, payload, tensors)
+
+    def _tensor(self, wire: WireFrame, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
+        if item.place is Place.INLINE:
+            tensor = tensor_over(wire.inline, item, item.position)
+        else:
+            tensor = tensor_over(self._array(item, arrays), item)
+        return tensor.to(item.device) if item.device else tensor
+
+    def _array(self, item: Item, arrays: dict[int, Array]) -> Array:
+        if item.place is Place.SHARED:
+            return self._segments.array(item.segment, item.position, item.nbytes)
+        return arrays[item.position]
+
+    def close(self) -> None:
+        """Gives up all memory; received tensors keep theirs. Channels are closed by readers."""
+        if self._pool is not None:
+            self._pool.close()
+        self._segments.close()

@@ -1,0 +1,420 @@
+"""One other worker (or this one): its links, what is under way to it, and its end.
+
+A peer has at most two links: the one this worker opens, lazily, with the first
+frame, and the one the peer opens. It is lost as soon as one channel of either
+ends; the loss is reported when the last of its channels has been read to its
+end, so that what had arrived before is delivered.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from rpc.errors import EncodeError, QueueFullError, WorkerLostError
+from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.tensorwire.acceptor import Proven
+from rpc.transports.tensorwire.body import check_sendable
+from rpc.transports.tensorwire.bulk import BulkEvents, BulkMover
+from rpc.transports.tensorwire.channel import Sender
+from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Target
+from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.flow import FlowWindow
+from rpc.transports.tensorwire.handshake import ChannelKind
+from rpc.transports.tensorwire.link import Link, Resources
+from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
+from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.settings import WhenFull
+
+_MAX_FRAME_BYTES = 1 << 30
+_KERNEL_POLL_SECONDS = 0.002
+
+Remove = Callable[[socket.socket], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What all peers of one worker share.
+
+    Args:
+        resources: memory.
+        replies: reads the links this worker opens.
+        requests: reads the links opened to it.
+        bulk: reads bulk channels.
+        max_bytes_in_flight: see ``Settings``, like ``when_full``.
+        deliver: takes a frame and the id of its sender; does not raise.
+        lost: told once when a peer is lost.
+    """
+
+    resources: Resources
+    replies: ReplySide
+    requests: RequestSide
+    bulk: BulkMover
+    max_bytes_in_flight: int
+    when_full: WhenFull
+    deliver: Callable[[int, Frame], None]
+    lost: Callable[[int, str], None]
+
+    def may_wait(self) -> bool:
+        """Prepares the running thread for a wait; False if others depend on its reading."""
+        if self.replies.is_reading_here() or self.bulk.is_moving_here():
+            return False
+        self.requests.about_to_block()
+        return True
+
+
+class RemotePeer:
+    """What this worker knows and holds of one peer.
+
+    Args:
+        peer: name, incarnation, address.
+        target: how to connect to it.
+        devices: where our devices are there, for what we ask.
+        devices_back: the same for what we answer.
+        machinery: shared with the other peers.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        target: Target,
+        devices: DeviceMap,
+        devices_back: DeviceMap,
+        machinery: Machinery,
+    ) -> None:
+        self.id = peer.info.id
+        self.name = peer.info.name
+        self.incarnation = peer.incarnation
+        self._connector = Connector(target)
+        self._devices = devices
+        self._devices_back = devices_back
+        self._machinery = machinery
+        self._window = FlowWindow(machinery.max_bytes_in_flight)
+        self._lock = threading.Lock()
+        self._channels: dict[Sender, Remove] = {}
+        self._outgoing: Link | None = None
+        self._early: list[Frame] = []
+        self._connecting: threading.Thread | None = None
+        self._connect_thread: threading.Thread | None = None
+        self._incoming: Link | None = None
+        self._incoming_token = b""
+        self._reason: str | None = None
+        self._removed = False
+        self._settled = threading.Event()
+
+    # Sending.
+
+    def send(self, frame: Frame) -> None:
+        """See :meth:`rpc.transports.base.Transport.send`."""
+        if self._reason is not None:
+            raise self._lost_error()
+        if frame.kind is FrameKind.REPLY:
+            link = self._incoming
+            self._check(frame, self._devices_back)
+            if link is None:
+                raise self._lost_error()
+            if link.unsent.count > self._machinery.max_bytes_in_flight:
+                self._await_sockets(frame, link)
+            link.send(frame)
+            return
+        size = self._check(frame, self._devices)
+        link = self._outgoing
+        if frame.kind is FrameKind.REQUEST:
+            if not self._window.try_charge(frame.correlation, size):
+                self._await_window(frame, size)
+        elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
+            self._await_sockets(frame, link)
+        if link is not None:
+            link.send(frame)
+        else:
+            self._send_early(frame)
+
+    def _check(self, frame: Frame, devices: DeviceMap) -> int:
+        """The size of a frame; raises if it cannot be sent."""
+        payload = frame.payload
+        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        size += len(frame.header)
+        for tensor in frame.tensors:
+            check_sendable(tensor)
+            devices.check(tensor.device)
+            size += tensor.nbytes
+        limit = self._machinery.resources.max_message_bytes
+        if size > limit:
+            raise EncodeError(f"message of {size} bytes; the limit is {limit} (max_message_bytes)")
+        return size
+
+    def _await_window(self, frame: Frame, size: int) -> None:
+        if self._machinery.when_full is WhenFull.RAISE:
+            raise self._full_error()
+        if not self._machinery.may_wait():
+            self._window.force_charge(frame.correlation, size)
+            return
+        while not self._window.try_charge(frame.correlation, size):
+            self._window.wait_for_room(size)
+            if self._reason is not None:
+                raise self._lost_error()
+
+    def _await_sockets(self, frame: Frame, link: Link) -> None:
+        """Waits until most of what was accepted has left; replies never raise here."""
+        if frame.kind is FrameKind.NOTICE and self._machinery.when_full is WhenFull.RAISE:
+            raise self._full_error()
+        if self._machinery.may_wait():
+            link.unsent.wait(self._machinery.max_bytes_in_flight // 2, None)
+
+    def _full_error(self) -> QueueFullError:
+        return QueueFullError(
+            f"{self._window.held} bytes are in flight to worker {self.name!r}; the bound is "
+            f"{self._machinery.max_bytes_in_flight} (max_bytes_in_flight)"
+        )
+
+    def _lost_error(self) -> WorkerLostError:
+        reason = self._reason or "there is no connection to reply on"
+        return WorkerLostError(self.name, self.incarnation, reason)
+
+    # Opening our link.
+
+    def _send_early(self, frame: Frame) -> None:
+        with self._lock:
+            link = self._outgoing
+            if link is None:
+                self._early.append(frame)
+                if self._connecting is None and self._reason is None:
+                    self._connecting = threading.Thread(
+                        target=self._connect, name=f"tensorwire-connect-{self.name}", daemon=True
+                    )
+                    self._connect_thread = self._connecting
+                    self._connecting.start()
+        if link is not None:
+            link.send(frame)
+
+    def _connect(self) -> None:
+        try:
+            connections = self._connector.connect()
+        except ConnectError as error:
+            self._connect_ended(f"it cannot be connected to: {error}")
+            return
+        link = self._make_link(connections)
+        if link is None:
+            self._connect_ended("")
+            return
+        while True:
+            with self._lock:
+                frames, self._early = self._early, []
+                if not frames:
+                    self._outgoing = link
+                    self._connecting = None
+                    break
+            for frame in frames:
+                link.send(frame)
+        self._settle()
+
+    def _connect_ended(self, reason: str) -> None:
+        with self._lock:
+            self._connecting = None
+        self._hang_up(reason)
+        self._settle()
+
+    def _make_link(self, connections: Connections) -> Link | None:
+        machinery = self._machinery
+        link = Link(machinery.resources, self.name, self._devices, shared=connections.shared)
+        replies = machinery.replies
+        main = self._sender(link, connections.main, replies.watch_writable)
+        link.main = main
+        link.bulk = [
+            self._sender(link, sock, machinery.bulk.watch_writable) for sock in connections.bulk
+        ]
+        with self._lock:
+            if self._reason is None:
+                self._channels[main] = replies.remove
+                self._channels.update(dict.fromkeys(link.bulk, machinery.bulk.remove))
+        if self._reason is not None and main not in self._channels:
+            for sender in link.senders():
+                sender.close()
+            link.close()
+            return None
+        for sender in link.bulk:
+            self._add_bulk(sender, link)
+        reader = MainReader(connections.main, link, _MAX_FRAME_BYTES)
+        ended = partial(self._channel_ended, main)
+        replies.add(
+            connections.main, reader, ChannelEvents(self._reply_arrived, main.writable, ended)
+        )
+        return link
+
+    @staticmethod
+    def _sender(
+        link: Link, sock: socket.socket, watch: Callable[[socket.socket, bool], None]
+    ) -> Sender:
+        return Sender(sock, link.unsent, partial(watch, sock))
+
+    def _add_bulk(self, sender: Sender, link: Link) -> None:
+        ended = partial(self._channel_ended, sender)
+        self._machinery.bulk.add(sender, link, BulkEvents(self._bulk_arrived, ended))
+
+    # The link the peer opens.
+
+    def accept(self, proven: Proven) -> None:
+        """Takes a connection that the peer opened."""
+        if self._reason is not None:
+            proven.reject(f"this life of worker {self.name!r} was declared lost")
+        elif proven.hello.kind is ChannelKind.MAIN:
+            self._accept_main(proven)
+        else:
+            self._accept_bulk(proven)
+
+    def _accept_main(self, proven: Proven) -> None:
+        machinery = self._machinery
+        sock = proven.sock
+        shared = sock.family == socket.AF_UNIX
+        link = Link(machinery.resources, self.name, self._devices_back, shared=shared)
+        main = self._sender(link, sock, machinery.requests.watch_writable)
+        link.main = main
+        with self._lock:
+            former, self._incoming = self._incoming, link
+            self._incoming_token = proven.hello.token
+            self._channels[main] = machinery.requests.remove
+        if former is not None:
+            self._retire(former)
+        reader = MainReader(sock, link, _MAX_FRAME_BYTES)
+        ended = partial(self._incoming_ended, main, reader)
+        events = ChannelEvents(self._request_arrived, main.writable, ended)
+        machinery.requests.add_main(sock, reader, events)
+        proven.accept()
+
+    def _accept_bulk(self, proven: Proven) -> None:
+        machinery = self._machinery
+        with self._lock:
+            link = self._incoming
+            known = link is not None and proven.hello.token == self._incoming_token
+            if known and link is not None:
+                sender = self._sender(link, proven.sock, machinery.bulk.watch_writable)
+                self._channels[sender] = machinery.bulk.remove
+        if not known or link is None:
+            proven.reject("a bulk connection of a link that is not there")
+            return
+        self._add_bulk(sender, link)
+        link.bulk = [*link.bulk, sender]
+        proven.accept()
+
+    def _incoming_ended(self, main: Sender, reader: MainReader, reason: str) -> None:
+        """A link that was never used may have been a first attempt of the peer."""
+        link = self._incoming
+        if reader.silent and link is not None and link.main is main:
+            with self._lock:
+                self._incoming = None
+            self._retire(link)
+        self._channel_ended(main, reason)
+
+    def _retire(self, link: Link) -> None:
+        """Drops a link without taking it for the peer's loss."""
+        with self._lock:
+            removals = [(s, self._channels.pop(s, None)) for s in link.senders()]
+        for sender, remove in removals:
+            if remove is not None:
+                remove(sender.sock)
+                sender.close()
+        link.close()
+
+    # Receiving.
+
+    def _reply_arrived(self, frame: Frame) -> None:
+        self._window.release(frame.correlation)
+        if not self._removed:
+            self._machinery.deliver(self.id, frame)
+
+    def _request_arrived(self, frame: Frame) -> None:
+        if not self._removed:
+            self._machinery.deliver(self.id, frame)
+
+    def _bulk_arrived(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.REPLY:
+            self._reply_arrived(frame)
+            self._machinery.replies.wake()
+        else:
+            self._machinery.requests.push(partial(self._request_arrived, frame))
+
+    # The end.
+
+    def _channel_ended(self, sender: Sender, reason: str) -> None:
+        with self._lock:
+            remove = self._channels.get(sender)
+        if remove is None:
+            return
+        remove(sender.sock)
+        sender.close()
+        with self._lock:
+            self._channels.pop(sender, None)
+        self._hang_up(reason)
+        self._settle()
+
+    def _hang_up(self, reason: str) -> None:
+        """The peer is lost, or has been dropped: ends all its channels."""
+        with self._lock:
+            first = self._reason is None
+            if first:
+                self._reason = reason
+            channels = list(self._channels)
+        if first:
+            self._window.close()
+            self._connector.cancel()
+            for sender in channels:
+                sender.shutdown()
+
+    def _settle(self) -> None:
+        """Once nothing is open any more: lets go of memory and reports the loss."""
+        with self._lock:
+            over = self._reason is not None and not self._channels and self._connecting is None
+            if not over or self._settled.is_set():
+                return
+            self._settled.set()
+            links = [link for link in (self._outgoing, self._incoming) if link is not None]
+            self._early.clear()
+        for link in links:
+            link.close()
+        if not self._removed:
+            self._machinery.lost(self.id, self._reason or "")
+
+    def remove(self) -> None:
+        """Drops the peer: nothing more is delivered or reported."""
+        self._removed = True
+        self._hang_up("it was removed from the group")
+        self._settle()
+
+    def flush(self, deadline: float) -> None:
+        """Waits until everything accepted has left, or the deadline (monotonic seconds)."""
+        with self._lock:
+            connecting = self._connecting
+        if connecting is not None:
+            connecting.join(_left(deadline))
+        with self._lock:
+            links = [link for link in (self._outgoing, self._incoming) if link is not None]
+        for link in links:
+            link.unsent.wait(0, _left(deadline))
+        for link in links:
+            for sender in link.senders():
+                while sender.in_kernel() and _left(deadline) and not self._settled.is_set():
+                    self._settled.wait(_KERNEL_POLL_SECONDS)
+
+    def close(self, deadline: float) -> None:
+        """Drops the peer and waits until its channels are gone."""
+        self.remove()
+        self._settled.wait(_left(deadline))
+        connector = self._connect_thread
+        if connector is not None and connector is not threading.current_thread():
+            connector.join()
+        with self._lock:
+            stuck = list(self._channels.items())
+            self._channels.clear()
+        for sender, remove in stuck:
+            remove(sender.sock)
+            sender.close()
+        self._settle()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

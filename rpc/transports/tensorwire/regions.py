@@ -1,0 +1,133 @@
+"""Memory that is mapped rather than allocated: shared between workers, or reused.
+
+Owns mappings and their lifetime: a region is unmapped when its owner let go of
+it *and* the last array taken from it is dead. An array is what a received
+tensor or payload is backed by, so user code decides when that is.
+
+``mmap.mmap`` would keep a descriptor open as long as the mapping, hence libc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_PROT_READ_WRITE = 3
+_MAP_SHARED = 0x01
+_MAP_PRIVATE = 0x02
+_MAP_ANONYMOUS = 0x20
+_MAP_POPULATE = 0x8000
+_MADV_HUGEPAGE = 14
+_FAILED = ctypes.c_void_p(-1).value
+
+Array = Any
+"""A writable buffer that can be referenced weakly. It claims to be endless, because ctypes
+needs a new type for every length: only the bytes its maker spoke of may be touched."""
+
+_ENDLESS = ctypes.c_char * (1 << 46)
+
+
+def array_at(address: int) -> Array:
+    """The memory at ``address``; whoever makes the array sees to it that it stays mapped."""
+    return _ENDLESS.from_address(address)
+
+
+def view_of(array: Array, length: int) -> memoryview:
+    """The first ``length`` bytes of an array; keeps the array alive."""
+    return memoryview(array).cast("B")[:length]
+
+
+class _ArrayDeath(weakref.ref):  # type: ignore[type-arg]
+    """Tells its region when the array it refers to is dead."""
+
+    __slots__ = ("region", "released")
+
+    region: Region
+    released: Callable[[], None] | None
+
+
+def _on_death(death: _ArrayDeath) -> None:
+    death.region._array_died(death)
+
+
+class Region:
+    """A mapping of ``size`` bytes.
+
+    Args:
+        size: in bytes.
+        descriptor: of the file to map shared; None for private anonymous memory.
+
+    Raises:
+        OSError: the system refuses.
+    """
+
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS if descriptor is None else _MAP_SHARED
+        mmap = self._libc.mmap
+        mmap.restype = ctypes.c_void_p
+        mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        file = -1 if descriptor is None else descriptor
+        address = mmap(None, size, _PROT_READ_WRITE, flags, file, 0)
+        if address is None or address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"mmap of {size} bytes: {os.strerror(error)}")
+        self.size = size
+        self.address: int = address
+        self._lock = threading.RLock()
+        self._deaths: dict[int, _ArrayDeath] = {}
+        self._borrowed = 0
+        self._retired = False
+        self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+
+    def array(self, offset: int, released: Callable[[], None] | None) -> Array:
+        """A view of part of the region that keeps it mapped.
+
+        Args:
+            offset: first byte.
+            released: called once nobody refers to the array any more, on
+                whatever thread that happens; must not block.
+        """
+        array = array_at(self.address + offset)
+        death = _ArrayDeath(array, _on_death)
+        death.region = self
+        death.released = released
+        with self._lock:
+            self._deaths[id(death)] = death
+        return array
+
+    def _array_died(self, death: _ArrayDeath) -> None:
+        if death.released is not None:
+            death.released()
+        with self._lock:
+            self._deaths.pop(id(death), None)
+            self._unmap_if_unused()
+
+    def borrow(self) -> bool:
+        """Keeps the region mapped until :meth:`give_back`; False if it is retired."""
+        with self._lock:
+            if self._retired:
+                return False
+            self._borrowed += 1
+            return True
+
+    def give_back(self) -> None:
+        """Ends a :meth:`borrow`."""
+        with self._lock:
+            self._borrowed -= 1
+            self._unmap_if_unused()
+
+    def retire(self) -> None:
+        """Gives the region up; it is unmapped as soon as nothing uses it."""
+        with self._lock:
+            self._retired = True
+            self._unmap_if_unused()
+
+    def _unmap_if_unused(self) -> None:
+        if self._retired and not self._deaths and not self._borrowed and self.size:
+            self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size))
+            self.size = 0

@@ -1,0 +1,243 @@
+"""Reads the links other workers opened: requests, run by the thread that read them.
+
+One thread at a time holds the *baton*: it polls, reads and delivers. Delivering
+a request may run a handler, and the baton stays with its thread as long as that
+is quick. It passes to another thread
+
+- before the holder waits for something (:meth:`RequestSide.about_to_block`),
+- when the *watch* sees one delivery last for a millisecond,
+- at once, while handlers have been seen to be slow.
+
+A thread that comes back from a handler without the baton queues up for it. So a
+quick request costs no hand-off, and a slow or blocked one delays no other by
+more than the watch's tick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.replies import ChannelEvents
+
+_TICK_SECONDS = 0.001
+_QUIET_TICKS = 50
+_SLOW_SECONDS = 0.0005
+_EVENTS = 64
+_IDLE_THREADS = 8
+_SWEEP_SECONDS = 0.5
+
+Work = Callable[[], None]
+
+
+class _Server:
+    """A thread that serves requests; sleeps at its gate until it gets the baton."""
+
+    def __init__(self) -> None:
+        self.gate: SimpleQueue[None] = SimpleQueue()
+        self.ident = 0
+
+
+class RequestSide:
+    """The reading and delivering of requests.
+
+    Args:
+        name: prefix of the threads' names.
+        sweep: called now and then while :attr:`sweeping` is set.
+    """
+
+    def __init__(self, name: str, sweep: Callable[[], None]) -> None:
+        self._name = name
+        self._sweep = sweep
+        self.sweeping = False
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._backlog: deque[Work] = deque()
+        self._lock = threading.Lock()
+        self._holder: _Server | None = None
+        self._delivering = 0
+        self._deliveries = 0
+        self._idle: list[_Server] = []
+        self._threads: set[threading.Thread] = set()
+        self._slow = False
+        self._watch_gate: SimpleQueue[None] = SimpleQueue()
+        self._watching = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the first reader and the watch."""
+        watch = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+        self._threads.add(watch)
+        watch.start()
+        with self._lock:
+            server = self._next_holder()
+        server.gate.put(None)
+
+    def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
+        """Calls ``handler`` with epoll's events whenever ``sock`` has something to read."""
+        self._handlers[sock.fileno()] = handler
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def add_main(self, sock: socket.socket, reader: MainReader, events: ChannelEvents) -> None:
+        """Begins to read a main channel; its frames are delivered in turn with others."""
+
+        def handle(ready: int) -> None:
+            if ready & select.EPOLLOUT:
+                events.writable()
+            if not ready & ~select.EPOLLOUT:
+                return
+            for frame in reader.read():
+                self._backlog.append(_bind(events.deliver, frame))
+            if reader.over:
+                self._backlog.append(_bind(events.ended, reader.over))
+                self._epoll.unregister(sock.fileno())
+
+        self.add(sock, handle)
+
+    def watch_writable(self, sock: socket.socket, wanted: bool) -> None:
+        """Asks that the channel be told when its socket takes bytes, or not any more."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, sock: socket.socket) -> None:
+        """Forgets a socket; to be called before it is closed."""
+        self._handlers.pop(sock.fileno(), None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(sock.fileno())
+
+    def push(self, work: Work) -> None:
+        """Has ``work`` done by the thread with the baton, which may run a handler in it."""
+        self._backlog.append(work)
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def about_to_block(self) -> None:
+        """To be called before waiting: passes the baton on if this thread holds it."""
+        holder = self._holder
+        if holder is not None and holder.ident == threading.get_ident():
+            self._pass_baton(holder)
+
+    def _pass_baton(self, holder: _Server) -> None:
+        with self._lock:
+            if self._holder is not holder or self._closed:
+                return
+            successor = self._next_holder()
+        successor.gate.put(None)
+
+    def _next_holder(self) -> _Server:
+        """Called with the lock held; the result's gate is to be opened after."""
+        self._delivering = 0
+        server = self._idle.pop() if self._idle else self._new_server()
+        self._holder = server
+        return server
+
+    def _new_server(self) -> _Server:
+        server = _Server()
+        thread = threading.Thread(
+            target=self._serve, args=(server,), name=f"{self._name}-requests", daemon=True
+        )
+        self._threads.add(thread)
+        thread.start()
+        return server
+
+    def _serve(self, me: _Server) -> None:
+        me.ident = threading.get_ident()
+        while not self._closed:
+            me.gate.get()
+            while self._holder is me and not self._closed:
+                if self._backlog:
+                    self._deliver(me, self._backlog.popleft())
+                else:
+                    self._poll()
+            with self._lock:
+                if self._closed or len(self._idle) >= _IDLE_THREADS:
+                    break
+                if self._holder is not me:
+                    self._idle.append(me)
+        with self._lock:
+            if not self._closed:
+                self._threads.discard(threading.current_thread())
+
+    def _poll(self) -> None:
+        timeout = _SWEEP_SECONDS if self.sweeping else -1
+        for descriptor, events in self._epoll.poll(timeout, _EVENTS):
+            handler = self._handlers.get(descriptor)
+            if handler is not None:
+                handler(events)
+            elif descriptor == self._bell and not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+        if self.sweeping:
+            self._sweep()
+
+    def _deliver(self, me: _Server, work: Work) -> None:
+        if not self._watching:
+            self._watching = True
+            self._watch_gate.put(None)
+        if self._slow:
+            self._pass_baton(me)
+        else:
+            self._deliveries += 1
+            self._delivering = self._deliveries
+        began = time.perf_counter()
+        work()
+        self._slow = time.perf_counter() - began > _SLOW_SECONDS
+        with self._lock:
+            if self._holder is me:
+                self._delivering = 0
+
+    def _watch(self) -> None:
+        """Takes the baton from a thread that has delivered one request for too long."""
+        while True:
+            self._watch_gate.get()
+            seen, quiet = 0, 0
+            while quiet < _QUIET_TICKS and not self._closed:
+                with contextlib.suppress(Empty):
+                    self._watch_gate.get(timeout=_TICK_SECONDS)
+                current = self._delivering
+                if current and current == seen:
+                    self._retake(current)
+                quiet = 0 if self._deliveries != seen or current else quiet + 1
+                seen = self._deliveries
+            self._watching = False
+            if self._closed:
+                return
+
+    def _retake(self, stuck: int) -> None:
+        with self._lock:
+            if self._delivering != stuck or self._closed:
+                return
+            self._slow = True
+            successor = self._next_holder()
+        successor.gate.put(None)
+
+    def close(self) -> None:
+        """Stops reading; joins every thread but the caller's."""
+        with self._lock:
+            self._closed = True
+            servers = [*self._idle, *([self._holder] if self._holder else [])]
+            threads = list(self._threads)
+        os.eventfd_write(self._bell, 1)
+        self._watch_gate.put(None)
+        for server in servers:
+            server.gate.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._backlog.clear()
+        self._epoll.close()
+        os.close(self._bell)
+
+
+def _bind(function: Callable[..., None], argument: object) -> Work:
+    return lambda: function(argument)

@@ -1,0 +1,296 @@
+"""Shared segments: who owns which part of them, and when a part is free again.
+
+A sender has one :class:`SendPool` per link. It creates segments, hands them to
+the peer once, and from then on copies tensors into slots of them and names
+(segment, position). The peer's :class:`ReceivedSegments` maps what it is handed
+and builds tensors in place.
+
+A slot comes back without a message: the first bytes of a segment hold one flag
+per 4 KiB block; the sender raises a slot's flag, and the receiver lowers it when
+the tensor in the slot is dead. Segments are anonymous files, so whatever happens
+to either process, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import threading
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rpc.errors import FrameError
+from rpc.transports.tensorwire.regions import Array, Region, array_at, view_of
+
+BLOCK = 4096
+_MIN_SEGMENT = 16 << 20
+_HUGE_PAGE = 2 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _flag_bytes(size: int) -> int:
+    return _round_up(-(-size // BLOCK), BLOCK)
+
+
+class _Gap(NamedTuple):
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    region: Region
+    gaps: list[_Gap]
+    taken: dict[int, int] = field(default_factory=dict)
+    usable: bool = False
+
+    def flag(self, position: int) -> int:
+        return self.region.address + position // BLOCK
+
+    def take(self, length: int) -> int | None:
+        """First fit; the position, or None."""
+        for index, gap in enumerate(self.gaps):
+            if gap.length >= length:
+                rest = _Gap(gap.start + length, gap.length - length)
+                self.gaps[index : index + 1] = [rest] if rest.length else []
+                self.taken[gap.start] = length
+                return gap.start
+        return None
+
+    def collect(self) -> None:
+        """Makes gaps of the slots whose flags are down."""
+        flags = view_of(array_at(self.region.address), _flag_bytes(self.region.size))
+        for position in [p for p in self.taken if not flags[p // BLOCK]]:
+            insort(self.gaps, _Gap(position, self.taken.pop(position)))
+        merged: list[_Gap] = []
+        for gap in self.gaps:
+            if merged and merged[-1].start + merged[-1].length == gap.start:
+                gap = _Gap(merged[-1].start, merged.pop().length + gap.length)
+            merged.append(gap)
+        self.gaps = merged
+
+
+class Slot(NamedTuple):
+    """A place that was filled: which segment, and where in it."""
+
+    segment: int
+    position: int
+
+
+class Budget:
+    """Counts bytes of shared memory against a bound, for all pools of one worker."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock = threading.Lock()
+        self._left = limit
+
+    def take(self, size: int) -> bool:
+        """Reserves ``size`` bytes if they are left."""
+        with self._lock:
+            if size > self._left:
+                return False
+            self._left -= size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Ends a reservation."""
+        with self._lock:
+            self._left += size
+
+
+class Offer(NamedTuple):
+    """A new segment that the peer must map before it can be used.
+
+    The descriptor is the offer's: close it when it has been passed on.
+    """
+
+    segment: int
+    size: int
+    descriptor: int
+
+
+class SendPool:
+    """The segments in which one link sends.
+
+    Args:
+        budget: what new segments are charged to.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._lock = threading.Lock()
+        self._budget = budget
+        self._segments: dict[int, _Segment] = {}
+        self._next = 0
+        self._closed = False
+        self._failed = False
+
+    def put(self, address: int, length: int) -> Slot | None:
+        """Copies ``length`` bytes at ``address`` into a slot; None if none is free."""
+        with self._lock:
+            found = self._take(_round_up(length, BLOCK))
+            if found is None:
+                return None
+            segment, position = found
+        region = segment.region
+        try:
+            ctypes.memmove(region.address + position, address, length)
+        finally:
+            region.give_back()
+        return Slot(segment.number, position)
+
+    def _take(self, length: int) -> tuple[_Segment, int] | None:
+        """Called with the lock held; borrows the segment's region."""
+        usable = [s for s in self._segments.values() if s.usable]
+        for fresh in (False, True):
+            for segment in usable:
+                if fresh:
+                    segment.collect()
+                position = segment.take(length)
+                if position is not None and segment.region.borrow():
+                    # Raised under the lock: a slot must never be collected half filled.
+                    ctypes.memset(segment.flag(position), 1, 1)
+                    return segment, position
+        return None
+
+    def offer(self, length: int) -> Offer | None:
+        """Creates a segment with room for ``length`` bytes; None if there may be none.
+
+        One offer at a time: there is none while another awaits its answer.
+        """
+        with self._lock:
+            waiting = any(not s.usable for s in self._segments.values())
+            if self._closed or self._failed or waiting:
+                return None
+            held = sum(s.region.size for s in self._segments.values())
+            number, self._next = self._next, self._next + 1
+        wanted = _round_up(length, BLOCK)
+        sizes = (_round_up(max(wanted, held, _MIN_SEGMENT), _HUGE_PAGE), wanted)
+        for data in sizes:
+            size = _round_up(data + _flag_bytes(data) + BLOCK, _HUGE_PAGE)
+            if self._budget.take(size):
+                return self._create(number, size)
+        return None
+
+    def _create(self, number: int, size: int) -> Offer | None:
+        try:
+            descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            self._fail(size)
+            return None
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            region = Region(size, descriptor)
+        except OSError:
+            os.close(descriptor)
+            self._fail(size)
+            return None
+        start = _flag_bytes(size)
+        segment = _Segment(number, region, [_Gap(start, size - start)])
+        with self._lock:
+            if not self._closed:
+                self._segments[number] = segment
+                return Offer(number, size, descriptor)
+        os.close(descriptor)
+        self._discard(segment)
+        return None
+
+    def _fail(self, size: int) -> None:
+        self._failed = True
+        self._budget.give_back(size)
+
+    def answered(self, number: int, usable: bool) -> None:
+        """The peer has mapped segment ``number``, or could not: then none is offered again.
+
+        Raises:
+            FrameError: no such segment was offered.
+        """
+        with self._lock:
+            segment = self._segments.get(number)
+            if segment is None or segment.usable:
+                raise FrameError(f"an answer about segment {number}, which was not offered")
+            if usable:
+                segment.usable = True
+                return
+            self._failed = True
+            del self._segments[number]
+        self._discard(segment)
+
+    def close(self) -> None:
+        """Unmaps all segments, as soon as copies into them have ended."""
+        with self._lock:
+            self._closed = True
+            segments = list(self._segments.values())
+            self._segments.clear()
+        for segment in segments:
+            self._discard(segment)
+
+    def _discard(self, segment: _Segment) -> None:
+        size = segment.region.size
+        segment.region.retire()
+        self._budget.give_back(size)
+
+
+class ReceivedSegments:
+    """The segments that the peer of one link handed over."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[int, Region] = {}
+        self._closed = False
+
+    def add(self, number: int, size: int, descriptor: int) -> None:
+        """Maps a segment; the descriptor stays the caller's.
+
+        Raises:
+            OSError: it cannot be mapped.
+            FrameError: the file is not what was announced.
+        """
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or os.fstat(descriptor).st_size != size or size < 2 * BLOCK:
+            raise FrameError(f"a shared segment that is not {size} bytes long for good")
+        region = Region(size, descriptor)
+        with self._lock:
+            if not self._closed and number not in self._regions:
+                self._regions[number] = region
+                return
+        region.retire()
+        raise FrameError(f"shared segment {number} came twice, or too late")
+
+    def array(self, number: int, position: int, length: int) -> Array:
+        """The bytes of a slot; the slot is the sender's again when the array is dead.
+
+        Raises:
+            FrameError: there is no such slot.
+        """
+        with self._lock:
+            region = self._regions.get(number)
+            if region is None:
+                raise FrameError(
+                    f"a tensor in shared segment {number}, which was never handed over"
+                )
+            inside = _flag_bytes(region.size) <= position <= region.size - length
+            if not inside or position % BLOCK or not length:
+                raise FrameError(f"a tensor outside shared segment {number}")
+            flag = region.address + position // BLOCK
+            return region.array(position, lambda: _lower(flag))
+
+    def close(self) -> None:
+        """Unmaps every segment that no tensor lives in; the others follow their tensors."""
+        with self._lock:
+            self._closed = True
+            regions = list(self._regions.values())
+            self._regions.clear()
+        for region in regions:
+            region.retire()
+
+
+def _lower(flag: int) -> None:
+    ctypes.memset(flag, 0, 1)

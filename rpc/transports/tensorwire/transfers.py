@@ -1,0 +1,98 @@
+"""Frames whose parts arrive on several channels: which are complete, and when.
+
+A frame on the main channel may refer to transfers on bulk channels; either may
+arrive first. This collects both and says when a frame has everything. Does no
+I/O and builds no frames.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from rpc.errors import FrameError
+from rpc.transports.tensorwire.body import Item, Place
+from rpc.transports.tensorwire.framing import WireFrame
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.regions import Array, view_of
+
+
+@dataclass(slots=True)
+class _Transfer:
+    array: Array
+    total: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A frame with its table parsed and its transfers, by number, complete."""
+
+    frame: WireFrame
+    items: list[Item]
+    arrays: dict[int, Array]
+
+
+class Transfers:
+    """The bulk side of one link's receiving end.
+
+    Args:
+        buffers: where memory for transfers comes from.
+        max_bytes: bound on one transfer.
+    """
+
+    def __init__(self, buffers: ReceiveBuffers, max_bytes: int) -> None:
+        self._buffers = buffers
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._transfers: dict[int, _Transfer] = {}
+        self._waiting: dict[int, tuple[WireFrame, list[Item]]] = {}
+
+    def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview:
+        """Where a chunk is to be received.
+
+        Raises:
+            FrameError: the chunk contradicts what is known about its transfer.
+        """
+        if total > self._max_bytes:
+            raise FrameError(
+                f"transfer of {total} bytes; the limit is {self._max_bytes} (max_message_bytes)"
+            )
+        with self._lock:
+            known = self._transfers.get(transfer)
+            if known is None:
+                known = _Transfer(self._buffers.take(total), total, total)
+                self._transfers[transfer] = known
+            if known.total != total or length > known.missing:
+                raise FrameError(f"chunks of transfer {transfer} contradict each other")
+            return view_of(known.array, total)[offset : offset + length]
+
+    def chunk_received(self, transfer: int, length: int) -> Parcel | None:
+        """A chunk is in its place; returns the frame that it completed."""
+        with self._lock:
+            known = self._transfers[transfer]
+            known.missing -= length
+            if known.missing or (waiting := self._waiting.pop(transfer, None)) is None:
+                return None
+        return self.frame_received(*waiting)
+
+    def frame_received(self, frame: WireFrame, items: list[Item]) -> Parcel | None:
+        """A frame is here; returned at once if its transfers are, otherwise later.
+
+        Raises:
+            FrameError: the frame and a transfer disagree about a length.
+        """
+        arrays: dict[int, Array] = {}
+        wanted = [item for item in items if item.place is Place.STREAM]
+        with self._lock:
+            for item in wanted:
+                known = self._transfers.get(item.position)
+                if known is None or known.missing:
+                    self._waiting[item.position] = (frame, items)
+                    return None
+                if known.total != item.nbytes:
+                    raise FrameError(f"transfer {item.position} is not {item.nbytes} bytes long")
+                arrays[item.position] = known.array
+            for item in wanted:
+                self._transfers.pop(item.position, None)
+        return Parcel(frame, items, arrays)

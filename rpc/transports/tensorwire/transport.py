@@ -1,0 +1,270 @@
+"""One worker's end of TensorWire: puts listeners, readers and peers together.
+
+Owns their lifetimes and the table of peers; everything else is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rpc.errors import AgentClosedError, UnknownWorkerError
+from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.tensorwire.acceptor import Door, Proven
+from rpc.transports.tensorwire.address import (
+    Address,
+    host_identity,
+    listen_tcp,
+    listen_unix,
+    reachable_at,
+)
+from rpc.transports.tensorwire.bulk import BulkMover
+from rpc.transports.tensorwire.connector import Target
+from rpc.transports.tensorwire.devices import DeviceMap, pack_maps, unpack_maps
+from rpc.transports.tensorwire.handshake import Identity, derive_key
+from rpc.transports.tensorwire.link import Resources
+from rpc.transports.tensorwire.peer import Machinery, RemotePeer
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.replies import ReplySide
+from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.settings import Settings
+from rpc.transports.tensorwire.shared_memory import Budget
+from rpc.worker_info import WorkerInfo
+
+_log = logging.getLogger("rpc.transports.tensorwire")
+
+_SECRET_BYTES = 32
+_IDLE_RECEIVE_BYTES = 256 << 20
+_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What exists between ``start`` and ``close``."""
+
+    info: WorkerInfo
+    identity: Identity
+    receiver: Receiver
+    address: Address
+    door: Door
+    machinery: Machinery
+
+
+class TensorWireTransport:
+    """Sockets and shared memory; see the package's docstring.
+
+    Args:
+        settings: what can be chosen.
+    """
+
+    runs_handlers: ClassVar[bool] = True
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
+        self._lock = threading.Lock()
+        self._peers: dict[int, RemotePeer] = {}
+        self._former: list[RemotePeer] = []
+        self._early_guests: list[Proven] = []
+        self._closed = False
+        self._now: _Running | None = None
+
+    def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
+        """See :meth:`rpc.transports.base.Transport.start`."""
+        settings = self._settings
+        listeners, address = self._listen()
+        name = f"tensorwire-{info.name}"
+        identity = Identity(info.id, incarnation)
+        key = derive_key(settings.group_key, address.secret)
+        door = Door(listeners, key, identity, settings.connect_seconds, self._admit)
+        machinery = Machinery(
+            Resources(
+                Budget(settings.shared_memory_bytes),
+                ReceiveBuffers(_IDLE_RECEIVE_BYTES),
+                settings.max_message_bytes,
+            ),
+            ReplySide(f"{name}-replies"),
+            RequestSide(name, door.sweep),
+            BulkMover(f"{name}-bulk"),
+            settings.max_bytes_in_flight,
+            settings.when_full,
+            self._deliver,
+            self._lost,
+        )
+        self._now = _Running(info, identity, receiver, address, door, machinery)
+        door.open(machinery.requests)
+        machinery.replies.start()
+        machinery.requests.start()
+        return address.encode()
+
+    def _listen(self) -> tuple[list[socket.socket], Address]:
+        listeners = listen_tcp(self._settings.bind_address)
+        tcp = tuple(pair for listener in listeners for pair in reachable_at(listener))
+        host = host_identity() if self._settings.local_paths else ""
+        unix_name = ""
+        if host:
+            try:
+                unix = listen_unix()
+            except OSError as error:
+                _log.warning("no Unix sockets here (%s); local peers will use TCP", error)
+            else:
+                listeners.append(unix)
+                unix_name = unix.getsockname()[1:].decode()
+        maps = pack_maps(self._settings.device_maps)
+        return listeners, Address(host, unix_name, tcp, os.urandom(_SECRET_BYTES), maps)
+
+    def _running(self) -> _Running:
+        now = self._now
+        if now is None:
+            raise AgentClosedError("the transport was not started")
+        return now
+
+    # Peers.
+
+    def add_peer(self, peer: Peer) -> None:
+        """See :meth:`rpc.transports.base.Transport.add_peer`."""
+        remote = self._make_peer(peer)
+        with self._lock:
+            known = self._peers.get(remote.id)
+            if known is not None and known.incarnation >= remote.incarnation:
+                return
+            self._peers[remote.id] = remote
+            if known is not None:
+                self._former.append(known)
+            guests = [g for g in self._early_guests if g.hello.initiator.worker_id == remote.id]
+            self._early_guests = [g for g in self._early_guests if g not in guests]
+        if known is not None:
+            known.remove()
+        for guest in guests:
+            self._admit(guest)
+
+    def _make_peer(self, peer: Peer) -> RemotePeer:
+        now, settings = self._running(), self._settings
+        address = Address.decode(peer.address)
+        near = bool(now.address.unix_name) and address.host == now.address.host
+        target = Target(
+            peer.info.name,
+            address,
+            near and bool(address.unix_name),
+            now.identity,
+            Identity(peer.info.id, peer.incarnation),
+            settings.group_key,
+            settings.bulk_connections,
+            settings.connect_seconds,
+        )
+        theirs = unpack_maps(address.device_maps).get(now.info.name, {})
+        return RemotePeer(
+            peer,
+            target,
+            DeviceMap(peer.info.name, settings.device_maps.get(peer.info.name, {})),
+            DeviceMap(peer.info.name, theirs).inverse(),
+            now.machinery,
+        )
+
+    def remove_peer(self, worker_id: int) -> None:
+        """See :meth:`rpc.transports.base.Transport.remove_peer`."""
+        with self._lock:
+            peer = self._peers.pop(worker_id, None)
+            if peer is not None:
+                self._former.append(peer)
+        if peer is not None:
+            peer.remove()
+
+    def _admit(self, proven: Proven) -> None:
+        """A connection from a proven worker: taken, refused, or kept until we know the worker."""
+        initiator = proven.hello.initiator
+        with self._lock:
+            peer = self._peers.get(initiator.worker_id)
+            closed = self._closed
+            unknown = peer is None or peer.incarnation < initiator.incarnation
+            if unknown and not closed:
+                self._early_guests.append(proven)
+        if closed:
+            proven.reject("this worker is shutting down")
+        elif peer is not None and not unknown:
+            if peer.incarnation > initiator.incarnation:
+                proven.reject(f"incarnation {initiator.incarnation} of this worker is history")
+            else:
+                peer.accept(proven)
+
+    # Frames.
+
+    def send(self, to: int, frame: Frame) -> None:
+        """See :meth:`rpc.transports.base.Transport.send`."""
+        peer = self._peers.get(to)
+        if peer is None:
+            raise UnknownWorkerError(f"worker {to} is not in the group")
+        if self._closed:
+            raise AgentClosedError("the transport is closed")
+        peer.send(frame)
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """See :meth:`rpc.transports.base.Transport.wait`."""
+        machinery = self._running().machinery
+        machinery.requests.about_to_block()
+        machinery.replies.wait(done, block)
+
+    def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
+        """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
+        peer = self._peers.get(worker_id)
+        return {} if peer is None else self._settings.device_maps.get(peer.name, {})
+
+    def wake(self) -> None:
+        """See :meth:`rpc.transports.base.Transport.wake`."""
+        if self._now is not None:
+            self._now.machinery.replies.wake()
+
+    def _deliver(self, sender: int, frame: Frame) -> None:
+        try:
+            self._running().receiver.deliver(sender, frame)
+        except Exception:
+            _log.exception("a frame from worker %d could not be delivered", sender)
+
+    def _lost(self, worker_id: int, reason: str) -> None:
+        if self._closed:
+            return
+        now = self._running()
+        try:
+            now.receiver.peer_lost(worker_id, reason)
+        except Exception:
+            _log.exception("the loss of worker %d could not be reported", worker_id)
+        now.machinery.replies.wake()
+
+    # The end.
+
+    def close(self, flush_seconds: float) -> None:
+        """See :meth:`rpc.transports.base.Transport.close`."""
+        with self._lock:
+            already, self._closed = self._closed, True
+            peers = list(self._peers.values())
+            guests, self._early_guests = self._early_guests, []
+        now = self._now
+        if already or now is None:
+            return
+        deadline = time.monotonic() + flush_seconds
+        for peer in peers:
+            peer.flush(deadline)
+        for guest in guests:
+            guest.reject("this worker is shutting down")
+        now.door.close()
+        with self._lock:
+            peers += self._former
+            self._peers.clear()
+            self._former.clear()
+        for peer in peers:
+            peer.remove()
+        grace = time.monotonic() + _GRACE_SECONDS
+        for peer in peers:
+            peer.close(grace)
+        machinery = now.machinery
+        machinery.requests.close()
+        machinery.replies.close()
+        machinery.bulk.close()
+        machinery.resources.buffers.close()
