@@ -14,7 +14,7 @@ import functools
 import traceback
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from rpc import codec, tensor_table
@@ -84,6 +84,7 @@ class _Parcel:
     members: tuple[_Parcel, ...]
     text: str
     shown: str
+    retold: bool = False
 
 
 def encode_error(error: BaseException, worker: WorkerInfo) -> bytes:
@@ -119,15 +120,14 @@ def retell(error: Exception, text: str) -> Exception:
     It is caught by what catches the original, and travels as well. Never raises:
     of an error that cannot be copied, a :class:`RemoteError` is left.
     """
-    parcel = replace(_pack(error, _report_of(error)), text=text)
-    report = _Report(text, parcel.shown, ())
     kind: Any = _original_type(type(error))
     try:
+        parcel = _pack(error, _report_of(error))
         copy = _instantiate(_remote_type(kind), parcel)
         _restore_attributes(copy, parcel)
     except Exception:
-        copy = _remote_type(RemoteError)(text)
-    return cast(Exception, _with_report(copy, report))
+        return cast(Exception, _stand_in(text, _Report(text, _show(error), ())))
+    return cast(Exception, _with_report(copy, _Report(text, parcel.shown, ())))
 
 
 def _to_bytes(parcel: _Parcel, hops: tuple[_Hop, ...]) -> bytes:
@@ -150,6 +150,7 @@ def _pack(error: BaseException, report: _Report | None) -> _Parcel:
         members=tuple(_pack(member, _report_of(member)) for member in _members_of(error)),
         text=text,
         shown=report.shown if report else _show(error),
+        retold=report is not None and not report.hops,
     )
 
 
@@ -261,9 +262,10 @@ def _unpack(parcel: _Parcel, hops: tuple[_Hop, ...]) -> BaseException:
         if parcel.type is None:
             raise EncodeError("the type could not be sent")
         kind = _thaw(parcel.type)
-        error = _instantiate(_remote_type(kind) if hops else kind, parcel)
+        reports = hops or parcel.retold
+        error = _instantiate(_remote_type(kind) if reports else kind, parcel)
         _restore_attributes(error, parcel)
-        return _with_report(error, report) if hops else error
+        return _with_report(error, report) if reports else error
     except Exception as failure:
         reason = _attempt(str, failure)
         return _stand_in(

@@ -29,7 +29,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.remote_errors import RemoteTraceback, decode_error, encode_error
+from rpc.remote_errors import RemoteTraceback, decode_error, encode_error, retell
 from rpc.worker_info import WorkerInfo
 
 W1 = WorkerInfo("w1", 1)
@@ -488,3 +488,26 @@ def test_types_are_not_kept_alive_one_by_one() -> None:
     references = [come_and_go() for _ in range(600)]
     gc.collect()
     assert sum(reference() is not None for reference in references) <= 300
+
+
+def test_a_retold_error_is_of_its_type_and_says_the_new_text_only() -> None:
+    told = retell(Unusual(7, hint="h"), "it failed on w1")
+    assert isinstance(told, Unusual)
+    assert isinstance(told, RuntimeError)
+    assert (str(told), told.code, told.hint) == ("it failed on w1", 7, "h")
+    assert str(retell(travel(ValueError("x")), "again")) == "again"
+
+
+def test_a_retold_error_travels_and_is_pickled_with_its_text() -> None:
+    told = retell(travel(ValueError("x")), "it failed on w1")
+    copied = pickle.loads(pickle.dumps(told))
+    assert (type(copied).__name__, str(copied)) == ("ValueError", "it failed on w1")
+    further = travel(told, W2)
+    assert isinstance(further, ValueError)
+    assert str(further).startswith("it failed on w1\n\nOn WorkerInfo(id=2, name=w2):")
+
+
+def test_an_error_that_cannot_be_copied_is_retold_as_a_remote_error() -> None:
+    told = retell(RefusesHeirs("x"), "it failed on w1")
+    assert isinstance(told, RemoteError)
+    assert str(told) == "it failed on w1"

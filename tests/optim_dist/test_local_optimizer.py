@@ -1,0 +1,241 @@
+"""One owner's step: the numbers of torch.optim, and nothing left behind in ``.grad``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
+
+STEPS = 4
+
+DENSE: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.05}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.05, "maximize": True, "foreach": True, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01}),
+    ("Adam", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.01, "fused": True}),
+    ("AdamW", {"lr": 0.05, "amsgrad": True}),
+    ("Adagrad", {"lr": 0.05}),
+    ("Adadelta", {"rho": 0.95}),
+    ("RMSprop", {"lr": 0.05, "centered": True, "momentum": 0.5}),
+    ("Adamax", {"lr": 0.05}),
+    ("Rprop", {"lr": 0.05}),
+    ("NAdam", {"lr": 0.05}),
+    ("RAdam", {"lr": 0.05}),
+    ("ASGD", {"lr": 0.05}),
+    ("Adafactor", {"lr": 0.05}),
+    ("Muon", {"lr": 0.05}),
+]
+SPARSE: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.05}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9}),
+    ("SparseAdam", {"lr": 0.05}),
+    ("Adagrad", {"lr": 0.05}),
+]
+
+
+def named(case: object) -> str:
+    return case if isinstance(case, str) else "-".join(map(str, case)) if case else ""  # type: ignore[call-overload]
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    found = getattr(optim, name, None)
+    if found is None:
+        pytest.skip(f"this torch has no {name}")
+    kind: type[Optimizer] = found
+    return kind
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.rand(4, 3, generator=generator)) for _ in range(3)]
+
+
+def dense_gradients(step: int) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(100 + step)
+    first, second = (torch.randn(4, 3, generator=generator) for _ in range(2))
+    return [first, second if step % 2 else None, None]
+
+
+def sparse_gradients(step: int) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(100 + step)
+    values = torch.randn(3, 3, generator=generator)
+    rows = torch.tensor([[step % 4, (step + 1) % 4, step % 4]])
+    return [torch.sparse_coo_tensor(rows, values, (4, 3)), None, None]
+
+
+def make(kind: type[Optimizer], params: Any, *args: Any, **kwargs: Any) -> LocalOptimizer:
+    return LocalOptimizer(kind, params, args, kwargs, threading.Lock())
+
+
+def step_locally(
+    kind: type[Optimizer], kwargs: dict[str, Any], gradients: Callable[[int], Any]
+) -> list[torch.nn.Parameter]:
+    params = parameters()
+    optimizer = kind(params, **kwargs)
+    for step in range(STEPS):
+        for parameter, gradient in zip(params, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return params
+
+
+def step_ours(
+    kind: type[Optimizer], kwargs: dict[str, Any], gradients: Callable[[int], Any]
+) -> list[torch.nn.Parameter]:
+    params = parameters()
+    optimizer = make(kind, params, **kwargs)
+    for step in range(STEPS):
+        pairs = zip(params, gradients(step), strict=True)
+        optimizer.step({p: gradient for p, gradient in pairs if gradient is not None})
+    return params
+
+
+@pytest.mark.parametrize(("name", "kwargs"), DENSE, ids=named)
+def test_dense_gradients_give_the_numbers_of_torch(name: str, kwargs: dict[str, Any]) -> None:
+    kind = optimizer_class(name)
+    theirs = step_locally(kind, kwargs, dense_gradients)
+    ours = step_ours(kind, kwargs, dense_gradients)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert not torch.equal(ours[0], parameters()[0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # Adagrad's own
+@pytest.mark.parametrize(("name", "kwargs"), SPARSE, ids=named)
+def test_sparse_gradients_give_the_numbers_of_torch(name: str, kwargs: dict[str, Any]) -> None:
+    kind = optimizer_class(name)
+    theirs = step_locally(kind, kwargs, sparse_gradients)
+    ours = step_ours(kind, kwargs, sparse_gradients)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert not torch.equal(ours[0], parameters()[0])
+
+
+def test_every_optimizer_of_torch_is_compared_here() -> None:
+    exported = {
+        name
+        for name, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    assert exported <= {name for name, _ in DENSE + SPARSE} | {"LBFGS"}
+
+
+def test_parameters_without_gradient_stay_even_if_grad_is_set() -> None:
+    params = parameters()
+    params[1].grad = torch.ones(4, 3)
+    make(optim.SGD, params, lr=1.0, weight_decay=0.5, momentum=0.9).step({params[0]: params[0] * 0})
+    torch.testing.assert_close(params[1:], parameters()[1:], rtol=0, atol=0)
+
+
+def test_a_step_leaves_every_grad_as_it_was() -> None:
+    params = parameters()
+    before = torch.ones(4, 3)
+    params[0].grad, params[1].grad = before, before
+    gradient = torch.full((4, 3), 2.0)
+    make(optim.SGD, params, lr=1.0).step({params[0]: gradient, params[2]: gradient})
+    assert params[0].grad is before
+    assert params[1].grad is before
+    assert params[2].grad is None
+    assert torch.equal(before, torch.ones(4, 3))
+    assert torch.equal(gradient, torch.full((4, 3), 2.0))
+
+
+class Failing(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["params"][0].grad is not None
+        raise ValueError("Error running optimizer.")
+
+
+def test_a_failed_step_restores_grad_and_frees_the_lock() -> None:
+    params = parameters()
+    before = torch.ones(4, 3)
+    params[0].grad = before
+    optimizer = make(Failing, params)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Error running optimizer"):
+            optimizer.step({params[0]: torch.zeros(4, 3)})
+    assert params[0].grad is before
+
+
+def test_a_gradient_that_does_not_fit_restores_every_grad() -> None:
+    params = parameters()
+    before = torch.ones(4, 3)
+    params[0].grad = before
+    optimizer = make(optim.SGD, params)
+    with pytest.raises(RuntimeError):
+        optimizer.step({params[0]: torch.zeros(4, 3), params[1]: torch.zeros(5)})
+    assert params[0].grad is before
+    assert params[1].grad is None
+
+
+def test_gradients_of_other_tensors_are_ignored() -> None:
+    params = parameters()
+    other = torch.ones(2, requires_grad=True)
+    make(optim.SGD, params).step({other: torch.ones(2)})
+    torch.testing.assert_close(params, parameters(), rtol=0, atol=0)
+    assert other.grad is None
+
+
+def test_parameters_added_later_are_stepped_too() -> None:
+    params = parameters()
+    optimizer = make(optim.SGD, params[:1], lr=1.0)
+    optimizer.optim.add_param_group({"params": params[1:], "lr": 2.0})
+    optimizer.step({params[2]: torch.ones(4, 3)})
+    torch.testing.assert_close(params[2].detach(), parameters()[2].detach() - 2)
+
+
+def test_the_optimizer_runs_under_the_lock_and_sees_its_own_gradients() -> None:
+    params = parameters()[:1]
+    held = []
+
+    @contextlib.contextmanager
+    def lock() -> Iterator[None]:
+        held.append("taken")
+        yield
+        held.append("freed")
+
+    optimizer = LocalOptimizer(optim.SGD, params, (), {}, lock())
+    optimizer.optim.register_step_pre_hook(lambda *_: held.append("stepped"))
+    optimizer.step({params[0]: torch.zeros(4, 3)})
+    assert held == ["taken", "stepped", "freed"]
+
+
+def test_positional_arguments_reach_the_constructor() -> None:
+    assert make(optim.SGD, parameters(), 0.25, 0.5).optim.defaults["momentum"] == 0.5
+
+
+# --- What is refused before anything is made
+
+
+@pytest.mark.parametrize("thing", ["SGD", 3, None, torch.nn.Linear, lambda params: None])
+def test_only_classes_of_optimizers_are_accepted(thing: object) -> None:
+    with pytest.raises(TypeError, match=r"must be a subclass of torch\.optim\.Optimizer"):
+        require_usable_class(thing)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs closure, to evaluate the loss again"):
+        require_usable_class(optim.LBFGS)
+
+
+class Variadic(optim.SGD):
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, Variadic, Failing, Optimizer])
+def test_any_other_optimizer_is_usable(kind: type[Optimizer]) -> None:
+    require_usable_class(kind)
