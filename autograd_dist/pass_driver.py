@@ -1,0 +1,163 @@
+"""Carries out what one worker's part in a pass decides.
+
+Joins the three that do not know each other: ``passes`` decides, ``local_engine``
+computes, and a wire, given from outside, sends. Takes events from any thread and
+decides one at a time; whatever takes long happens outside the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol
+
+import torch
+
+from autograd_dist.local_engine import LocalPass
+from autograd_dist.passes import (
+    Ack,
+    Acknowledge,
+    Effect,
+    Finished,
+    FollowSend,
+    FollowStuck,
+    Participant,
+    PassId,
+    Request,
+    RunWave,
+    Send,
+    T,
+)
+from autograd_dist.recv_node import Origin
+
+Payload = list[torch.Tensor | None]
+
+
+class Wire(Protocol[T]):
+    """What a driver needs from the network. Neither method may block for a reply."""
+
+    def send(
+        self, driver: PassDriver[T], to: int, request: Request, payload: Payload | None
+    ) -> None:
+        """Sends a request; reports to ``driver`` when it is acknowledged or fails."""
+
+    def acknowledge(self, token: T, ack: Ack) -> None:
+        """Answers a request that arrived."""
+
+
+class PassDriver(Generic[T]):
+    """One worker's part in one pass.
+
+    Args:
+        pass_id: the pass.
+        me: this worker's id.
+        participant: decides.
+        make_local: given what takes the gradients of received messages, makes the
+            local share of the pass.
+        wire: sends.
+        finished: called once, at the root, with the error or None.
+    """
+
+    def __init__(
+        self,
+        pass_id: PassId,
+        me: int,
+        participant: Participant[Payload, T],
+        make_local: Callable[[Callable[[Origin, Payload], None]], LocalPass],
+        wire: Wire[T],
+        finished: Callable[[str | None], None],
+    ) -> None:
+        self.pass_id = pass_id
+        self.cause: BaseException | None = None
+        self._me = me
+        self._participant = participant
+        self._participant_lock = threading.Lock()
+        self._wire = wire
+        self._finished = finished
+        self._local = make_local(self._gradients_ready)
+
+    def start(self, roots: Sequence[torch.Tensor]) -> None:
+        """At the root: begins the pass; the first wave runs in the calling thread."""
+        edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+        self._local.add_roots(edges, [torch.ones_like(root) for root in roots])
+        self._handle(self._participant.start)
+
+    def received(self, token: T, request: Request, payload: Payload | None) -> None:
+        """A request of this pass arrived; what it sets off runs in the calling thread."""
+        self._handle(lambda: self._participant.received(token, request, payload))
+
+    def acknowledged(self, ack: Ack) -> None:
+        """A request sent from here was acknowledged."""
+        self._handle(lambda: self._participant.acknowledged(ack))
+
+    def failed(self, error: str) -> None:
+        """A request sent from here was not delivered or not answered."""
+        self._handle(lambda: self._participant.failed(error))
+
+    def abandon(self) -> None:
+        """Stops taking part."""
+        self._handle(self._participant.abandoned)
+
+    def _gradients_ready(self, origin: Origin, gradients: Payload) -> None:
+        self._handle(lambda: self._participant.gradients_ready(origin, gradients))
+
+    def _handle(self, event: Callable[[], list[Effect[Payload, T]]]) -> None:
+        events = deque([event])
+        while events:
+            decide = events.popleft()
+            with self._participant_lock:
+                effects = decide()
+            # Requests first: others can work on them while a wave runs here.
+            for effect in sorted(effects, key=_takes_long):
+                outcome = self._carry_out(effect)
+                if outcome is not None:
+                    events.append(outcome)
+
+    def _carry_out(
+        self, effect: Effect[Payload, T]
+    ) -> Callable[[], list[Effect[Payload, T]]] | None:
+        if isinstance(effect, Send):
+            self._wire.send(self, effect.to, effect.request, effect.payload)
+        elif isinstance(effect, Acknowledge):
+            self._wire.acknowledge(effect.token, effect.ack)
+        elif isinstance(effect, Finished):
+            self._finished(effect.error)
+        else:
+            return self._work(effect)
+        return None
+
+    def _work(
+        self, effect: RunWave[Payload] | FollowStuck | FollowSend
+    ) -> Callable[[], list[Effect[Payload, T]]]:
+        participant = self._participant
+        try:
+            if isinstance(effect, RunWave):
+                resolved = self._run_wave(effect)
+                is_stuck = self._local.is_stuck
+                return lambda: participant.wave_finished(is_stuck, resolved)
+            if isinstance(effect, FollowStuck):
+                reach = self._local.reach_of_stuck()
+            else:
+                reach = self._local.reach_of_send(effect.message_id, effect.positions)
+            return lambda: participant.reach_found(reach)
+        except Exception as error:
+            self.cause = error
+            text = f"Error on Node {self._me}: {error}"
+            return lambda: participant.failed(text)
+
+    def _run_wave(self, wave: RunWave[Payload]) -> int:
+        local = self._local
+        for message_id, gradients in wave.arrived:
+            local.add_gradients(message_id, gradients)
+        unused: frozenset[int] = frozenset()
+        if wave.only_promised is not None:
+            unused = local.waiting_sends - wave.only_promised
+            for message_id in unused:
+                local.resolve_without_gradient(message_id)
+        local.run_wave()
+        return len(unused)
+
+
+def _takes_long(effect: Effect[Payload, T]) -> bool:
+    return isinstance(effect, RunWave | FollowStuck | FollowSend)
