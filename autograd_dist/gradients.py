@@ -8,27 +8,31 @@ stay sparse until a dense one joins them.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 
 import torch
 
 
 class LeafGradients:
-    """Gradients of one context's leaves on one worker. Not thread-safe by itself."""
+    """Gradients of one context's leaves on one worker."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._by_leaf: dict[torch.Tensor, torch.Tensor] = {}
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds a gradient that this object may keep and change (see `own`)."""
-        existing = self._by_leaf.setdefault(leaf, gradient)
-        if existing is not gradient:
-            with torch.no_grad():
-                self._by_leaf[leaf] = _sum(existing, gradient)
+        with self._lock:
+            existing = self._by_leaf.setdefault(leaf, gradient)
+            if existing is not gradient:
+                with torch.no_grad():
+                    self._by_leaf[leaf] = _sum(existing, gradient)
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         """A new dict with the current gradients."""
-        return dict(self._by_leaf)
+        with self._lock:
+            return dict(self._by_leaf)
 
     def __len__(self) -> int:
         return len(self._by_leaf)

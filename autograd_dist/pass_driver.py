@@ -14,7 +14,7 @@ from typing import Generic, Protocol
 
 import torch
 
-from autograd_dist.local_engine import LocalPass
+from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.passes import (
     Ack,
     Acknowledge,
@@ -57,6 +57,7 @@ class PassDriver(Generic[T]):
             local share of the pass.
         wire: sends.
         finished: called once, at the root, with the error or None.
+        retain_graph: whether graphs must survive the pass.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class PassDriver(Generic[T]):
         pass_id: PassId,
         me: int,
         participant: Participant[Payload, T],
-        make_local: Callable[[Callable[[Origin, Payload], None]], LocalPass],
+        make_local: Callable[[DeliverGradients], LocalPass],
         wire: Wire[T],
         finished: Callable[[str | None], None],
+        *,
+        retain_graph: bool,
     ) -> None:
         self.pass_id = pass_id
+        self.retain_graph = retain_graph
         self.cause: BaseException | None = None
         self._me = me
         self._participant = participant

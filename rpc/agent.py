@@ -249,14 +249,27 @@ class Agent:
         return deadlines.effective_timeout(timeout, self.rpc_timeout, self.clock.now())
 
     def send_extension_message(
-        self, to: int, extension: str, body: bytes, tensors: Sequence[torch.Tensor] = ()
+        self,
+        to: int,
+        extension: str,
+        body: bytes,
+        tensors: Sequence[torch.Tensor] = (),
+        timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Future[bytes]:
         """Sends an extension's own message to its counterpart on worker ``to``.
+
+        Args:
+            to: its id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            tensors: sent along.
+            timeout: seconds until the future fails, -1 for the default, 0 for no limit.
 
         Returns:
             A future of what the counterpart's ``on_message`` returned.
         """
-        return self.caller.message(self.group.peer(to).info, extension, body, tensors)
+        info = self.group.peer(to).info
+        return self.caller.message(info, extension, body, tensors, timeout)
 
     def debug_info(self) -> dict[str, Any]:
         """What this worker waits for, runs and keeps; for people."""

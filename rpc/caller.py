@@ -16,6 +16,7 @@ import torch
 
 from rpc import codec, deadlines, packing
 from rpc.calls import CallTable, Ended, Ending
+from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
@@ -108,13 +109,19 @@ class Caller:
         self._send(call, to, header, packed.payload, packed.slots)
 
     def message(
-        self, to: WorkerInfo, extension: str, body: bytes, tensors: Sequence[torch.Tensor]
+        self,
+        to: WorkerInfo,
+        extension: str,
+        body: bytes,
+        tensors: Sequence[torch.Tensor],
+        timeout: float,
     ) -> Future[bytes]:
         """Sends an extension's own message; the future holds the answer's bytes."""
         packed = packing.pack(
             (body, tuple(tensors)), to.id, self._agent.references, None, borrow=True
         )
-        timeout = self._agent.rpc_timeout
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self._agent.rpc_timeout
         future = self.future(f"{extension} message to {to.name}")
         sink = FutureSink(future, self._agent.completions)
         call = Call(f"{extension} message", sink, timeout, packed.loan)

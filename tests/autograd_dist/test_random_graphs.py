@@ -227,6 +227,7 @@ class Network:
                 lambda deliver: self.local_pass(worker, deliver),
                 self,
                 self.outcome.append,
+                retain_graph=self.retain_graph,
             )
         return self.drivers[worker]
 

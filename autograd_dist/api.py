@@ -1,0 +1,144 @@
+"""The module-level functions: check the arguments, find this worker's extension, delegate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import cast
+
+import torch
+import torch.distributed
+
+from autograd_dist.contexts import DistAutogradContext, current_context_id, entered
+from autograd_dist.extension import AutogradExtension
+from autograd_dist.wire import EXTENSION_NAME
+from rpc.current import current_agent
+from rpc.errors import RpcError
+
+
+def is_available() -> bool:
+    """True if this installation can run distributed autograd."""
+    return torch.distributed.is_available()
+
+
+class context:
+    """A ``with`` block whose calls take part in one distributed backward.
+
+    Gives the context's id, which :func:`backward`, :func:`get_gradients` and
+    optimizers take. Leaving the block frees the context on every worker.
+
+    Raises:
+        RuntimeError: the thread is in a context already, or RPC is not initialized.
+
+    Example::
+
+        with autograd_dist.context() as context_id:
+            loss = rpc.rpc_sync("server", forward, (x,)).sum()
+            autograd_dist.backward(context_id, [loss])
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> int:
+        if current_context_id() is not None:
+            raise RpcError(
+                "Already have an autograd context id for this thread; contexts cannot be nested"
+            )
+        extension = _extension()
+        context_id = extension.contexts.create().context_id
+        self._stack.callback(extension.release, context_id)
+        self._stack.enter_context(entered(context_id))
+        return context_id
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Runs the backward pass from ``roots`` over every worker that the context reached.
+
+    Gradients add up in the context, on the worker where each leaf lives, and not
+    in ``.grad``; read them with :func:`get_gradients`. Outputs of calls that do
+    not lead to the roots neither hold up the pass nor change it.
+
+    Args:
+        context_id: from :class:`context`.
+        roots: scalars on this worker that are results of a computation.
+        retain_graph: keep the graph, on every worker, for another pass.
+
+    Raises:
+        BackwardError: something failed on the way; the text says on which worker.
+        RuntimeError: a root is unusable, or the context does not exist here.
+        TypeError: an argument has the wrong type.
+    """
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+        raise TypeError(
+            "backward(): incompatible function arguments. Expected (context_id: int, "
+            "roots: sequence of tensors, retain_graph: bool = False), but got "
+            f"({type(context_id).__name__}, {type(roots).__name__})"
+        )
+    _check_roots(roots)
+    _extension().backward(context_id, roots, retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients accumulated in a context for the leaves on this worker.
+
+    Args:
+        context_id: from :class:`context`.
+
+    Returns:
+        A new dict from each leaf to its gradient, which may be sparse.
+
+    Raises:
+        UnknownContextError: the context does not exist here.
+    """
+    return _extension().contexts.find(context_id).leaves.snapshot()
+
+
+def grad_fields() -> AbstractContextManager[object]:
+    """This worker's lock on the ``.grad`` fields of parameters.
+
+    A backward pass holds it while it borrows ``.grad`` to run post-accumulate
+    hooks; hold it when putting a context's gradients there, as optimizers do.
+    """
+    return _extension().grad_fields
+
+
+def _extension() -> AutogradExtension:
+    return cast(AutogradExtension, current_agent().extensions.load(EXTENSION_NAME))
+
+
+def _check_roots(roots: Sequence[torch.Tensor]) -> None:
+    if not roots:
+        raise RpcError("No tensors provided for gradient computation.")
+    for position, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(
+                "backward(): incompatible function arguments. "
+                f"Root {position} is no tensor but {type(root).__name__}"
+            )
+        if not root.requires_grad:
+            raise RpcError(f"requires_grad not set on root {position}")
+        if root.numel() != 1:
+            raise RpcError(
+                f"root {position} is not a scalar, all roots need to be scalar; it has "
+                f"shape {tuple(root.shape)}"
+            )
+        if root.grad_fn is None:
+            raise RpcError(f"root {position} does not have a valid gradient function: it is a leaf")
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return _extension().contexts.find(context_id)
+
+
+def _current_context() -> DistAutogradContext:
+    context_id = current_context_id()
+    if context_id is None:
+        raise RpcError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: "
+            "`with autograd_dist.context() as context_id` to generate a valid context"
+        )
+    return _retrieve_context(context_id)

@@ -1,0 +1,235 @@
+"""The backward passes that one worker takes part in, started here or elsewhere.
+
+Finds or makes the driver of a pass, moves its requests over the agent, and
+forgets passes that are over: each request of a root says which is its oldest
+pass that is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from autograd_dist.contexts import ContextTable, DistAutogradContext
+from autograd_dist.errors import BackwardError
+from autograd_dist.local_engine import DeliverGradients, LocalPass
+from autograd_dist.pass_driver import PassDriver, Payload
+from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
+from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
+from rpc.errors import RpcError
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.futures import Future
+
+_NO_LIMIT = 0.0
+Driver = PassDriver["Future[bytes]"]
+
+
+@dataclass(slots=True)
+class _OfContext:
+    """The passes of one context."""
+
+    drivers: dict[PassId, Driver] = field(default_factory=dict)
+    oldest: dict[int, int] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+
+    def end_before(self, root: int, oldest: int) -> list[Driver]:
+        """Notes the oldest pass of a root that is not over; removes and returns older ones."""
+        oldest = self.oldest[root] = max(oldest, self.oldest.get(root, 0))
+        over = [p for p in self.drivers if p.root == root and p.number < oldest]
+        return [self.drivers.pop(pass_id) for pass_id in over]
+
+
+class BackwardPasses:
+    """The passes of one worker.
+
+    Args:
+        agent: sends.
+        contexts: of this worker.
+        grad_fields: lock held while leaves' ``.grad`` is borrowed.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        contexts: ContextTable,
+        grad_fields: AbstractContextManager[object],
+    ) -> None:
+        self._agent = agent
+        self._me = agent.info.id
+        self._contexts = contexts
+        self._grad_fields = grad_fields
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._passes: dict[int, _OfContext] = {}
+
+    def run(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Runs a pass from roots here, to its end.
+
+        Raises:
+            BackwardError: it failed, here or on another worker.
+            UnknownContextError: there is no such context here.
+        """
+        done: Future[str | None] = self._agent.caller.future("a distributed backward pass")
+        context = self._contexts.find(context_id)
+        pass_id = PassId(context_id, self._me, next(self._numbers))
+        driver = self._make_driver(context, pass_id, retain_graph, done.set_result)
+        self._begin(driver)
+        try:
+            driver.start(roots)
+            error = done.wait()
+        finally:
+            self._end(driver)
+        if error is not None:
+            raise BackwardError(error) from driver.cause
+
+    def request_arrived(
+        self, message: PassMessage, tensors: Sequence[torch.Tensor]
+    ) -> Future[bytes] | bytes:
+        """Takes a request of a pass; the result is its acknowledgement."""
+        driver = self._driver_for(message)
+        if driver is None:
+            return encode_ack(Ack())
+        gradients = None
+        if isinstance(message.request, Gradients):
+            gradients = spread(message.present, tensors)
+        token: Future[bytes] = self._agent.caller.future("an acknowledgement of gradients")
+        driver.received(token, message.request, gradients)
+        return token.value() if token.done() else token
+
+    def drop(self, context_id: int, reason: str) -> None:
+        """Ends the passes of a context that is over."""
+        with self._lock:
+            passes = self._passes.pop(context_id, _OfContext())
+        for driver in passes.drivers.values():
+            driver.failed(f"Error on Node {self._me}: {reason}")
+
+    def root_lost(self, worker_id: int) -> None:
+        """Forgets the passes that a lost worker started."""
+        with self._lock:
+            lost = [
+                passes.drivers.pop(pass_id)
+                for passes in self._passes.values()
+                for pass_id in list(passes.drivers)
+                if pass_id.root == worker_id
+            ]
+        for driver in lost:
+            driver.abandon()
+
+    def running(self) -> int:
+        """Passes started here that are not over."""
+        with self._lock:
+            return sum(len(passes.started) for passes in self._passes.values())
+
+    # --- What drivers ask (``pass_driver.Wire``)
+
+    def send(self, driver: Driver, to: int, request: Request, payload: Payload | None) -> None:
+        """Sends a request of a pass; its reply is the acknowledgement."""
+        gradients = payload or []
+        present = tuple(gradient is not None for gradient in gradients)
+        oldest = self._oldest(driver.pass_id)
+        message = PassMessage(driver.pass_id, oldest, request, driver.retain_graph, present)
+        tensors = [gradient for gradient in gradients if gradient is not None]
+        try:
+            future = self._agent.send_extension_message(
+                to, EXTENSION_NAME, message.encode(), tensors, _NO_LIMIT
+            )
+        except RpcError as error:
+            driver.failed(
+                f"Error on Node {self._me}: gradients for worker {to} cannot be sent: {error}"
+            )
+        else:
+            future.add_done_callback(lambda done: self._answered(driver, done))
+
+    def acknowledge(self, token: Future[bytes], ack: Ack) -> None:
+        """Replies to a request of a pass."""
+        token.set_result(encode_ack(ack))
+
+    def _answered(self, driver: Driver, answer: Future[bytes]) -> None:
+        try:
+            ack = decode_ack(answer.value())
+        except Exception as error:
+            driver.failed(f"Error on Node {self._me}: {error}")
+        else:
+            driver.acknowledged(ack)
+
+    # --- Bookkeeping
+
+    def _make_driver(
+        self,
+        context: DistAutogradContext,
+        pass_id: PassId,
+        retain_graph: bool,
+        finished: Callable[[str | None], None],
+    ) -> Driver:
+        participant: Participant[Payload, Future[bytes]] = Participant(
+            self._me, pass_id.root, context.workers
+        )
+
+        def make_local(deliver: DeliverGradients) -> LocalPass:
+            return LocalPass(
+                context.context_id,
+                context.sends(),
+                context.leaves,
+                deliver,
+                self._grad_fields,
+                retain_graph=retain_graph,
+            )
+
+        return PassDriver(
+            pass_id, self._me, participant, make_local, self, finished, retain_graph=retain_graph
+        )
+
+    def _begin(self, driver: Driver) -> None:
+        pass_id = driver.pass_id
+        with self._lock:
+            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            passes.drivers[pass_id] = driver
+            passes.started.add(pass_id.number)
+
+    def _end(self, driver: Driver) -> None:
+        pass_id = driver.pass_id
+        with self._lock:
+            passes = self._passes.get(pass_id.context_id)
+            if passes is not None:
+                passes.drivers.pop(pass_id, None)
+                passes.started.discard(pass_id.number)
+        driver.abandon()
+
+    def _oldest(self, pass_id: PassId) -> int:
+        """The oldest pass of a root that is not over, as far as is known here."""
+        with self._lock:
+            passes = self._passes.get(pass_id.context_id, _OfContext())
+            if pass_id.root == self._me:
+                return min(passes.started, default=pass_id.number)
+            return passes.oldest.get(pass_id.root, 0)
+
+    def _driver_for(self, message: PassMessage) -> Driver | None:
+        """The driver of the pass a request belongs to; None if the pass is over."""
+        pass_id = message.pass_id
+        with self._lock:
+            # Within the lock, so that a release that comes now finds what is made here.
+            context = self._contexts.join(pass_id.context_id)
+            if context is None:
+                return None
+            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            over = passes.end_before(pass_id.root, message.oldest)
+            driver = passes.drivers.get(pass_id)
+            is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number
+            if driver is None and not is_over:
+                driver = self._make_driver(context, pass_id, message.retain_graph, _never_called)
+                passes.drivers[pass_id] = driver
+        for finished in over:
+            finished.abandon()
+        return driver
+
+
+def _never_called(error: str | None) -> None:
+    """Only a pass's root is told that it finished."""

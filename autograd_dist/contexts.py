@@ -1,0 +1,149 @@
+"""Which autograd contexts exist on a worker, and what each has recorded there.
+
+A context is created by one worker and comes into being on others when a call
+carries its id there. Who sends what, and how backward runs, is not decided here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from autograd_dist.border import SentTensor
+from autograd_dist.errors import UnknownContextError
+from autograd_dist.gradients import LeafGradients
+
+_CREATOR_SHIFT = 48
+_RELEASED_IDS_KEPT = 4096
+
+_current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "autograd_dist_context_id", default=None
+)
+
+
+def current_context_id() -> int | None:
+    """The context that the running code belongs to, if any."""
+    return _current_id.get()
+
+
+@contextmanager
+def entered(context_id: int) -> Iterator[None]:
+    """Runs the block inside a context."""
+    token = _current_id.set(context_id)
+    try:
+        yield
+    finally:
+        _current_id.reset(token)
+
+
+def creator_of(context_id: int) -> int:
+    """The worker that created a context."""
+    return context_id >> _CREATOR_SHIFT
+
+
+class DistAutogradContext:
+    """What one autograd context has recorded on one worker.
+
+    Args:
+        context_id: the same on every worker.
+    """
+
+    def __init__(self, context_id: int) -> None:
+        self.context_id = context_id
+        self.leaves = LeafGradients()
+        self._lock = threading.Lock()
+        self._sends: dict[int, Sequence[SentTensor]] = {}
+        self._workers: set[int] = set()
+
+    def add_send(self, tensors: Sequence[SentTensor]) -> int:
+        """Records tensors that leave in one message; returns the message's id."""
+        with self._lock:
+            message_id = len(self._sends) + 1
+            self._sends[message_id] = tensors
+        return message_id
+
+    def sends(self) -> dict[int, Sequence[SentTensor]]:
+        """Everything sent so far, by message."""
+        with self._lock:
+            return dict(self._sends)
+
+    def add_worker(self, worker_id: int) -> None:
+        """Notes another worker that takes part."""
+        if worker_id not in self._workers:
+            with self._lock:
+                self._workers.add(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forgets a worker that is gone."""
+        with self._lock:
+            self._workers.discard(worker_id)
+
+    def workers(self) -> list[int]:
+        """The workers that this one exchanged calls with in the context."""
+        with self._lock:
+            return sorted(self._workers)
+
+    def _context_id(self) -> int:
+        return self.context_id
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.workers())
+
+
+class ContextTable:
+    """The contexts of one worker.
+
+    Args:
+        me: this worker's id.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._lock = threading.Lock()
+        self._counter = itertools.count()
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+
+    def create(self) -> DistAutogradContext:
+        """A new context of this worker's own."""
+        with self._lock:
+            context_id = (self._me << _CREATOR_SHIFT) | next(self._counter)
+            context = self._contexts[context_id] = DistAutogradContext(context_id)
+        return context
+
+    def find(self, context_id: int) -> DistAutogradContext:
+        """A context that exists here.
+
+        Raises:
+            UnknownContextError: it does not.
+        """
+        with self._lock:
+            context = self._contexts.get(context_id)
+        if context is None:
+            raise UnknownContextError(context_id)
+        return context
+
+    def join(self, context_id: int) -> DistAutogradContext | None:
+        """A context that another worker mentions; None if it was released."""
+        with self._lock:
+            context = self._contexts.get(context_id)
+            if context is None and context_id not in self._released:
+                context = self._contexts[context_id] = DistAutogradContext(context_id)
+        return context
+
+    def release(self, context_id: int) -> DistAutogradContext | None:
+        """Removes a context; a late call cannot bring it back. None if it was not here."""
+        with self._lock:
+            self._released[context_id] = None
+            if len(self._released) > _RELEASED_IDS_KEPT:
+                self._released.popitem(last=False)
+            return self._contexts.pop(context_id, None)
+
+    def all(self) -> list[DistAutogradContext]:
+        """The contexts that exist here now."""
+        with self._lock:
+            return list(self._contexts.values())

@@ -1,0 +1,170 @@
+"""Distributed autograd on one worker: where contexts and passes meet calls.
+
+Implements ``rpc.extensions.CallExtension``. A call made inside a context carries
+the context's id and says which of its tensors require grad; on arrival those
+get a recv node, and the handler runs inside the context. Requests of backward
+passes are messages between the extensions, their acknowledgements the replies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from autograd_dist.backward_passes import BackwardPasses
+from autograd_dist.border import SentTensor
+from autograd_dist.contexts import (
+    ContextTable,
+    DistAutogradContext,
+    creator_of,
+    current_context_id,
+    entered,
+)
+from autograd_dist.recv_node import Origin, attach_recv
+from autograd_dist.wire import EXTENSION_NAME, CallMetadata, Release, decode_message
+from rpc.errors import RpcError
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.futures import Future
+
+
+class AutogradExtension:
+    """Distributed autograd for one agent."""
+
+    name: ClassVar[str] = EXTENSION_NAME
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._me = agent.info.id
+        self.contexts = ContextTable(self._me)
+        # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
+        self.grad_fields = threading.RLock()
+        self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
+
+    # --- What user programs ask
+
+    def release(self, context_id: int) -> None:
+        """Ends a context here and on every worker that took part."""
+        context = self.contexts.release(context_id)
+        if context is None:
+            return
+        self._passes.drop(context_id, "its autograd context was released")
+        body = Release(context_id).encode()
+        for worker in context.workers():
+            if worker != self._me:
+                self._tell(worker, body)
+
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Runs a backward pass from roots on this worker."""
+        self._passes.run(context_id, roots, retain_graph)
+
+    # --- What the agent tells (``rpc.extensions.CallExtension``)
+
+    def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """Makes a call made inside a context part of it."""
+        context_id = current_context_id()
+        context = None if context_id is None else self.contexts.join(context_id)
+        if context is None:
+            return None
+        context.add_worker(to)
+        return _record_sent(context, tensors).encode()
+
+    def incoming_request(
+        self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], AbstractContextManager[object]]:
+        """Lets a handler run inside the context its call was made in."""
+        received = CallMetadata.decode(metadata, len(tensors))
+        context = self.contexts.join(received.context_id)
+        if context is None:
+            # Its context ended before the call arrived.
+            return tensors, nullcontext()
+        context.add_worker(sender)
+        return _attach_received(received, sender, tensors), entered(context.context_id)
+
+    def outgoing_reply(
+        self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
+    ) -> bytes | None:
+        """Makes a result part of the context of its call."""
+        context = self.contexts.join(CallMetadata.context_of(request_metadata))
+        if context is None:
+            return None
+        sent = _record_sent(context, tensors)
+        return sent.encode() if sent.positions else None
+
+    def incoming_reply(
+        self, sender: int, request_metadata: bytes, metadata: bytes, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Lets gradients find the way back to a result's sender."""
+        received = CallMetadata.decode(metadata, len(tensors))
+        if self.contexts.join(received.context_id) is None:
+            return tensors
+        return _attach_received(received, sender, tensors)
+
+    def on_message(
+        self, sender: int, body: bytes, tensors: list[torch.Tensor]
+    ) -> Future[bytes] | bytes:
+        """Takes a request of a pass, or news that a context is over."""
+        message = decode_message(body)
+        if isinstance(message, Release):
+            self.release(message.context_id)
+            return b""
+        return self._passes.request_arrived(message, tensors)
+
+    def on_worker_lost(self, worker_id: int, reason: str) -> None:
+        """Drops what belonged to the lost worker: its contexts and its passes."""
+        for context in self.contexts.all():
+            context.remove_worker(worker_id)
+            if creator_of(context.context_id) == worker_id:
+                self.contexts.release(context.context_id)
+                self._passes.drop(context.context_id, f"worker {worker_id} was lost: {reason}")
+        self._passes.root_lost(worker_id)
+
+    def debug_info(self) -> dict[str, int]:
+        """How many contexts and passes there are."""
+        return {
+            "num_autograd_contexts": len(self.contexts.all()),
+            "num_current_backward_passes": self._passes.running(),
+        }
+
+    def close(self) -> None:
+        """Lets go of every context."""
+        for context in self.contexts.all():
+            self.contexts.release(context.context_id)
+            self._passes.drop(context.context_id, "this worker shut down")
+
+    def _tell(self, worker: int, body: bytes) -> None:
+        try:
+            future = self._agent.send_extension_message(worker, self.name, body)
+        except RpcError:
+            return  # it is gone, and the context with it
+        future.add_done_callback(_ignore)
+
+
+def _record_sent(context: DistAutogradContext, tensors: Sequence[torch.Tensor]) -> CallMetadata:
+    positions = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    if not positions:
+        return CallMetadata(context.context_id, 0, ())
+    message_id = context.add_send([SentTensor.of(tensors[i]) for i in positions])
+    return CallMetadata(context.context_id, message_id, positions)
+
+
+def _attach_received(
+    received: CallMetadata, sender: int, tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    if not received.positions:
+        return tensors
+    origin = Origin(received.context_id, sender, received.message_id)
+    tracked = attach_recv(origin, [tensors[i] for i in received.positions])
+    result = list(tensors)
+    for position, tensor in zip(received.positions, tracked, strict=True):
+        result[position] = tensor
+    return result
+
+
+def _ignore(_: object) -> None:
+    """Nothing depends on the answer."""

@@ -1,0 +1,184 @@
+"""The bytes distributed autograd puts on the wire. The only module that knows them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from autograd_dist.passes import Ack, Gradients, PassId, Promise, Request, Settle, Survey
+from rpc.errors import FrameError
+
+EXTENSION_NAME: Final = "autograd_dist"
+
+_CALL: Final = struct.Struct("<QQ")
+_HEAD: Final = struct.Struct("<BBQIQQ")
+_FIELDS: Final = struct.Struct("<QQ")
+_ACK: Final = struct.Struct("<iI")
+_POSITION: Final = "I"
+
+_RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMetadata:
+    """What a request or reply inside a context carries.
+
+    Attributes:
+        context_id: the context.
+        message_id: the sender's number for the tensors; 0 without any.
+        positions: which of the message's tensors require grad.
+    """
+
+    context_id: int
+    message_id: int
+    positions: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """The metadata as bytes."""
+        return _CALL.pack(self.context_id, self.message_id) + _pack_positions(self.positions)
+
+    @classmethod
+    def decode(cls, data: bytes, tensor_count: int) -> CallMetadata:
+        """Reads metadata that came with ``tensor_count`` tensors.
+
+        Raises:
+            FrameError: it is malformed.
+        """
+        if len(data) < _CALL.size:
+            raise FrameError(f"{len(data)} bytes are no autograd metadata")
+        context_id, message_id = _CALL.unpack_from(data)
+        positions = _unpack_positions(data, _CALL.size)
+        if any(position >= tensor_count for position in positions):
+            raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
+        return cls(context_id, message_id, positions)
+
+    @staticmethod
+    def context_of(data: bytes) -> int:
+        """Only the context id."""
+        if len(data) < _CALL.size:
+            raise FrameError(f"{len(data)} bytes are no autograd metadata")
+        context_id: int = _CALL.unpack_from(data)[0]
+        return context_id
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A context is over; the receiver tells the workers it knows."""
+
+    context_id: int
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        return _HEAD.pack(_RELEASE, 0, self.context_id, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PassMessage:
+    """A request of a pass, without its gradients.
+
+    Attributes:
+        pass_id: the pass.
+        oldest: the oldest pass of this root in this context that is not over.
+        request: what is asked.
+        retain_graph: whether graphs must survive the pass.
+        present: for gradients, which of the message's tensors have one.
+    """
+
+    pass_id: PassId
+    oldest: int
+    request: Request
+    retain_graph: bool = False
+    present: tuple[bool, ...] = ()
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        kind, first, second, rest = self._fields()
+        of = self.pass_id
+        head = _HEAD.pack(kind, self.retain_graph, of.context_id, of.root, of.number, self.oldest)
+        return head + _FIELDS.pack(first, second) + rest
+
+    def _fields(self) -> tuple[int, int, int, bytes]:
+        request = self.request
+        if isinstance(request, Gradients):
+            return _GRADIENTS, request.message_id, 0, bytes(self.present)
+        if isinstance(request, Promise):
+            rest = _pack_positions(request.positions)
+            return _PROMISE, request.round, request.message_id, rest
+        return (_SURVEY if isinstance(request, Survey) else _SETTLE), request.round, 0, b""
+
+
+def decode_message(body: bytes) -> Release | PassMessage:
+    """Reads a message between the autograd extensions of two workers.
+
+    Raises:
+        FrameError: it is malformed.
+    """
+    if len(body) < _HEAD.size:
+        raise FrameError(f"{len(body)} bytes are no autograd message")
+    kind, retain_graph, context_id, root, number, oldest = _HEAD.unpack_from(body)
+    if kind == _RELEASE:
+        return Release(context_id)
+    if len(body) < _HEAD.size + _FIELDS.size:
+        raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
+    first, second = _FIELDS.unpack_from(body, _HEAD.size)
+    end = _HEAD.size + _FIELDS.size
+    present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
+    request = _request(kind, first, second, body, end)
+    pass_id = PassId(context_id, root, number)
+    return PassMessage(pass_id, oldest, request, bool(retain_graph), present)
+
+
+def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Request:
+    if kind == _GRADIENTS:
+        return Gradients(first)
+    if kind == _SURVEY:
+        return Survey(first)
+    if kind == _PROMISE:
+        return Promise(first, second, _unpack_positions(body, end))
+    if kind == _SETTLE:
+        return Settle(first)
+    raise FrameError(f"there is no autograd message of kind {kind}")
+
+
+def encode_ack(ack: Ack) -> bytes:
+    """An acknowledgement as bytes."""
+    return _ACK.pack(ack.stuck, ack.resolved) + (ack.error or "").encode()
+
+
+def decode_ack(data: bytes) -> Ack:
+    """Reads an acknowledgement.
+
+    Raises:
+        FrameError: it is malformed.
+    """
+    if len(data) < _ACK.size:
+        raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
+    stuck, resolved = _ACK.unpack_from(data)
+    return Ack(stuck, resolved, data[_ACK.size :].decode() or None)
+
+
+def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Puts the gradients that travelled back at their places.
+
+    Raises:
+        FrameError: there are more or fewer than announced.
+    """
+    if sum(present) != len(tensors):
+        raise FrameError(f"{len(tensors)} gradients came where {sum(present)} were announced")
+    waiting = iter(tensors)
+    return [next(waiting) if is_present else None for is_present in present]
+
+
+def _pack_positions(positions: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(positions)}{_POSITION}", *positions)
+
+
+def _unpack_positions(data: bytes, start: int) -> tuple[int, ...]:
+    count, odd = divmod(len(data) - start, struct.calcsize(_POSITION))
+    if odd:
+        raise FrameError("autograd metadata ends within a number")
+    return struct.unpack_from(f"<{count}{_POSITION}", data, start)

@@ -1,0 +1,432 @@
+"""Distributed autograd between agents of one process, over the memory transport."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.futures import Future as TorchFuture
+
+import autograd_dist
+import rpc
+from autograd_dist.wire import EXTENSION_NAME
+from rpc.functions import async_execution
+from rpc.testing import as_worker, local_group
+
+SECONDS = 10.0
+
+
+@pytest.fixture
+def workers():
+    with local_group("alice", "bob", "carol") as group, as_worker(group[0]):
+        yield group
+
+
+def leaf(*values):
+    return torch.tensor(values or (1.0, 2.0), requires_grad=True)
+
+
+def debug(agent, key):
+    return agent.debug_info().get(key, 0)
+
+
+def wait_until(condition):
+    """For what happens on other threads."""
+    done = threading.Event()
+    for _ in range(int(SECONDS * 200)):
+        if condition():
+            return
+        done.wait(0.005)
+    raise AssertionError("the condition did not come true")
+
+
+def square(x):
+    return x * x
+
+
+def square_at(name, x):
+    return rpc.rpc_sync(name, square, (x,)) + 1
+
+
+def bounce(hops, x):
+    """Multiplies by 2 at every hop, over all workers in turn."""
+    if not hops:
+        return x
+    target = ["alice", "bob", "carol"][hops % 3]
+    return rpc.rpc_sync(target, bounce, (hops - 1, x * 2))
+
+
+def test_gradient_comes_back_from_another_worker(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+    assert x.grad is None
+
+
+def test_gradient_comes_back_over_nested_calls_that_return_to_the_caller(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("bob", square_at, ("alice", x))
+        autograd_dist.backward(context_id, [(x * y).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [1 + 3.0, 1 + 12.0]
+
+
+def test_gradient_comes_back_over_many_hops(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("bob", bounce, (10, x))
+        autograd_dist.backward(context_id, [y.sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [1024.0, 1024.0]
+
+
+def test_call_to_oneself_takes_part(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("alice", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def gradient_of_weight(model, context_id):
+    return autograd_dist.get_gradients(context_id)[model.local_value().weight]
+
+
+def test_leaf_gets_its_gradient_where_it_lives(workers):
+    model = rpc.remote("bob", Model)
+    with autograd_dist.context() as context_id:
+        y = model.rpc_sync().forward(torch.ones(2) * 5)
+        assert y.requires_grad
+        autograd_dist.backward(context_id, [y.sum()])
+        gradient = rpc.rpc_sync("bob", gradient_of_weight, (model, context_id))
+    assert gradient.tolist() == [5.0, 5.0]
+
+
+def test_value_fetched_from_a_reference_takes_part(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.remote("bob", square, (x,)).to_here()
+        autograd_dist.backward(context_id, [y.sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
+def test_backward_may_start_at_the_owner_of_a_reference(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        loss = rpc.remote("bob", torch.sum, (rpc.rpc_sync("carol", square, (x,)),))
+        loss.backward(context_id)
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
+@async_execution
+def square_later(x):
+    result = TorchFuture()
+    return rpc.rpc_async("carol", square, (x,)).then(lambda f: f.value() * 2) or result
+
+
+async def square_in_a_coroutine(x):
+    return await rpc.rpc_async("carol", square, (x,)) * 2
+
+
+@pytest.mark.parametrize("handler", [square_later, square_in_a_coroutine])
+def test_asynchronous_handlers_stay_in_the_context(workers, handler):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_async("bob", handler, (x,)).wait()
+        autograd_dist.backward(context_id, [y.sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [4.0, 8.0]
+
+
+def test_callbacks_of_futures_stay_in_the_context(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        future = rpc.rpc_async("bob", square, (x,)).then(
+            lambda f: rpc.rpc_sync("carol", square, (f.value(),))
+        )
+        autograd_dist.backward(context_id, [future.wait().sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [4.0, 32.0]
+
+
+def current_context_id():
+    return autograd_dist._current_context().context_id
+
+
+def test_context_travels_without_any_tensor(workers):
+    with autograd_dist.context() as context_id:
+        assert rpc.rpc_sync("bob", current_context_id) == context_id
+        assert (
+            rpc.rpc_async("bob", rpc.rpc_sync, ("carol", current_context_id)).wait() == context_id
+        )
+
+
+def test_id_names_the_creator(workers):
+    with as_worker(workers[2]), autograd_dist.context() as context_id:
+        assert context_id >> 48 == 2
+
+
+def pair(x):
+    return {"product": x * 2, "count": torch.tensor([1, 2]), "sum": x + 1}
+
+
+def test_tensors_in_containers_and_integers_among_them(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        result = rpc.rpc_sync("bob", pair, (x,))
+        assert not result["count"].requires_grad
+        autograd_dist.backward(context_id, [(result["product"] * result["count"]).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
+def test_parameter_sent_in_a_context_is_tracked(workers):
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    with autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (p,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[p].tolist() == [2.0, 4.0]
+
+
+def is_leaf(x):
+    return x.is_leaf and x.requires_grad
+
+
+def test_outside_a_context_a_tensor_arrives_as_a_leaf(workers):
+    with autograd_dist.context():
+        pass
+    assert rpc.rpc_sync("bob", is_leaf, (leaf(),))
+    assert rpc.rpc_sync("bob", square, (leaf(),)).is_leaf
+
+
+def test_unused_results_neither_hang_nor_change_anything(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        h = x * 2
+        used = rpc.rpc_sync("bob", square, (h,))
+        rpc.rpc_sync("bob", square, (h,))
+        rpc.rpc_sync("carol", square_at, ("bob", h))
+        autograd_dist.backward(context_id, [(used * h).sum()])
+        # (2x)^3 by x is 24 x^2
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [24.0, 96.0]
+
+
+def test_second_forward_and_backward_in_one_context_adds_up(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        for _ in range(3):
+            autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [6.0, 12.0]
+
+
+def test_retain_graph_holds_on_every_worker(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        loss = rpc.rpc_sync("bob", square_at, ("carol", x)).sum()
+        autograd_dist.backward(context_id, [loss], retain_graph=True)
+        autograd_dist.backward(context_id, [loss])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [4.0, 8.0]
+        with pytest.raises(RuntimeError, match=r"Error on Node \d: .*a second time"):
+            autograd_dist.backward(context_id, [loss])
+
+
+def test_contexts_in_many_threads_do_not_mix(workers):
+    model = rpc.remote("bob", Model)
+    outcomes = {}
+
+    def train(number):
+        with as_worker(workers[number % 3]):
+            for _ in range(5):
+                with autograd_dist.context() as context_id:
+                    y = rpc.rpc_sync("bob", Model.forward, (model.to_here(), torch.ones(2)))
+                    z = rpc.rpc_sync("carol", square, (y,))
+                    autograd_dist.backward(context_id, [(z * number).sum()])
+                    outcomes.setdefault(number, []).append(debug(workers[1], EXTENSION_NAME))
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == list(range(6))
+    for agent in workers:
+        wait_until(lambda agent=agent: not debug(agent, "num_autograd_contexts"))
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("Simulate error on backward pass")
+
+
+def broken(x):
+    return Broken.apply(x) * 2
+
+
+@pytest.mark.parametrize("where", ["alice", "bob"])
+def test_error_comes_to_the_root_and_names_the_worker(workers, where):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("carol", square, (rpc.rpc_sync(where, broken, (x,)),))
+        node = 0 if where == "alice" else 1
+        with pytest.raises(
+            autograd_dist.BackwardError,
+            match=f"^Error on Node {node}: Simulate error on backward pass",
+        ):
+            autograd_dist.backward(context_id, [y.sum()])
+        z = rpc.rpc_sync("bob", square, (leaf(3.0),))
+        autograd_dist.backward(context_id, [z.sum()])
+
+
+def test_leaving_the_context_releases_it_everywhere(workers):
+    with autograd_dist.context() as context_id:
+        rpc.rpc_sync("bob", square_at, ("carol", leaf()))
+        assert [debug(agent, "num_autograd_contexts") for agent in workers] == [1, 1, 1]
+    for agent in workers:
+        wait_until(lambda agent=agent: not debug(agent, "num_autograd_contexts"))
+    message = f"Could not find autograd context with id: {context_id}"
+    with pytest.raises(autograd_dist.UnknownContextError, match=message):
+        autograd_dist.get_gradients(context_id)
+    with pytest.raises(RuntimeError, match=message):
+        autograd_dist.backward(context_id, [square(leaf()).sum()])
+
+
+def test_call_that_outlives_its_context_does_not_bring_it_back(workers):
+    with autograd_dist.context() as context_id:
+        rpc.rpc_sync("bob", square, (leaf(),))
+        extension = workers[1].extensions.load(EXTENSION_NAME)
+    wait_until(lambda: not debug(workers[1], "num_autograd_contexts"))
+    assert extension.contexts.join(context_id) is None
+
+
+def test_contexts_cannot_be_nested(workers):
+    with autograd_dist.context():
+        with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+            autograd_dist.context().__enter__()
+        with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+            rpc.rpc_sync("bob", autograd_dist.context().__enter__)
+    with autograd_dist.context():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("roots", "error", "text"),
+    [
+        (None, TypeError, "incompatible function arguments"),
+        ([], RuntimeError, "No tensors provided for gradient computation"),
+        ([torch.rand(3)], RuntimeError, "requires_grad not set on"),
+        ([torch.rand(3, requires_grad=True)], RuntimeError, "is not a scalar, all roots need to"),
+        ([torch.rand(1, requires_grad=True)], RuntimeError, "does not have a valid gradient fun"),
+    ],
+)
+def test_unusable_roots_are_refused(workers, roots, error, text):
+    with autograd_dist.context() as context_id, pytest.raises(error, match=text):
+        autograd_dist.backward(context_id, roots)
+
+
+def test_lost_worker_fails_the_pass_at_once(workers):
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("bob", square_at, ("carol", leaf()))
+        workers[2].shutdown(graceful=False)
+        wait_until(lambda: len(workers[1].group.living()) == 2)
+        with pytest.raises(autograd_dist.BackwardError, match=r"^Error on Node 1: .*worker 2"):
+            autograd_dist.backward(context_id, [y.sum()])
+
+
+def test_worker_lost_during_the_pass_fails_it(workers):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            entered.set()
+            go_on.wait(SECONDS)
+            return gradient
+
+    def slow(x):
+        return Slow.apply(x)
+
+    workers[1].slow = slow
+    outcome = []
+
+    def run():
+        with as_worker(workers[0]), autograd_dist.context() as context_id:
+            y = rpc.rpc_sync("bob", call_slow, (leaf(),))
+            try:
+                autograd_dist.backward(context_id, [y.sum()])
+            except RuntimeError as error:
+                outcome.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(SECONDS)
+    workers[0].peer_lost(1, "the test says so")
+    thread.join(SECONDS)
+    go_on.set()
+    assert len(outcome) == 1
+    assert "bob" in outcome[0]
+
+
+def call_slow(x):
+    return rpc.current.current_agent().slow(x)
+
+
+def test_contexts_of_a_lost_worker_are_dropped(workers):
+    with as_worker(workers[2]):
+        context = autograd_dist.context()
+        context.__enter__()
+        rpc.rpc_sync("alice", square, (leaf(),))
+        assert debug(workers[0], "num_autograd_contexts") == 1
+    workers[0].peer_lost(2, "the test says so")
+    assert debug(workers[0], "num_autograd_contexts") == 0
+    context.__exit__()
+
+
+def look_up(table):
+    return torch.nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True)
+
+
+def test_sparse_gradients_travel(workers):
+    table = torch.zeros(4, 2, requires_grad=True)
+    with autograd_dist.context() as context_id:
+        index = torch.tensor([1, 1])
+        y = rpc.rpc_sync(
+            "bob", torch.nn.functional.embedding, (index, table, None, None, 2.0, False, True)
+        )
+        autograd_dist.backward(context_id, [y.sum()])
+        gradient = autograd_dist.get_gradients(context_id)[table]
+    assert gradient.is_sparse
+    assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 0.0]
+
+
+def test_two_passes_at_once_in_one_context(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        losses = [rpc.rpc_sync("bob", square_at, ("carol", x * k)).sum() for k in range(1, 5)]
+        threads = [
+            threading.Thread(target=pass_of, args=(workers[0], context_id, loss)) for loss in losses
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # sum of k^2 for k up to 4, times 2x
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [60.0, 120.0]
+
+
+def pass_of(agent, context_id, loss):
+    with as_worker(agent):
+        autograd_dist.backward(context_id, [loss])
