@@ -149,8 +149,8 @@ class Agent:
         """A worker joined, or came back in a new life."""
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
-        self.transport.add_peer(peer)
         self.departure.worker_joined(peer.info.id)
+        self.transport.add_peer(peer)
 
     def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
         """Leaves the group and ends every thread; see ``rpc.shutdown``."""

@@ -121,10 +121,14 @@ class Ready(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Probe(ControlMessage):
-    """The leader of a shutdown asks for an answer as soon as the receiver is quiet."""
+    """The leader of a shutdown asks for an answer as soon as the receiver is quiet.
+
+    ``members`` are the workers that the leader believes to be living.
+    """
 
     phase: int
     wave: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +250,20 @@ def _read_number(reader: _Reader) -> int:
     return number
 
 
+def _write_numbers(out: bytearray, values: tuple[int, ...]) -> None:
+    out += _COUNT.pack(len(values)) + struct.pack(f"<{len(values)}Q", *values)
+
+
+def _read_numbers(reader: _Reader) -> tuple[int, ...]:
+    (count,) = reader.take(_COUNT)
+    return struct.unpack(f"<{count}Q", reader.take_bytes(count * _NUMBER.size))
+
+
 GLOBAL_ID: Final = _Field(_write_global_id, _read_global_id)
 REFERENCE: Final = _Field(_write_reference, _read_reference)
 TEXT: Final = _Field(_write_text, _read_text)
 NUMBER: Final = _Field(_write_number, _read_number)
+NUMBERS: Final = _Field(_write_numbers, _read_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +292,7 @@ _LAYOUTS: Final = (
     _Layout(5, Delete, (REFERENCE, GLOBAL_ID)),
     _Layout(6, Abandoned, (REFERENCE, GLOBAL_ID, TEXT)),
     _Layout(7, Ready, (NUMBER,)),
-    _Layout(8, Probe, (NUMBER, NUMBER)),
+    _Layout(8, Probe, (NUMBER, NUMBER, NUMBERS)),
     _Layout(9, Quiet, (NUMBER, NUMBER, NUMBER, NUMBER, NUMBER)),
     _Layout(10, Leaving, (NUMBER,)),
 )

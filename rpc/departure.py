@@ -72,7 +72,8 @@ class Departure:
     def worker_joined(self, worker_id: int) -> None:
         """A worker joined: it has to be waited for too."""
         with self._lock:
-            self._machine.joined(worker_id)
+            self._todo += self._machine.joined(worker_id)
+        self._perform()
 
     def worker_lost(self, worker_id: int) -> None:
         """A worker is gone: it is not waited for any more."""

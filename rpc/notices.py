@@ -99,7 +99,7 @@ class Notices:
             for counters in (self._sequences, self._sent, self._received):
                 counters.pop(worker_id, None)
 
-    def totals(self) -> tuple[int, int]:
-        """Batches sent to and received from the living."""
+    def totals(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Batches sent to and received from the living, by worker."""
         with self._lock:
-            return sum(self._sent.values()), sum(self._received.values())
+            return dict(self._sent), dict(self._received)
