@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import autograd_dist
 import remote_module
 import rpc
+from optim_dist import DistributedOptimizer
 from remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, RemoteModule, _RemoteModule
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
@@ -224,6 +226,24 @@ def test_a_hybrid_model_switches_its_remote_part_too(echo: RemoteModule) -> None
 
 def test_the_handle_shows_where_the_module_is(echo: RemoteModule) -> None:
     assert repr(echo) == "RemoteModule(on='there', device='cpu')"
+
+
+def test_a_remote_part_trains_like_a_local_one(agents: list[Agent]) -> None:
+    module = RemoteModule("there", nn.Linear, (3, 2))
+    local = nn.Linear(3, 2)
+    local.load_state_dict(module.module_rref.to_here().state_dict())
+    ours = DistributedOptimizer(torch.optim.Adam, module.remote_parameters(), lr=0.1)
+    theirs = torch.optim.Adam(local.parameters(), lr=0.1)
+    for x in torch.arange(12.0).reshape(2, 2, 3):
+        theirs.zero_grad()
+        local(x).pow(2).sum().backward()
+        theirs.step()
+        with autograd_dist.context() as context_id:
+            loss = module.forward_async(x).wait().pow(2).sum()
+            autograd_dist.backward(context_id, [loss])
+            ours.step(context_id)
+    trained = module.module_rref.to_here().state_dict()
+    torch.testing.assert_close(trained, local.state_dict())
 
 
 # --- Sending

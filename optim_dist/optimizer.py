@@ -1,0 +1,139 @@
+"""``DistributedOptimizer``: one local optimizer per owner of parameters, stepped together.
+
+Decides who makes and steps what, and checks the arguments. What a step does at
+an owner is in ``local_optimizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+import autograd_dist
+import rpc
+from autograd_dist.contexts import entered
+from optim_dist.failures import from_each
+from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
+
+
+class DistributedOptimizer:
+    """Optimizes parameters wherever they live.
+
+    At construction every worker that owns some of the parameters makes its own
+    ``optimizer_class`` for them. A step runs all of them at the same time, each
+    with the gradients that its worker has in the given autograd context. Steps
+    may be made by several trainers and in several contexts at once: on each
+    worker one runs at a time. No order is promised between them, nor that
+    gradients belong to the latest values of the parameters.
+
+    Gradients never pass through ``.grad`` as others see it. An optimizer's hooks
+    run while its worker's lock on ``.grad`` is held, and must not wait for other
+    steps or backward passes on that worker.
+
+    Args:
+        optimizer_class: a subclass of ``torch.optim.Optimizer``; not one whose
+            ``step`` needs a closure, as that of ``LBFGS``.
+        params_rref: references to the parameters, owned by any number of workers.
+        args: further positional arguments for ``optimizer_class``.
+        kwargs: keyword arguments for it, such as ``lr``.
+
+    Attributes:
+        remote_optimizers: references to the local optimizers, one per owner.
+        is_functional_optim: always False; kept for programs that look at it.
+
+    Raises:
+        TypeError: ``optimizer_class`` or a member of ``params_rref`` is something else.
+        ValueError: no parameters, or the optimizer needs a closure.
+        Exception: what ``optimizer_class`` raised at an owner, which the text names.
+
+    Example::
+
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight, bias], lr=0.05)
+        with autograd_dist.context() as context_id:
+            loss = forward(batch)
+            autograd_dist.backward(context_id, [loss])
+            optimizer.step(context_id)
+    """
+
+    is_functional_optim = False
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params_rref: Iterable[rpc.RRef[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        require_usable_class(optimizer_class)
+        self._name = optimizer_class.__name__
+        by_owner = _by_owner(params_rref)
+        self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = from_each(
+            f"making the optimizer {self._name}",
+            by_owner,
+            lambda owner: rpc.rpc_async(
+                owner, _make_local_optimizer, (optimizer_class, by_owner[owner], args, kwargs)
+            ),
+        )
+
+    def step(self, context_id: int) -> None:
+        """Steps every local optimizer with its worker's gradients; returns when all have.
+
+        Args:
+            context_id: of the autograd context that the backward pass ran in.
+
+        Raises:
+            RuntimeError: there is no such context.
+            Exception: of the type that the first owner to fail raised; the text
+                names every owner that failed. The others have stepped.
+        """
+        autograd_dist.get_gradients(context_id)
+        optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
+        with entered(context_id):  # owners that it has not reached must learn of it
+            from_each(
+                f"the step of {self._name}",
+                optimizers,
+                lambda owner: rpc.rpc_async(
+                    owner, _step_local_optimizer, (optimizers[owner], context_id)
+                ),
+            )
+
+
+def _by_owner(
+    params_rref: Iterable[rpc.RRef[Any]],
+) -> dict[rpc.WorkerInfo, list[rpc.RRef[Any]]]:
+    if isinstance(params_rref, (rpc.RRef, torch.Tensor)):
+        raise TypeError(
+            f"params_rref must be a list of RRefs, but got one {type(params_rref).__name__}"
+        )
+    by_owner: dict[rpc.WorkerInfo, list[rpc.RRef[Any]]] = {}
+    for position, rref in enumerate(params_rref):
+        if not isinstance(rref, rpc.RRef):
+            raise TypeError(
+                f"params_rref[{position}] must be an RRef to a parameter, but is of type "
+                f"{type(rref).__name__}"
+            )
+        by_owner.setdefault(rref.owner(), []).append(rref)
+    if not by_owner:
+        raise ValueError("params_rref is empty: there is nothing to optimize")
+    return by_owner
+
+
+# At the owners
+
+
+def _make_local_optimizer(
+    optimizer_class: type[Optimizer],
+    parameters: Sequence[rpc.RRef[Any]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> rpc.RRef[LocalOptimizer]:
+    values = [rref.local_value() for rref in parameters]
+    lock = autograd_dist.grad_fields()
+    return rpc.RRef(LocalOptimizer(optimizer_class, values, args, kwargs, lock))
+
+
+def _step_local_optimizer(optimizer: rpc.RRef[LocalOptimizer], context_id: int) -> None:
+    optimizer.local_value().step(autograd_dist.get_gradients(context_id))
