@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,14 @@ from rpc.clock import Clock, MonotonicClock
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.control import Leaving, encode_passed
 from rpc.current import context_of
+from rpc.debug import agent_debug_info
 from rpc.departure import Departure
 from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from rpc.event_loop import EventLoop
 from rpc.executor import Executor
 from rpc.extension_set import ExtensionSet
 from rpc.futures import Future
+from rpc.gathering import Gatherings
 from rpc.group import Group
 from rpc.ids import Life
 from rpc.notices import Notices
@@ -37,6 +39,9 @@ from rpc.rref import RRef
 from rpc.sinks import FutureSink, WaitingCaller
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
 from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.membership import Membership
 
 _logger = logging.getLogger("rpc")
 _SYSTEM_THREADS = 4
@@ -129,6 +134,9 @@ class Agent:
         self.caller = Caller(self)
         self.callee = Callee(self)
         self.departure = Departure(self)
+        self.membership: Membership | None = None
+        self.gatherings = Gatherings()
+        self.gil_profiling = False
         self.pulse = Pulse(f"{name}-pulse", self.clock, self.caller.expire)
 
     # --- Life
@@ -155,8 +163,11 @@ class Agent:
     def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
         """Leaves the group and ends every thread; see ``rpc.shutdown``."""
         try:
-            if graceful:
+            if graceful and self.membership is None:
                 self.departure.leave_together(timeout)
+            elif graceful:
+                self.departure.leave_alone(timeout)
+                self._say_goodbye()
             else:
                 self._say_goodbye()
         finally:
@@ -169,6 +180,8 @@ class Agent:
 
     def _close(self) -> None:
         self.departure.closing()
+        if self.membership is not None:
+            self.membership.leave()
         self.caller.close("this worker shut down")
         for extension in self.extensions.all():
             extension.close()
@@ -192,7 +205,7 @@ class Agent:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         _require_callable(func)
         sink = WaitingCaller()
-        self.caller.call(self.find(to), func, args or (), kwargs or {}, timeout, sink)
+        self.caller.call(self.find(to, timeout), func, args or (), kwargs or {}, timeout, sink)
         return self.caller.sync(sink)
 
     def rpc_async(
@@ -209,7 +222,7 @@ class Agent:
         future = self.caller.future(f"the call of {name} on {to}")
         try:
             sink = FutureSink(future, self.completions)
-            self.caller.call(self.find(to), func, args or (), kwargs or {}, timeout, sink)
+            self.caller.call(self.find(to, timeout), func, args or (), kwargs or {}, timeout, sink)
         except (WorkerLostError, RpcTimeoutError) as error:
             future.set_exception(error)
         return future
@@ -224,7 +237,7 @@ class Agent:
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
         _require_callable(func)
-        owner = self.find(to)
+        owner = self.find(to, timeout)
         rref, passed, sink = self.references.create(owner)
         target = encode_passed((passed,))
         try:
@@ -234,9 +247,23 @@ class Agent:
             raise
         return rref
 
-    def find(self, to: Destination) -> WorkerInfo:
-        """The worker meant by a name, an id or a ``WorkerInfo``."""
+    def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
+        """The worker meant by a name, an id or a ``WorkerInfo``.
+
+        In a dynamic group, one that has not joined yet is waited for.
+        """
+        membership = self.membership
+        if membership and isinstance(to, str | int) and not self.group.knows(to):
+            membership.wait_for(to, self.timeout_of(timeout))
         return self.group.find(to)
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """A worker by name or id; this one without an argument."""
+        return self.info if worker is None else self.find(worker)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """The workers that are not lost, by id."""
+        return self.group.living()
 
     def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
         """Where tensors on this worker's devices arrive at ``to``; empty without a map."""
@@ -283,6 +310,10 @@ class Agent:
             info.update(extension.debug_info())
         return info
 
+    def get_debug_info(self) -> dict[str, str]:
+        """Counters under the names that the original gives them; see ``rpc.debug``."""
+        return agent_debug_info(self)
+
     # --- What the transport tells (``transports.base.Receiver``)
 
     def deliver(self, sender: int, frame: Frame) -> None:
@@ -316,7 +347,7 @@ class Agent:
         for message in self.notices.arrived(life, frame):
             if isinstance(message, Leaving) and not message.phase:
                 self.transport.remove_peer(sender)
-                self.peer_lost(sender, "it left the group without waiting for the others")
+                self.peer_lost(sender, "it left the group")
             elif not self.departure.control_arrived(sender, message):
                 self.references.control_arrived(life, message)
         self.activity_changed()

@@ -6,8 +6,11 @@ for it changes its imports and nothing else.
 
 from __future__ import annotations
 
+import contextvars
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +24,17 @@ from rpc.constants import (
 )
 from rpc.current import current_agent, find_agent, set_process_agent
 from rpc.errors import RpcError
+from rpc.functions import is_async_execution
 from rpc.futures import Future
+from rpc.gathering import all_gather as _all_gather
+from rpc.gathering import barrier as _barrier
+from rpc.internal import (
+    PythonUDF,
+    _internal_rpc_pickler,
+    _InternalRPCPickler,
+    run_serialized,
+    run_serialized_async,
+)
 from rpc.options import RpcBackendOptions
 from rpc.rendezvous import open_store
 from rpc.rref import RRef
@@ -29,7 +42,10 @@ from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
 
+# What programs of the original set or look at, and so are plain module variables.
 _ignore_rref_leak = True
+_default_pickler = _internal_rpc_pickler
+_thread_local_var = threading.local()
 
 
 def is_available() -> bool:
@@ -77,7 +93,7 @@ def init_rpc(
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
     store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
-    set_process_agent(init_backend(chosen, store, name, rank, size, options))
+    _set_and_start_rpc_agent(init_backend(chosen, store, name, rank, size, options))
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -94,6 +110,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         RuntimeError: RPC is not initialized.
     """
     agent = current_agent()
+    context = contextvars.copy_context()
+    agent.departure.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
     try:
         agent.shutdown(graceful, timeout or agent.options.shutdown_timeout)
         if graceful and agent.departure.leaks and not _ignore_rref_leak:
@@ -131,6 +149,8 @@ def rpc_sync(
 
         total = rpc.rpc_sync("server", torch.add, args=(a, b))
     """
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _serialized(func, args, kwargs)
     result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout)
     return result
 
@@ -146,7 +166,13 @@ def rpc_async(
 
     Errors in the arguments are raised here, those of the call by the future.
     """
-    return current_agent().rpc_async(to, func, args, kwargs, timeout)
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _serialized(func, args, kwargs)
+    future = current_agent().rpc_async(to, func, args, kwargs, timeout)
+    collected: list[Future[Any]] | None = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+    return future
 
 
 def remote(
@@ -171,6 +197,8 @@ def remote(
         model = rpc.remote("server", nn.Linear, args=(4, 2))
         y = model.rpc_sync().forward(x)
     """
+    if _default_pickler is not _internal_rpc_pickler:
+        func, args, kwargs = _serialized(func, args, kwargs)
     return current_agent().remote(to, func, args, kwargs, timeout)
 
 
@@ -180,8 +208,7 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     Raises:
         UnknownWorkerError: there is no such worker.
     """
-    agent = current_agent()
-    return agent.info if worker_name is None else agent.find(worker_name)
+    return current_agent().get_worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
@@ -196,8 +223,58 @@ def _set_rpc_timeout(seconds: float) -> None:
     current_agent().rpc_timeout = seconds
 
 
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits, at the end of the block, for every ``rpc_async`` that this thread made in it."""
+    futures: list[Future[Any]] = []
+    _thread_local_var.future_list = futures
+    try:
+        yield
+    finally:
+        del _thread_local_var.future_list
+        torch.futures.wait_all(futures)
+
+
+@contextmanager
+def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
+    """Serializes the calls of this process with ``rpc_pickler`` inside the block."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def _serialized(
+    func: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
+    call = PythonUDF(func, tuple(args or ()), kwargs or {})
+    run = run_serialized_async if is_async_execution(func) else run_serialized
+    return run, _default_pickler.serialize(call), None
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Returns when every worker has called this; ``timeout`` in seconds, 0 for no limit."""
+    _all_gather(None, timeout=timeout)
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """Makes every reference to a value of another worker unusable and tells the owners."""
+    current_agent().references.release_all_users()
+
+
 def _get_current_rpc_agent() -> Agent:
     return current_agent()
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return find_agent() is not None
+
+
+def _set_and_start_rpc_agent(agent: Agent) -> None:
+    """Makes a started agent this process's."""
+    set_process_agent(agent)
 
 
 def debug_info() -> dict[str, Any]:

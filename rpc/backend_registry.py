@@ -35,11 +35,13 @@ class _Members(type):
     _members: ClassVar[dict[str, BackendType]] = {}
 
     def __getitem__(cls, name: str) -> BackendType:
-        return cls._members[name]
+        return _known()[name]
 
     def __getattr__(cls, name: str) -> BackendType:
+        if name.startswith("_"):
+            raise AttributeError(name)
         try:
-            return cls._members[name]
+            return _known()[name]
         except KeyError:
             known = ", ".join(cls._members)
             raise AttributeError(
@@ -47,14 +49,14 @@ class _Members(type):
             ) from None
 
     def __iter__(cls) -> Iterator[BackendType]:
-        return iter(cls._members.values())
+        return iter(_known().values())
 
     def __len__(cls) -> int:
-        return len(cls._members)
+        return len(_known())
 
     @property
     def __members__(cls) -> dict[str, BackendType]:
-        return dict(cls._members)
+        return dict(_known())
 
 
 class BackendType(metaclass=_Members):
@@ -71,6 +73,14 @@ class BackendType(metaclass=_Members):
 
     def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
         return _by_name, (self.name,)
+
+
+def _known() -> dict[str, BackendType]:
+    """All backends; the built-in ones are registered when someone first looks."""
+    from rpc.builtin_backends import register_builtin_backends
+
+    register_builtin_backends()
+    return _Members._members
 
 
 def _by_name(name: str) -> BackendType:
@@ -102,9 +112,12 @@ def register_backend(
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    member = BackendType(backend_name, value)
-    _Members._members[backend_name] = member
-    return member
+    return add_once(backend_name, value)
+
+
+def add_once(backend_name: str, value: BackendValue) -> BackendType:
+    """Adds a backend unless there is one of that name; for those that come with the library."""
+    return _Members._members.setdefault(backend_name, BackendType(backend_name, value))
 
 
 def construct_rpc_backend_options(
@@ -123,7 +136,7 @@ def init_backend(
     store: Store,
     name: str,
     rank: int,
-    world_size: int,
+    world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
     """Forms the group over ``backend`` and returns this worker's agent."""

@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import Store
 
 from rpc import rendezvous
 from rpc.agent import Agent, AgentOptions
+from rpc.membership import Membership, peer_of
 from rpc.options import RpcBackendOptions
 from rpc.rendezvous import Record
-from rpc.transports.base import Peer, Transport
+from rpc.transports.base import Transport
 from rpc.worker_info import WorkerInfo
 
 Check = Callable[[list[Record]], None]
@@ -25,7 +26,7 @@ def form_group(
     store: Store,
     name: str,
     rank: int,
-    world_size: int,
+    world_size: int | None,
     options: RpcBackendOptions,
     transport: Transport,
     check: Check,
@@ -37,7 +38,7 @@ def form_group(
         store: where they meet.
         name: of this worker.
         rank: its id.
-        world_size: how many workers there are.
+        world_size: how many workers there are; None joins a dynamic group.
         options: timeouts and threads.
         transport: not started yet.
         check: raises if the records of the whole group do not fit together.
@@ -50,17 +51,17 @@ def form_group(
     agent = Agent(info, incarnation, transport, _agent_options(options))
     try:
         me = Record(name, rank, world_size, incarnation, backend, agent.start())
-        records = rendezvous.meet(store, me, options.bring_up_timeout)
-        check(records)
-        agent.join([_peer(record) for record in records])
+        if world_size is None:
+            agent.membership = Membership(agent, store, me)
+            agent.membership.join()
+        else:
+            records = rendezvous.meet(store, me, options.bring_up_timeout)
+            check(records)
+            agent.join([peer_of(record) for record in records])
     except BaseException:
         agent.shutdown(graceful=False)
         raise
     return agent
-
-
-def _peer(record: Record) -> Peer:
-    return Peer(WorkerInfo(record.name, record.rank), record.incarnation, record.address)
 
 
 def _agent_options(options: RpcBackendOptions) -> AgentOptions:

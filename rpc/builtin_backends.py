@@ -12,7 +12,7 @@ import json
 from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
-from rpc.backend_registry import BackendType, backend_registered, register_backend
+from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
 from rpc.bring_up import form_group
 from rpc.devices import DeviceInfo, validate_device_maps
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -24,8 +24,7 @@ TENSORPIPE = "TENSORPIPE"
 
 def register_builtin_backends() -> None:
     """Makes the built-in backends known; does nothing the second time."""
-    if not backend_registered(TENSORPIPE):
-        register_backend(TENSORPIPE, TensorPipeRpcBackendOptions, _init_tensorpipe)
+    add_once(TENSORPIPE, BackendValue(TensorPipeRpcBackendOptions, _init_tensorpipe))
 
 
 def default_backend(options: RpcBackendOptions | None, preferred: str | None) -> BackendType:
@@ -54,7 +53,7 @@ def _init_tensorpipe(
     store: Store,
     name: str,
     rank: int,
-    world_size: int,
+    world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):

@@ -51,10 +51,7 @@ class Callee:
             self._serving[service] = agent.clock.now()
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
-        if agent.transport.runs_handlers:
-            executor.run_here(service.run)
-        else:
-            executor.submit(service.run)
+        executor.run_here(service.run, agent.transport.inline_handlers)
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""

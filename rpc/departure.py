@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rpc.control import ControlMessage, Leaving, Probe, Quiet, Ready
@@ -38,7 +40,10 @@ class Departure:
         self._probed = False
         self._finished = threading.Event()
         self._closing = False
+        self._alone = False
+        self._changed = threading.Condition()
         self.leaks: list[str] = []
+        self.release: Callable[[], None] = agent.references.release_all_users
 
     def leave_together(self, timeout: float) -> None:
         """Waits until the whole group is done; ``timeout`` in seconds, 0 for none.
@@ -47,16 +52,42 @@ class Departure:
             RpcTimeoutError: names the workers that were still waited for.
             RpcError: called from a handler, which would wait for itself.
         """
-        if in_handler():
-            raise RpcError(
-                "shutdown(graceful=True) was called in a handler, which it would wait for; "
-                "call it in the main program"
-            )
+        self._refuse_in_handler()
         with self._lock:
             self._todo += self._machine.begin()
         self._perform()
         if not self._finished.wait(timeout or None):
             raise RpcTimeoutError(self._timed_out(timeout))
+
+    @staticmethod
+    def _refuse_in_handler() -> None:
+        if in_handler():
+            raise RpcError(
+                "shutdown(graceful=True) was called in a handler, which it would wait for; "
+                "call it in the main program"
+            )
+
+    def leave_alone(self, timeout: float) -> None:
+        """Waits until this worker is quiet, whatever the others do, and lets go of its references.
+
+        Args:
+            timeout: seconds, 0 for none.
+
+        Raises:
+            RpcTimeoutError: calls were still under way.
+        """
+        self._refuse_in_handler()
+        deadline = time.monotonic() + timeout if timeout else None
+        with self._changed:
+            self._alone = True
+            while not self._quiet():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise RpcTimeoutError(
+                        f"shutdown: calls were still under way after {timeout:.2f} seconds"
+                    )
+                self._changed.wait(left)
+        self.release()
 
     def _timed_out(self, timeout: float) -> str:
         with self._lock:
@@ -102,16 +133,13 @@ class Departure:
         """Answers the leader's probe if this worker has become quiet."""
         if self._probed:
             self._answer_if_quiet()
+        if self._alone:
+            with self._changed:
+                self._changed.notify_all()
 
     def _answer_if_quiet(self) -> None:
         agent = self._agent
-        quiet = (
-            agent.caller.quiet()
-            and agent.callee.quiet()
-            and agent.completions.quiet()
-            and agent.references.quiet()
-        )
-        if not quiet:
+        if not self._quiet():
             return
         activity = agent.caller.sent() + agent.callee.handled()
         sent, received = agent.notices.totals()
@@ -121,6 +149,15 @@ class Departure:
             self._probed = False
             self._todo += self._machine.quiet(activity, sent, received)
         self._perform()
+
+    def _quiet(self) -> bool:
+        agent = self._agent
+        return (
+            agent.caller.quiet()
+            and agent.callee.quiet()
+            and agent.completions.quiet()
+            and agent.references.quiet()
+        )
 
     def _perform(self) -> None:
         """Works off effects, in order, on one thread at a time."""
@@ -154,6 +191,6 @@ class Departure:
 
     def _enter(self, phase: Phase) -> None:
         if phase is Phase.RELEASE:
-            self._agent.references.release_all_users()
+            self.release()
         elif phase is Phase.CLOSE:
             self.leaks = self._agent.references.leaks()

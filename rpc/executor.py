@@ -9,9 +9,12 @@ it adds a thread, ever more slowly, so that every cycle of waiting handlers
 dissolves in the end, and threads beyond the limit retire when they are done.
 
 One rule keeps the queue from being forgotten: as long as it is not empty,
-either as many threads are on their way to it (``_coming``) as it has tasks, or
-the limit is reached and the monitor watches. Whatever lowers the number of
-active threads or raises the limit therefore ends with :meth:`Executor._staff`.
+either a thread is on its way to it (``_coming``), or the limit is reached and
+the monitor watches. A thread that arrives takes a task and, if there are more,
+sends for the next thread. So short tasks are worked off by few threads that do
+not fight for the interpreter lock, and long ones still get a thread each.
+Whatever lowers the number of active threads or raises the limit ends with
+:meth:`Executor._staff`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterator
 
 Task = Callable[[], None]
 
+_MANY = 1 << 30
 _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
 
@@ -86,13 +90,12 @@ class Executor:
         self._limit = limit
         self._context = context
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
         self._all_started = threading.Condition(self._lock)
         self._queue: deque[Task] = deque()
         self._threads: list[threading.Thread] = []
         self._starting = 0
         self._size = 0
-        self._idle = 0
+        self._idle: list[threading.Lock] = []  # a bell for each idle thread, latest last
         self._coming = 0
         self._guests = 0
         self._waiting = 0
@@ -114,10 +117,17 @@ class Executor:
         self._start(missing)
         return True
 
-    def run_here(self, task: Task) -> None:
-        """Runs a task on the calling thread if the limit allows, else queues it."""
+    def run_here(self, task: Task, guests: int = _MANY) -> None:
+        """Runs a task on the calling thread if the limit allows, else queues it.
+
+        Args:
+            task: what to run.
+            guests: how many tasks may run on threads that are not this executor's.
+        """
         with self._lock:
-            admitted = not self._closed and self._active() < self._allowed()
+            admitted = (
+                self._guests < guests and not self._closed and self._active() < self._allowed()
+            )
             if admitted:
                 self._guests += 1
                 self._busy += 1
@@ -132,7 +142,6 @@ class Executor:
             _current.executor, _current.waiting = previous
             with self._lock:
                 self._guests -= 1
-                self._task_ended()
                 missing = self._staff()
             self._start(missing)
 
@@ -157,9 +166,10 @@ class Executor:
             dropped = [*self._queue]
             self._queue.clear()
             self._busy -= len(dropped)
-            self._coming += self._idle
-            self._idle = 0
-            self._work.notify_all()
+            self._coming += len(self._idle)
+            for bell in self._idle:
+                bell.release()
+            self._idle.clear()
             while self._starting:
                 self._all_started.wait()
             threads = [*self._threads]
@@ -172,21 +182,20 @@ class Executor:
     # --- Decisions; all with the lock held
 
     def _active(self) -> int:
-        return self._size + self._guests - self._idle - self._waiting
+        return self._size + self._guests - len(self._idle) - self._waiting
 
     def _allowed(self) -> int:
         return self._limit + self._extra
 
     def _staff(self) -> _Role | None:
         """Restores the rule above by one thread; one to be started is returned for ``_start``."""
-        if self._closed or len(self._queue) <= self._coming:
+        if self._coming or not self._queue or self._closed:
             return None
         if self._active() >= self._allowed():
             return self._reserve_monitor()
         self._coming += 1
         if self._idle:
-            self._idle -= 1
-            self._work.notify()
+            self._idle.pop().release()
             return None
         self._size += 1
         self._starting += 1
@@ -234,36 +243,45 @@ class Executor:
 
     def _serve(self) -> None:
         _current.executor = self
+        bell = threading.Lock()
+        bell.acquire()
         with self._lock:
             self._coming -= 1
-        while (task := self._take()) is not None:
+        while (task := self._take(bell)) is not None:
             self._run(task)
             del task
-            with self._lock:
-                self._task_ended()
         with self._lock:
             missing = self._staff()
         self._start(missing)
 
-    def _take(self) -> Task | None:
-        """The next task; None when this thread should end."""
-        with self._lock:
-            while not self._closed and self._active() <= self._allowed():
+    def _take(self, bell: threading.Lock) -> Task | None:
+        """The next task, waited for until ``bell`` rings; None when this thread should end."""
+        while True:
+            with self._lock:
+                if self._closed or self._active() > self._allowed():
+                    self._size -= 1
+                    return None
                 if self._queue:
-                    return self._queue.popleft()
-                if self._idle >= self._limit:
+                    task = self._queue.popleft()
+                    missing = self._staff()
                     break
-                self._idle += 1
-                self._work.wait()
+                if len(self._idle) >= self._limit:
+                    self._size -= 1
+                    return None
+                self._idle.append(bell)
+            bell.acquire()
+            with self._lock:
                 self._coming -= 1
-            self._size -= 1
-            return None
+        self._start(missing)
+        return task
 
     def _run(self, task: Task) -> None:
         try:
             self._context.copy().run(task)
         except BaseException:
             _logger.exception("a task on %s raised an error that nobody handles", self._name)
+        with self._lock:
+            self._task_ended()
 
     def _enter_wait(self) -> None:
         with self._lock:

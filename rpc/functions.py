@@ -37,3 +37,8 @@ def async_execution(
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper
+
+
+def is_async_execution(func: object) -> bool:
+    """True if ``func`` was marked with :func:`async_execution`."""
+    return getattr(func, "_wrapped_async_rpc_function", None) is not None

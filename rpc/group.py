@@ -62,6 +62,10 @@ class Group:
             raise self._error(peer, reason)
         return peer.info
 
+    def knows(self, to: str | int) -> bool:
+        """True if a worker of this name or id is or was a member."""
+        return to in self._by_name or to in self._by_id
+
     def peer(self, worker_id: int) -> Peer:
         """A member, living or lost, by id.
 

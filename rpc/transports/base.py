@@ -12,7 +12,7 @@ What every implementation promises (``tests/rpc/transports/conformance.py``):
   peer is unknown or lost, or a tensor's device has no place at the other end.
 - ``deliver`` and ``peer_lost`` are called on the transport's threads, several
   at a time, never while a lock of the transport is held. They return quickly,
-  except a request where ``runs_handlers`` says that it may block.
+  except a request where ``inline_handlers`` says that it may block.
 - After ``close`` returned, neither is called again, and every thread,
   descriptor and segment of the transport is gone.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -40,8 +40,7 @@ class FrameKind(enum.IntEnum):
     """Nothing comes back; correlation is 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """The unit a transport carries.
 
     Args:
@@ -89,9 +88,11 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """One worker's end of a way to move frames. See the module's promises."""
 
-    runs_handlers: ClassVar[bool]
-    """True if ``deliver`` may run a request's handler on the calling thread,
-    because the transport already has another thread reading."""
+    inline_handlers: ClassVar[int]
+    """How many requests' handlers may run, and block, on delivering threads at once.
+
+    Above 0 only if the transport goes on delivering while that many are blocked.
+    """
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Begins to listen; returns the address to publish to the other workers."""
@@ -124,6 +125,14 @@ class Transport(Protocol):
 
         ``block`` sleeps until ``done()`` holds. A transport without threads to
         spare reads here instead; the others simply call ``block``.
+        """
+
+    def wake(self) -> None:
+        """Makes a thread in :meth:`wait` look at its ``done`` again.
+
+        To be called when something other than ``deliver`` or ``peer_lost`` may
+        have made one true: a deadline, a callback on another thread. Cheap when
+        nobody waits; must not be called with a lock held that a ``done`` takes.
         """
 
     def close(self, flush_seconds: float) -> None:

@@ -89,7 +89,7 @@ class MemoryHub:
 class MemoryTransport:
     """One worker's end of a :class:`MemoryHub`; see ``base.Transport``."""
 
-    runs_handlers: ClassVar[bool] = False
+    inline_handlers: ClassVar[int] = 0
 
     def __init__(self, hub: MemoryHub) -> None:
         self.worker_id = -1
@@ -142,6 +142,9 @@ class MemoryTransport:
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
         block()
+
+    def wake(self) -> None:
+        """Nothing to do: who waits sleeps in a way of its own."""
 
     def close(self, flush_seconds: float) -> None:
         """Leaves the hub after what was sent to it so far is delivered to others."""

@@ -116,7 +116,7 @@ def test_an_idle_thread_is_used_again():
             (task,) = start(executor, 1)
             assert task.started.wait(SECONDS)
             let_go(task)
-            assert eventually(lambda: executor._idle == 1)
+            assert eventually(lambda: len(executor._idle) == 1)
         assert executor.thread_count() == 1
 
 
@@ -287,7 +287,7 @@ def test_a_guest_that_waits_unannounced_is_overcome_although_a_thread_is_idle():
     with running(limit=1) as executor:
         (first,) = start(executor, 1)
         let_go(first)
-        assert eventually(lambda: executor._idle == 1)
+        assert eventually(lambda: len(executor._idle) == 1)
         host = threading.Thread(target=executor.run_here, args=(guest,))
         host.start()
         assert guest.started.wait(SECONDS)
@@ -306,7 +306,7 @@ def test_a_thread_that_finds_the_limit_exceeded_leaves_its_task_to_the_monitor(
     with running(limit=1) as executor:
         (first,) = start(executor, 1)
         let_go(first)
-        assert eventually(lambda: executor._idle == 1)
+        assert eventually(lambda: len(executor._idle) == 1)
         with executor._lock:
             executor._queue.append(ran.set)
             executor._busy += 1
@@ -382,7 +382,7 @@ def test_a_task_queued_behind_a_guest_runs_when_the_guest_leaves_although_a_thre
     with running(limit=1) as executor:
         (first,) = start(executor, 1)
         let_go(first)
-        assert eventually(lambda: executor._idle == 1)
+        assert eventually(lambda: len(executor._idle) == 1)
         executor.run_here(lambda: executor.submit(ran.set))
         assert ran.wait(SECONDS)
 
@@ -605,7 +605,7 @@ def scenario(seed: int) -> None:
     assert eventually(lambda: executor.thread_count() <= limit)
     executor.close()
     assert (executor._guests, executor._waiting) == (0, 0)
-    assert (executor._size, executor._idle, executor._coming) == (0, 0, 0)
+    assert (executor._size, len(executor._idle), executor._coming) == (0, 0, 0)
 
 
 @pytest.mark.usefixtures("patient")
