@@ -6,7 +6,8 @@ direction between two workers; ``replies``, ``requests`` and ``bulk`` are the
 threads that read; ``transport`` puts them together.
 """
 
+from rpc.transports.tensorwire.options import TensorWireRpcBackendOptions
 from rpc.transports.tensorwire.settings import Settings, WhenFull
 from rpc.transports.tensorwire.transport import TensorWireTransport
 
-__all__ = ["Settings", "TensorWireTransport", "WhenFull"]
+__all__ = ["Settings", "TensorWireRpcBackendOptions", "TensorWireTransport", "WhenFull"]

@@ -33,6 +33,8 @@ _CHUNK = struct.Struct("<QQ")
 FIXED_SIZE = _CHECKED.size
 _CHECKED_BYTES = _FIXED.size
 _COUNTER_MASK = (1 << 64) - 1
+_LARGE = 1 << 14
+_unpack_checked = _CHECKED.unpack_from
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,8 +55,8 @@ class WireKind(enum.IntEnum):
     """Bulk channels only: the segment ``correlation`` cannot be mapped here."""
 
 
-_MAIN_KINDS = frozenset({WireKind.REQUEST, WireKind.REPLY, WireKind.NOTICE})
-_BULK_KINDS = frozenset(WireKind) - _MAIN_KINDS
+_MAIN_KINDS = frozenset({1, 2, 3})
+_BULK_KINDS = frozenset(map(int, WireKind)) - _MAIN_KINDS
 
 
 class WireFrame(NamedTuple):
@@ -87,11 +89,12 @@ class _Fixed(NamedTuple):
     checksum: int
 
 
-def _check_fixed(data: Buffer, start: int, kinds: frozenset[WireKind], expected: int) -> _Fixed:
+def _check_fixed(data: Buffer, start: int, kinds: frozenset[int], expected: int) -> _Fixed:
+    """Parses a fixed part, or says what is wrong with it."""
     fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
     if fixed.magic != MAGIC:
         raise FrameError(f"the stream lost its place: a frame begins with {fixed.magic:#06x}")
-    if crc32(memoryview(data)[start : start + _CHECKED_BYTES]) != fixed.checksum:
+    if crc32(data[start : start + _CHECKED_BYTES]) != fixed.checksum:
         raise FrameError("the stream lost its place: a frame's checksum is wrong")
     if fixed.version != VERSION:
         raise FrameError(f"frame of version {fixed.version}; this worker speaks {VERSION}")
@@ -105,109 +108,100 @@ def _check_fixed(data: Buffer, start: int, kinds: frozenset[WireKind], expected:
 class FrameDecoder:
     """Turns the bytes of a main channel into frames.
 
-    The owner receives into :meth:`buffer` and reports with :meth:`received`.
+    While :meth:`room` returns a buffer, the next bytes of the stream are received
+    there and reported with :meth:`filled`; otherwise they are passed to :meth:`feed`.
     After a :class:`FrameError` the stream cannot be used any more.
 
     Args:
         max_frame_bytes: a frame that says it is longer is refused.
-        capacity: size of the receive buffer; longer frames are received into
-            memory of their own.
     """
 
-    def __init__(self, max_frame_bytes: int, capacity: int = 65536) -> None:
+    def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
-        self._data = bytearray(capacity)
-        self._view = memoryview(self._data)
-        self._start = 0
-        self._end = 0
-        self._large: bytearray | None = None
-        self._large_fixed: _Fixed | None = None
-        self._large_end = 0
+        self._rest = b""
         self._sequence = 0
+        self._large: bytearray | None = None
+        self._large_fixed = _Fixed(*[0] * 9)
+        self._large_end = 0
 
-    def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty."""
-        if self._large is not None:
-            return memoryview(self._large)[self._large_end :]
-        return self._view[self._end :]
-
-    def received(self, count: int) -> list[WireFrame]:
-        """Takes note of ``count`` bytes in :meth:`buffer`; returns the frames they completed.
+    def feed(self, data: bytes) -> list[WireFrame]:
+        """Takes the next bytes of the stream; returns the frames they completed.
 
         Raises:
             FrameError: the bytes are not frames.
         """
-        if self._large is not None:
-            self._large_end += count
-            return self._finish_large()
-        self._end += count
+        if self._rest:
+            data = self._rest + data
+        start, available = 0, len(data)
         frames: list[WireFrame] = []
-        while self._end - self._start >= FIXED_SIZE and (frame := self._next()) is not None:
-            frames.append(frame)
-        self._make_room()
+        while available - start >= FIXED_SIZE:
+            magic, version, kind, header, table, inline, correlation, sequence, checksum = (
+                _unpack_checked(data, start)
+            )
+            if (
+                checksum != crc32(data[start : start + _CHECKED_BYTES])
+                or sequence != self._sequence
+                or kind not in _MAIN_KINDS
+                or magic != MAGIC
+                or version != VERSION
+            ):
+                _check_fixed(data, start, _MAIN_KINDS, self._sequence)
+            at_header = start + FIXED_SIZE
+            at_inline = at_header + header + table
+            end = at_inline + inline
+            if end > available:
+                if self._begin_large(data, start, end - start):
+                    return frames
+                break
+            self._sequence = (sequence + 1) & _COUNTER_MASK
+            start = end
+            at_table = at_header + header
+            frames.append(
+                WireFrame(
+                    kind,
+                    correlation,
+                    data[at_header:at_table],
+                    data[at_table:at_inline],
+                    bytearray(data[at_inline:end]) if table else data[at_inline:end],
+                )
+            )
+        self._rest = data[start:]
         return frames
 
-    def _next(self) -> WireFrame | None:
-        start = self._start
-        fixed = _check_fixed(self._data, start, _MAIN_KINDS, self._sequence)
-        at_table = start + FIXED_SIZE + fixed.header
-        at_inline = at_table + fixed.table
-        end = at_inline + fixed.inline
-        if end > self._end:
-            self._check_length(fixed, end - start)
-            return None
-        self._start = end
-        self._sequence = (self._sequence + 1) & _COUNTER_MASK
-        view = self._view
-        inline: Buffer = b""
-        if fixed.inline:
-            inline = (bytearray if fixed.table else bytes)(view[at_inline:end])
-        return WireFrame(
-            fixed.kind,
-            fixed.correlation,
-            bytes(view[start + FIXED_SIZE : at_table]),
-            bytes(view[at_table:at_inline]) if fixed.table else b"",
-            inline,
-        )
-
-    def _check_length(self, fixed: _Fixed, length: int) -> None:
+    def _begin_large(self, data: bytes, start: int, length: int) -> bool:
+        """Gives a long incomplete frame memory of its own; False if it is a short one."""
         if length > self._max_frame_bytes:
             raise FrameError(
                 f"frame of {length} bytes; the limit is {self._max_frame_bytes} (max_frame_bytes)"
             )
-        if length > len(self._data):
-            self._large = bytearray(length - FIXED_SIZE)
-            self._large_fixed = fixed
-            present = self._view[self._start + FIXED_SIZE : self._end]
-            self._large_end = len(present)
-            self._large[: len(present)] = present
-            self._start = self._end
+        if length < _LARGE:
+            return False
+        present = data[start + FIXED_SIZE :]
+        self._large = bytearray(length - FIXED_SIZE)
+        self._large[: len(present)] = present
+        self._large_end = len(present)
+        self._large_fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
+        self._rest = b""
+        return True
 
-    def _finish_large(self) -> list[WireFrame]:
+    def room(self) -> memoryview | None:
+        """Where the rest of a long frame is to be received, if one has begun."""
+        if self._large is None:
+            return None
+        return memoryview(self._large)[self._large_end :]
+
+    def filled(self, count: int) -> list[WireFrame]:
+        """Takes note of ``count`` bytes in :meth:`room`; returns the frame if it is complete."""
         large, fixed = self._large, self._large_fixed
-        if large is None or fixed is None or self._large_end < len(large):
+        self._large_end += count
+        if large is None or self._large_end < len(large):
             return []
-        self._large = self._large_fixed = None
+        self._large = None
         self._sequence = (self._sequence + 1) & _COUNTER_MASK
         view = memoryview(large)
         at_inline = fixed.header + fixed.table
-        return [
-            WireFrame(
-                fixed.kind,
-                fixed.correlation,
-                bytes(view[: fixed.header]),
-                bytes(view[fixed.header : at_inline]),
-                view[at_inline:],
-            )
-        ]
-
-    def _make_room(self) -> None:
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start and self._end + FIXED_SIZE > len(self._data) // 2:
-            rest = self._end - self._start
-            self._data[:rest] = self._data[self._start : self._end]
-            self._start, self._end = 0, rest
+        header, table = bytes(view[: fixed.header]), bytes(view[fixed.header : at_inline])
+        return [WireFrame(fixed.kind, fixed.correlation, header, table, view[at_inline:])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from rpc.transports.base import Frame
 from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link
 
+_RECEIVE_BYTES = 65536
+_CLOSED = "the connection was closed by the other end"
+
 
 class MainReader:
     """Reads one main channel until it ends.
@@ -28,7 +31,8 @@ class MainReader:
     """
 
     def __init__(self, sock: socket.socket, link: Link, max_frame_bytes: int) -> None:
-        self._receive = sock.recv_into
+        self._sock = sock
+        self._receive = sock.recv
         self._link = link
         self._decoder = FrameDecoder(max_frame_bytes)
         self.more = False
@@ -37,27 +41,41 @@ class MainReader:
 
     def read(self) -> list[Frame]:
         """Receives once; returns the frames that are complete."""
-        decoder = self._decoder
-        buffer = decoder.buffer()
         self.more = False
         try:
-            count = self._receive(buffer)
+            room = self._decoder.room()
+            if room is not None:
+                return self._read_into(room)
+            data = self._receive(_RECEIVE_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
             self.over = f"the connection broke: {error.strerror}"
             return []
-        if not count:
-            self.over = "the connection was closed by the other end"
+        if not data:
+            self.over = _CLOSED
             return []
-        self.more = count == len(buffer)
+        self.more = len(data) == _RECEIVE_BYTES
         self.silent = False
         frames: list[Frame] = []
         try:
-            for wire in decoder.received(count):
+            for wire in self._decoder.feed(data):
                 frame = self._link.frame_of(wire)
                 if frame is not None:
                     frames.append(frame)
         except Exception as error:
             self.over = f"what it sent cannot be read: {error}"
         return frames
+
+    def _read_into(self, room: memoryview) -> list[Frame]:
+        count = self._sock.recv_into(room)
+        if not count:
+            self.over = _CLOSED
+            return []
+        self.more = True
+        try:
+            frames = [self._link.frame_of(wire) for wire in self._decoder.filled(count)]
+        except Exception as error:
+            self.over = f"what it sent cannot be read: {error}"
+            return []
+        return [frame for frame in frames if frame is not None]

@@ -8,6 +8,7 @@ end, so that what had arrived before is delivered.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import WhenFull
 
+_log = logging.getLogger("rpc.transports.tensorwire")
+
 _MAX_FRAME_BYTES = 1 << 30
 _KERNEL_POLL_SECONDS = 0.002
 
@@ -47,7 +50,7 @@ class Machinery:
         requests: reads the links opened to it.
         bulk: reads bulk channels.
         max_bytes_in_flight: see ``Settings``, like ``when_full``.
-        deliver: takes a frame and the id of its sender; does not raise.
+        deliver: the receiver's.
         lost: told once when a peer is lost.
     """
 
@@ -94,6 +97,7 @@ class RemotePeer:
         self._devices = devices
         self._devices_back = devices_back
         self._machinery = machinery
+        self._deliver = machinery.deliver
         self._window = FlowWindow(machinery.max_bytes_in_flight)
         self._lock = threading.Lock()
         self._channels: dict[Sender, Remove] = {}
@@ -324,19 +328,22 @@ class RemotePeer:
 
     def _reply_arrived(self, frame: Frame) -> None:
         self._window.release(frame.correlation)
-        if not self._removed:
-            self._machinery.deliver(self.id, frame)
+        self._request_arrived(frame)
 
     def _request_arrived(self, frame: Frame) -> None:
-        if not self._removed:
-            self._machinery.deliver(self.id, frame)
+        if self._removed:
+            return
+        try:
+            self._deliver(self.id, frame)
+        except Exception:
+            _log.exception("a frame from worker %s could not be delivered", self.name)
 
     def _bulk_arrived(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REPLY:
             self._reply_arrived(frame)
             self._machinery.replies.wake()
         else:
-            self._machinery.requests.push(partial(self._request_arrived, frame))
+            self._machinery.requests.push((self._request_arrived, frame))
 
     # The end.
 

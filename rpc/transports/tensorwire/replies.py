@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.main_reader import MainReader
@@ -105,6 +106,8 @@ class ReplySide:
         self._leading = threading.Lock()
         self._leader_done: Callable[[], bool] | None = None
         self._leader_thread = 0
+        self._leader_left: SimpleQueue[None] = SimpleQueue()
+        self._standing_aside = False
         self._background_thread = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -151,21 +154,34 @@ class ReplySide:
             self._leader_done = None
             self._leader_thread = 0
             self._leading.release()
+            if self._standing_aside:
+                self._leader_left.put(None)
         if not done():
             block()
 
-    def wake(self) -> None:
-        """Makes the leader look at its ``done()`` again."""
+    def wake(self) -> bool:
+        """Makes the leader look at its ``done()`` again; True if it had to be told."""
         done = self._leader_done
-        if done is not None and done():
-            os.eventfd_write(self._bell, 1)
+        if done is None or not done():
+            return False
+        os.eventfd_write(self._bell, 1)
+        return True
 
     def _serve(self) -> None:
         me = threading.get_ident()
         self._background_thread = me
         while not self._closed and self._background_thread == me:
             self._poll(-1)
-            self.wake()
+            if self._leader_done is not None and self.wake():
+                self._stand_aside()
+
+    def _stand_aside(self) -> None:
+        """Leaves the reading to the leader until it is done, or a while."""
+        self._standing_aside = True
+        if self._leader_done is not None:
+            with contextlib.suppress(Empty):
+                self._leader_left.get(timeout=_RECHECK_SECONDS)
+        self._standing_aside = False
 
     def _poll(self, timeout: float) -> None:
         for descriptor, events in self._epoll.poll(timeout, _EVENTS):
@@ -173,13 +189,15 @@ class ReplySide:
             if channel is not None:
                 channel.handle(events)
             elif descriptor == self._bell and not self._closed:
-                self._silence()
+                self._answer_bell()
 
-    def _silence(self) -> None:
-        """Resets the bell, which rings for the leader if there is one."""
+    def _answer_bell(self) -> None:
+        """The bell is the leader's, if there is one, who may not have fallen asleep yet."""
         if self._leader_thread in (0, threading.get_ident()):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
+        else:
+            self._stand_aside()
 
     def close(self) -> None:
         """Stops reading; joins the background reader."""

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
@@ -35,7 +36,8 @@ _EVENTS = 64
 _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
 
-Work = Callable[[], None]
+Work = tuple[Callable[[Any], None], Any]
+"""A function to call, and its argument."""
 
 
 class _Server:
@@ -97,9 +99,9 @@ class RequestSide:
             if not ready & ~select.EPOLLOUT:
                 return
             for frame in reader.read():
-                self._backlog.append(_bind(events.deliver, frame))
+                self._backlog.append((events.deliver, frame))
             if reader.over:
-                self._backlog.append(_bind(events.ended, reader.over))
+                self._backlog.append((events.ended, reader.over))
                 self._epoll.unregister(sock.fileno())
 
         self.add(sock, handle)
@@ -116,7 +118,7 @@ class RequestSide:
             self._epoll.unregister(sock.fileno())
 
     def push(self, work: Work) -> None:
-        """Has ``work`` done by the thread with the baton, which may run a handler in it."""
+        """Has the thread with the baton do ``work``, which may run a handler."""
         self._backlog.append(work)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
@@ -190,11 +192,13 @@ class RequestSide:
             self._deliveries += 1
             self._delivering = self._deliveries
         began = time.perf_counter()
-        work()
+        function, argument = work
+        function(argument)
         self._slow = time.perf_counter() - began > _SLOW_SECONDS
-        with self._lock:
-            if self._holder is me:
-                self._delivering = 0
+        if self._holder is me:
+            with self._lock:
+                if self._holder is me:
+                    self._delivering = 0
 
     def _watch(self) -> None:
         """Takes the baton from a thread that has delivered one request for too long."""
@@ -237,7 +241,3 @@ class RequestSide:
         self._backlog.clear()
         self._epoll.close()
         os.close(self._bell)
-
-
-def _bind(function: Callable[..., None], argument: object) -> Work:
-    return lambda: function(argument)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import torch
+from rpc.transports.tensorwire.devices import NamedMaps
 
 
 class WhenFull(enum.Enum):
@@ -39,6 +38,10 @@ class Settings:
         max_message_bytes: longer messages are refused by sender and receiver.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a number is out of range.
     """
 
     bind_address: str | None = None
@@ -50,4 +53,29 @@ class Settings:
     bulk_connections: int = 2
     connect_seconds: float = 20.0
     max_message_bytes: int = 1 << 36
-    device_maps: Mapping[str, Mapping[torch.device, torch.device]] = field(default_factory=dict)
+    device_maps: NamedMaps = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group_key, bytes):
+            raise TypeError(f"group_key must be bytes, not {type(self.group_key).__name__}")
+        if self.bind_address is not None and not isinstance(self.bind_address, str):
+            raise TypeError(f"bind_address={self.bind_address!r} is not a string")
+        if not isinstance(self.when_full, WhenFull):
+            raise TypeError(f"when_full={self.when_full!r} is not a WhenFull")
+        _check_whole("shared_memory_bytes", self.shared_memory_bytes, 0)
+        _check_whole("max_bytes_in_flight", self.max_bytes_in_flight, 1)
+        _check_whole("bulk_connections", self.bulk_connections, 1)
+        _check_whole("max_message_bytes", self.max_message_bytes, 1)
+        if not self.connect_seconds > 0:
+            raise ValueError(f"connect_seconds={self.connect_seconds} must be above 0")
+
+    def with_device_maps(self, device_maps: NamedMaps) -> Settings:
+        """The same settings with other device maps."""
+        return replace(self, device_maps=device_maps)
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")

@@ -65,7 +65,7 @@ class TensorWireTransport:
         settings: what can be chosen.
     """
 
-    runs_handlers: ClassVar[bool] = True
+    inline_handlers: ClassVar[int] = 1 << 30
 
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
@@ -95,7 +95,7 @@ class TensorWireTransport:
             BulkMover(f"{name}-bulk"),
             settings.max_bytes_in_flight,
             settings.when_full,
-            self._deliver,
+            receiver.deliver,
             self._lost,
         )
         self._now = _Running(info, identity, receiver, address, door, machinery)
@@ -220,12 +220,6 @@ class TensorWireTransport:
         """See :meth:`rpc.transports.base.Transport.wake`."""
         if self._now is not None:
             self._now.machinery.replies.wake()
-
-    def _deliver(self, sender: int, frame: Frame) -> None:
-        try:
-            self._running().receiver.deliver(sender, frame)
-        except Exception:
-            _log.exception("a frame from worker %d could not be delivered", sender)
 
     def _lost(self, worker_id: int, reason: str) -> None:
         if self._closed:

@@ -1,0 +1,104 @@
+"""What a program may say about the TENSORWIRE backend, and what it means to the transport.
+
+Everything that TENSORPIPE's options accept is accepted, so that a program needs
+to change nothing but the class; ``_transports`` and ``_channels`` choose among
+TensorPipe's roads and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rpc.constants import (
+    DEFAULT_BRING_UP_TIMEOUT_SEC,
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
+from rpc.devices import DeviceLike
+from rpc.options import TensorPipeRpcBackendOptions
+from rpc.transports.tensorwire.settings import Settings, WhenFull
+
+_DEFAULT = Settings()
+
+
+class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options of the TENSORWIRE backend.
+
+    Args:
+        num_worker_threads: handlers that run at the same time. Default 16.
+        rpc_timeout: see :class:`rpc.RpcBackendOptions`.
+        init_method: see :class:`rpc.RpcBackendOptions`.
+        device_maps: by destination worker, this worker's devices to the destination's.
+        devices: the CUDA devices RPC may use. Default those the device maps name.
+        bind_address: address or host name to listen on for TCP. Default the loopback
+            interface, which only workers on this host can reach.
+        group_key: secret that every worker of the group was given. Without one, whoever
+            can read the group's store can connect.
+        shared_memory: bound, in bytes, on the shared memory for tensors sent to workers
+            of this host; beyond it they go through sockets. Default 1 GiB.
+        max_bytes_in_flight: bound, in bytes, on what is under way to one worker.
+            Default 64 MiB.
+        when_full: what a call does at that bound. Default wait.
+        local_paths: use Unix sockets and shared memory on one host. Default True.
+        tcp_connections: connections per peer and direction for large tensors. Default 2.
+        max_message_bytes: bound on one message. Default 64 GiB.
+        bring_up_timeout: see :class:`rpc.RpcBackendOptions`.
+        shutdown_timeout: see :class:`rpc.RpcBackendOptions`.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> options = TensorWireRpcBackendOptions(bind_address="0.0.0.0")
+        >>> options.settings().bind_address
+        '0.0.0.0'
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
+        bind_address: str | None = None,
+        group_key: bytes = b"",
+        shared_memory: int = _DEFAULT.shared_memory_bytes,
+        max_bytes_in_flight: int = _DEFAULT.max_bytes_in_flight,
+        when_full: WhenFull = WhenFull.BLOCK,
+        local_paths: bool = True,
+        tcp_connections: int = _DEFAULT.bulk_connections,
+        max_message_bytes: int = _DEFAULT.max_message_bytes,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+        bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            device_maps=device_maps,
+            devices=devices,
+            _transports=_transports,
+            _channels=_channels,
+            bring_up_timeout=bring_up_timeout,
+            shutdown_timeout=shutdown_timeout,
+        )
+        self._settings = Settings(
+            bind_address=bind_address,
+            group_key=group_key,
+            local_paths=local_paths,
+            shared_memory_bytes=shared_memory,
+            max_bytes_in_flight=max_bytes_in_flight,
+            when_full=when_full,
+            bulk_connections=tcp_connections,
+            max_message_bytes=max_message_bytes,
+        )
+
+    def settings(self) -> Settings:
+        """What the transport is to be made with."""
+        return self._settings.with_device_maps(self.device_maps)

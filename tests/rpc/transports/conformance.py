@@ -1,0 +1,526 @@
+"""What every transport promises, as tests: subclass :class:`TransportConformance`.
+
+The subclass says how to make transports that can reach each other inside one
+process; everything else is here. Only what ``rpc/transports/base.py`` promises
+is tested, so nothing about order, and nothing about what memory tensors use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
+from rpc.transports.base import Frame, FrameKind, Peer, Transport
+from rpc.worker_info import WorkerInfo
+
+SECONDS = 20.0
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bool, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+Answer = Callable[["Worker", int, Frame], None]
+
+
+def echo(worker: Worker, sender: int, frame: Frame) -> None:
+    """Answers a request with what it carries."""
+    worker.transport.send(sender, frame._replace(kind=FrameKind.REPLY))
+
+
+@dataclass(slots=True)
+class Worker:
+    """One end: a transport, and all it was told.
+
+    Args:
+        transport: ours to start and close.
+        info: who this is.
+        answer: what to do with requests.
+    """
+
+    transport: Transport
+    info: WorkerInfo
+    answer: Answer = echo
+    incarnation: int = 1
+    address: bytes = b""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    received: list[tuple[int, Frame]] = field(default_factory=list)
+    replies: dict[int, Frame] = field(default_factory=dict)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+    closed: bool = False
+    told_after_close: int = 0
+    correlations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def start(self) -> None:
+        self.address = self.transport.start(self.info, self.incarnation, self)
+
+    def peer(self) -> Peer:
+        return Peer(self.info, self.incarnation, self.address)
+
+    def deliver(self, sender: int, frame: Frame) -> None:
+        with self.changed:
+            self.told_after_close += self.closed
+            if frame.kind is FrameKind.REPLY:
+                assert frame.correlation not in self.replies
+                self.replies[frame.correlation] = frame
+            else:
+                self.received.append((sender, frame))
+            self.changed.notify_all()
+        if frame.kind is FrameKind.REQUEST:
+            with suppress(RpcError):
+                self.answer(self, sender, frame)
+
+    def peer_lost(self, worker_id: int, reason: str) -> None:
+        with self.changed:
+            self.told_after_close += self.closed
+            self.lost.append((worker_id, reason))
+            self.changed.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for what ``deliver`` and ``peer_lost`` bring about; fails after a while."""
+        with self.changed:
+            assert self.changed.wait_for(condition, SECONDS), "nothing happened"
+
+    def notify(self, to: Worker, header: bytes, *tensors: torch.Tensor) -> None:
+        self.transport.send(to.info.id, Frame(FrameKind.NOTICE, 0, header, b"", tensors))
+
+    def ask(self, to: Worker, header: bytes, payload: bytes = b"", *tensors: torch.Tensor) -> int:
+        """Sends a request; returns its correlation."""
+        correlation = next(self.correlations)
+        frame = Frame(FrameKind.REQUEST, correlation, header, payload, tensors)
+        self.transport.send(to.info.id, frame)
+        return correlation
+
+    def reply(self, correlation: int) -> Frame:
+        """Waits for a reply, the way a caller does."""
+
+        def block() -> None:
+            self.until(lambda: correlation in self.replies)
+
+        self.transport.wait(lambda: correlation in self.replies, block)
+        return self.replies.pop(correlation)
+
+    def call(
+        self, to: Worker, header: bytes, payload: bytes = b"", *tensors: torch.Tensor
+    ) -> Frame:
+        return self.reply(self.ask(to, header, payload, *tensors))
+
+    def close(self, flush_seconds: float = 2.0) -> None:
+        if not self.closed:
+            self.transport.close(flush_seconds)
+            with self.changed:
+                self.closed = True
+
+
+def _memory(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in the order of its strides."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).contiguous()
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+def _same(found: torch.Tensor, sent: torch.Tensor) -> bool:
+    return (
+        found.dtype == sent.dtype
+        and found.shape == sent.shape
+        and found.stride() == sent.stride()
+        and _memory(found) == _memory(sent)
+    )
+
+
+def _in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs ``work(0) ... work(count - 1)`` at the same time; raises what one raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+class TransportConformance:
+    """The tests. Subclasses provide :meth:`transports`."""
+
+    @pytest.fixture
+    def transports(self) -> Callable[[], Transport]:
+        """Overridden: returns a maker of transports that can reach each other."""
+        raise AssertionError("a subclass must override the fixture `transports`")
+
+    @pytest.fixture
+    def group(self, transports: Callable[[], Transport]) -> Iterator[Callable[[int], list[Worker]]]:
+        """Makes groups of workers that know each other; closes them after the test."""
+        made: list[Worker] = []
+
+        def make(count: int) -> list[Worker]:
+            workers = [Worker(transports(), WorkerInfo(f"worker{i}", i)) for i in range(count)]
+            made.extend(workers)
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                for other in workers:
+                    worker.transport.add_peer(other.peer())
+            return workers
+
+        yield make
+        _in_threads(len(made), lambda number: made[number].close(0.5))
+        assert [worker.told_after_close for worker in made] == [0] * len(made)
+
+    def test_a_notice_arrives_as_it_was_sent(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        sent = Frame(FrameKind.NOTICE, 0, b"header", b"payload", (torch.arange(6.0),))
+        a.transport.send(1, sent)
+        b.until(lambda: bool(b.received))
+        ((sender, frame),) = b.received
+        assert (sender, frame.kind, frame.correlation) == (0, FrameKind.NOTICE, 0)
+        assert (frame.header, bytes(frame.payload)) == (b"header", b"payload")
+        assert _same(frame.tensors[0], sent.tensors[0])
+
+    def test_empty_frames_arrive(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        reply = a.call(b, b"")
+        assert (reply.header, bytes(reply.payload), reply.tensors) == (b"", b"", ())
+
+    @pytest.mark.parametrize("size", [1, 4095, 65536, 70001, 1 << 20, 9_000_001])
+    def test_payloads_of_every_size_come_back(
+        self, group: Callable[[int], list[Worker]], size: int
+    ) -> None:
+        a, b = group(2)
+        payload = bytes(range(256)) * (size // 256 + 1)
+        for _ in range(3):
+            reply = a.call(b, b"h", payload[:size])
+            assert bytes(reply.payload) == payload[:size]
+
+    def test_bytearrays_and_memoryviews_are_payloads(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, _ = group(2)
+        data = bytes(range(200))
+        for payload in (bytearray(data), memoryview(data), memoryview(data * 3)[200:400]):
+            frame = Frame(FrameKind.REQUEST, next(a.correlations), b"", payload)
+            a.transport.send(1, frame)
+            assert bytes(a.reply(frame.correlation).payload) == data
+
+    def test_a_header_may_be_large(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        header = bytes(range(256)) * 1200
+        assert a.call(b, header, b"p").header == header
+
+    @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+    def test_tensors_of_every_dtype_come_back(
+        self, group: Callable[[int], list[Worker]], dtype: torch.dtype
+    ) -> None:
+        a, b = group(2)
+        for count in (3, 50_000):
+            sent = (torch.arange(count) % 100).to(torch.float32).to(dtype)
+            (found,) = a.call(b, b"h", b"", sent).tensors
+            assert _same(found, sent)
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+            torch.arange(90_000.0).reshape(300, 300).t(),
+            torch.tensor(2.5),
+            torch.empty(0, 3),
+            torch.empty(2, 0, 5).transpose(0, 2),
+            torch.arange(8.0)[2:6],
+            torch.arange(5.0).reshape(1, 5, 1),
+            torch.zeros(64, 3, 17, 19).contiguous(memory_format=torch.channels_last),
+        ],
+        ids=["permuted", "transposed", "0-d", "empty", "empty 3-d", "offset", "ones", "channels"],
+    )
+    def test_shapes_and_strides_arrive_as_they_are(
+        self, group: Callable[[int], list[Worker]], tensor: torch.Tensor
+    ) -> None:
+        a, b = group(2)
+        (found,) = a.call(b, b"h", b"", tensor).tensors
+        assert _same(found, tensor)
+
+    def test_many_tensors_of_mixed_sizes_keep_their_places(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        sizes = [7, 100_000, 0, 9_000, 1, 40_000, 300, 20_000, 250_000, 33] * 3
+        sent = [torch.full((size,), index, dtype=torch.int32) for index, size in enumerate(sizes)]
+        for payload in (b"", b"small", b"x" * 100_000):
+            reply = a.call(b, b"h", payload, *sent)
+            assert bytes(reply.payload) == payload
+            assert all(map(_same, reply.tensors, sent))
+
+    def test_a_received_tensor_belongs_to_its_receiver(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b, c = group(3)
+        for count in (10, 100_000):
+            sent = torch.ones(count)
+            before = len(b.received), len(c.received)
+            for _ in range(3):
+                a.notify(b, b"h", sent)
+                a.notify(c, b"h", sent)
+            b.until(lambda before=before: len(b.received) == before[0] + 3)
+            c.until(lambda before=before: len(c.received) == before[1] + 3)
+            found = [f.tensors[0] for _, f in (b.received[before[0] :] + c.received[before[1] :])]
+            for number, tensor in enumerate(found):
+                tensor.fill_(number + 2)
+            assert [set(t.tolist()) for t in found] == [{n + 2.0} for n in range(6)]
+            assert set(sent.tolist()) == {1.0}
+
+    def test_received_tensors_can_be_kept(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        kept = [
+            a.call(b, b"h", b"", torch.full((60_000,), float(number))).tensors[0]
+            for number in range(40)
+        ]
+        assert [set(tensor.tolist()) for tensor in kept] == [{float(n)} for n in range(40)]
+
+    def test_a_received_tensor_survives_the_transport(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        (found,) = a.call(b, b"h", b"", torch.full((200_000,), 3.0)).tensors
+        a.close()
+        b.close()
+        found.add_(1)
+        assert set(found.tolist()) == {4.0}
+
+    def test_frames_to_oneself_arrive(self, group: Callable[[int], list[Worker]]) -> None:
+        (a,) = group(1)
+        sent = torch.arange(100_000)
+        reply = a.call(a, b"self", b"payload", sent)
+        assert (reply.header, bytes(reply.payload)) == (b"self", b"payload")
+        assert _same(reply.tensors[0], sent)
+
+    def test_replies_find_their_requests_among_thousands(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        asked = {a.ask(b, b"%d" % number): number for number in range(5000)}
+        for correlation, number in asked.items():
+            assert a.reply(correlation).header == b"%d" % number
+
+    def test_everything_arrives_exactly_once_from_many_threads_both_ways(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        workers = group(3)
+        large = torch.zeros(20_000)
+
+        def send(number: int) -> None:
+            worker = workers[number % 3]
+            for step in range(200):
+                for to in workers:
+                    tensors = (large,) if step % 50 == 0 else ()
+                    worker.notify(to, b"%d %d" % (number, step), *tensors)
+
+        _in_threads(6, send)
+        expected = Counter((n % 3, b"%d %d" % (n, step)) for n in range(6) for step in range(200))
+        for worker in workers:
+            worker.until(lambda worker=worker: len(worker.received) >= 1200)
+            found = Counter((sender, frame.header) for sender, frame in worker.received)
+            assert found == expected
+
+    def test_many_threads_wait_for_their_own_replies(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+
+        def calls(number: int) -> None:
+            for step in range(100):
+                header = b"%d %d" % (number, step)
+                assert a.call(b, header).header == header
+
+        _in_threads(8, calls)
+
+    def test_wait_returns_at_once_when_done(self, group: Callable[[int], list[Worker]]) -> None:
+        (a,) = group(1)
+        a.transport.wait(lambda: True, lambda: None)
+
+    def test_wait_returns_when_something_else_makes_it_done(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        a.call(b, b"connect")
+        happened = threading.Event()
+
+        def happen() -> None:
+            happened.set()
+            a.transport.wake()
+
+        timer = threading.Timer(0.05, happen)
+        timer.start()
+        a.transport.wait(happened.is_set, happened.wait)
+        timer.join()
+        assert happened.is_set()
+
+    def test_a_request_that_blocks_holds_up_no_other(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        if b.transport.inline_handlers < 6:
+            pytest.skip("this transport lends too few threads to handlers")
+        released = threading.Event()
+
+        def answer(worker: Worker, sender: int, frame: Frame) -> None:
+            if frame.header == b"block":
+                assert released.wait(SECONDS)
+            elif frame.header == b"release":
+                released.set()
+            echo(worker, sender, frame)
+
+        b.answer = answer
+        blocked = [a.ask(b, b"block") for _ in range(5)]
+        assert a.call(b, b"quick").header == b"quick"
+        a.call(b, b"release")
+        for correlation in blocked:
+            assert a.reply(correlation).header == b"block"
+
+    def test_handlers_that_call_back_and_forth_do_not_deadlock(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        if b.transport.inline_handlers < 20:
+            pytest.skip("this transport lends too few threads to handlers")
+
+        def countdown(worker: Worker, sender: int, frame: Frame) -> None:
+            left = int(frame.header)
+            if left:
+                other = a if worker is b else b
+                assert worker.call(other, b"%d" % (left - 1)).header == b"done"
+            worker.transport.send(sender, frame._replace(kind=FrameKind.REPLY, header=b"done"))
+
+        a.answer = b.answer = countdown
+        assert a.call(b, b"20").header == b"done"
+
+    def test_two_that_flood_each_other_do_not_deadlock(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        payload = b"x" * 300_000
+
+        def flood(number: int) -> None:
+            one, other = ((a, b), (b, a))[number % 2]
+            asked = [one.ask(other, b"h", payload) for _ in range(60)]
+            for correlation in asked:
+                assert len(one.reply(correlation).payload) == len(payload)
+
+        _in_threads(4, flood)
+
+    def test_an_unknown_worker_is_refused(self, group: Callable[[int], list[Worker]]) -> None:
+        (a,) = group(1)
+        with pytest.raises(UnknownWorkerError):
+            a.transport.send(7, Frame(FrameKind.NOTICE, 0, b""))
+
+    def test_the_end_of_a_peer_is_reported_once_and_its_frames_before_that(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b, c = group(3)
+        a.call(b, b"h")
+        b.call(a, b"h")
+        a.call(c, b"h")
+        b.notify(a, b"last words")
+        b.close()
+        a.until(lambda: bool(a.lost))
+        assert [worker_id for worker_id, _ in a.lost] == [1]
+        assert (1, b"last words") in [(sender, frame.header) for sender, frame in a.received]
+        with pytest.raises(WorkerLostError, match="worker1"):
+            a.notify(b, b"h")
+        assert a.call(c, b"still there").header == b"still there"
+
+    def test_requests_under_way_end_in_a_reply_or_a_loss(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        b.answer = lambda *_: None
+        asked = a.ask(b, b"never answered")
+        b.until(lambda: bool(b.received))
+        b.close()
+        a.until(lambda: bool(a.lost))
+        assert asked not in a.replies
+
+    def test_a_removed_peer_is_unknown_and_not_lost(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b, c = group(3)
+        a.call(b, b"h")
+        a.transport.remove_peer(1)
+        with pytest.raises(UnknownWorkerError):
+            a.notify(b, b"h")
+        assert a.call(c, b"h").header == b"h"
+        assert a.lost == []
+        a.transport.remove_peer(1)
+
+    def test_a_peer_comes_back_under_a_higher_incarnation(
+        self, transports: Callable[[], Transport], group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, b = group(2)
+        a.call(b, b"h")
+        b.close()
+        a.until(lambda: bool(a.lost))
+        again = Worker(transports(), b.info, incarnation=2)
+        try:
+            again.start()
+            again.transport.add_peer(a.peer())
+            a.transport.add_peer(again.peer())
+            assert a.call(again, b"hello again").header == b"hello again"
+            assert again.call(a, b"and back").header == b"and back"
+        finally:
+            again.close()
+
+    def test_closing_flushes_what_was_accepted(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        for number in range(300):
+            a.notify(b, b"%d" % number, torch.zeros(10_000 if number % 10 == 0 else 10))
+        a.close(SECONDS)
+        b.until(lambda: len(b.received) == 300)
+        assert {frame.header for _, frame in b.received} == {b"%d" % n for n in range(300)}
+
+    def test_closing_amid_traffic_ends_for_everyone(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        workers = group(3)
+        stop = threading.Event()
+
+        def traffic(number: int) -> None:
+            if number == 3:
+                workers[0].until(lambda: len(workers[0].received) > 200)
+                workers[1].close(0.2)
+                stop.set()
+                return
+            with suppress(RpcError):
+                while not stop.is_set():
+                    for to in workers:
+                        workers[number].notify(to, b"h")
+
+        _in_threads(4, traffic)
+
+    def test_closing_twice_and_closing_unused_are_fine(
+        self, group: Callable[[int], list[Worker]]
+    ) -> None:
+        a, _ = group(2)
+        a.transport.close(0)
+        a.transport.close(1)
+
+    def test_nothing_can_be_sent_after_close(self, group: Callable[[int], list[Worker]]) -> None:
+        a, b = group(2)
+        a.call(b, b"h")
+        a.close()
+        with pytest.raises(RpcError):
+            a.notify(b, b"h")

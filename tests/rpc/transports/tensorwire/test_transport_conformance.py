@@ -1,0 +1,25 @@
+"""TensorWire keeps the promises of every transport, over each of its roads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rpc.transports.tensorwire import Settings, TensorWireTransport
+from tests.rpc.transports.conformance import TransportConformance
+
+
+class TestTensorWireConformance(TransportConformance):
+    @pytest.fixture(
+        params=[
+            Settings(),
+            Settings(shared_memory_bytes=0),
+            Settings(local_paths=False),
+            Settings(local_paths=False, bind_address="::1", bulk_connections=3),
+        ],
+        ids=["shared memory", "unix", "tcp", "ipv6"],
+    )
+    def transports(self, request: pytest.FixtureRequest) -> Callable[[], TensorWireTransport]:
+        settings: Settings = request.param
+        return lambda: TensorWireTransport(settings)
