@@ -22,7 +22,6 @@ from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
-from rpc.errors import RpcError
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -141,7 +140,7 @@ class BackwardPasses:
             future = self._agent.send_extension_message(
                 to, EXTENSION_NAME, message.encode(), tensors, _NO_LIMIT
             )
-        except RpcError as error:
+        except Exception as error:
             driver.failed(
                 f"Error on Node {self._me}: gradients for worker {to} cannot be sent: {error}"
             )

@@ -35,10 +35,12 @@ class SentTensor:
     Attributes:
         edge: its place in the autograd graph.
         hooks: the tensor's hooks, present and future.
+        owner: keeps the graph alive where an edge does not, in older releases of torch.
     """
 
     edge: GradientEdge
     hooks: Hooks
+    owner: Node = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SentTensor:
@@ -47,7 +49,14 @@ class SentTensor:
         handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
         hooks: Hooks | None = handle.hooks_dict_ref()
         handle.remove()
-        return cls(get_gradient_edge(tensor), {} if hooks is None else hooks)
+        return cls(get_gradient_edge(tensor), {} if hooks is None else hooks, _owner_of(tensor))
+
+
+def _owner_of(tensor: torch.Tensor) -> Node:
+    if "ownership_token" in GradientEdge._fields or tensor.is_leaf:
+        return None
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn
 
 
 class Border:

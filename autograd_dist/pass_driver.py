@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.passes import (
@@ -79,11 +80,12 @@ class PassDriver(Generic[T]):
         self._participant_lock = threading.Lock()
         self._wire = wire
         self._finished = finished
-        self._local = make_local(self._gradients_ready)
+        self._local: LocalPass | None = make_local(self._gradients_ready)
 
     def start(self, roots: Sequence[torch.Tensor]) -> None:
         """At the root: begins the pass; the first wave runs in the calling thread."""
-        edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+        assert self._local is not None
+        edges = [get_gradient_edge(root) for root in roots]
         self._local.add_roots(edges, [torch.ones_like(root) for root in roots])
         self._handle(self._participant.start)
 
@@ -100,8 +102,11 @@ class PassDriver(Generic[T]):
         self._handle(lambda: self._participant.failed(error))
 
     def abandon(self) -> None:
-        """Stops taking part."""
+        """Stops taking part, and lets go of the graph."""
         self._handle(self._participant.abandoned)
+        # The two refer to each other; without this the graph would wait for the
+        # garbage collector. A wave that still runs has its own reference.
+        self._local = None
 
     def _gradients_ready(self, origin: Origin, gradients: Payload) -> None:
         self._handle(lambda: self._participant.gradients_ready(origin, gradients))
@@ -134,33 +139,36 @@ class PassDriver(Generic[T]):
     def _work(
         self, effect: RunWave[Payload] | FollowStuck | FollowSend
     ) -> Callable[[], list[Effect[Payload, T]]]:
-        participant = self._participant
+        participant, local = self._participant, self._local
+        if local is None:
+            return participant.abandoned
         try:
             if isinstance(effect, RunWave):
-                resolved = self._run_wave(effect)
-                is_stuck = self._local.is_stuck
+                resolved = _run_wave(local, effect)
+                is_stuck = local.is_stuck
                 return lambda: participant.wave_finished(is_stuck, resolved)
             if isinstance(effect, FollowStuck):
-                reach = self._local.reach_of_stuck()
+                reach = local.reach_of_stuck()
             else:
-                reach = self._local.reach_of_send(effect.message_id, effect.positions)
+                reach = local.reach_of_send(effect.message_id, effect.positions)
             return lambda: participant.reach_found(reach)
         except Exception as error:
             self.cause = error
             text = f"Error on Node {self._me}: {error}"
             return lambda: participant.failed(text)
 
-    def _run_wave(self, wave: RunWave[Payload]) -> int:
-        local = self._local
-        for message_id, gradients in wave.arrived:
-            local.add_gradients(message_id, gradients)
-        unused: frozenset[int] = frozenset()
-        if wave.only_promised is not None:
-            unused = local.waiting_sends - wave.only_promised
-            for message_id in unused:
-                local.resolve_without_gradient(message_id)
-        local.run_wave()
-        return len(unused)
+
+def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
+    """Runs a wave; returns how many sends it resolved as having no gradient."""
+    for message_id, gradients in wave.arrived:
+        local.add_gradients(message_id, gradients)
+    unused: frozenset[int] = frozenset()
+    if wave.only_promised is not None:
+        unused = local.waiting_sends - wave.only_promised
+        for message_id in unused:
+            local.resolve_without_gradient(message_id)
+    local.run_wave()
+    return len(unused)
 
 
 def _takes_long(effect: Effect[Payload, T]) -> bool:

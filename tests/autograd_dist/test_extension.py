@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -300,6 +302,35 @@ def test_leaving_the_context_releases_it_everywhere(workers):
         autograd_dist.backward(context_id, [square(leaf()).sum()])
 
 
+class Tracked(torch.autograd.Function):
+    """Puts an object into the graph whose end can be observed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.token = torch.nn.Identity()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_graph_is_freed_with_its_context_and_not_by_the_garbage_collector(workers):
+    gc.disable()
+    try:
+        with autograd_dist.context() as context_id:
+            hidden = Tracked.apply(leaf())
+            saved = weakref.ref(hidden.grad_fn.token)
+            y = hidden * rpc.rpc_sync("bob", square, (hidden,))
+            rpc.rpc_sync("bob", square, (hidden,))
+            autograd_dist.backward(context_id, [y.sum()], retain_graph=True)
+            del hidden, y
+            assert saved() is not None
+        wait_until(lambda: saved() is None)
+    finally:
+        gc.enable()
+
+
 def test_call_that_outlives_its_context_does_not_bring_it_back(workers):
     with autograd_dist.context() as context_id:
         rpc.rpc_sync("bob", square, (leaf(),))
@@ -430,3 +461,17 @@ def test_two_passes_at_once_in_one_context(workers):
 def pass_of(agent, context_id, loss):
     with as_worker(agent):
         autograd_dist.backward(context_id, [loss])
+
+
+def test_public_names_are_the_documented_ones():
+    assert sorted(autograd_dist.__all__) == [
+        "BackwardError",
+        "DistAutogradContext",
+        "UnknownContextError",
+        "backward",
+        "context",
+        "get_gradients",
+        "grad_fields",
+        "is_available",
+    ]
+    assert all(hasattr(autograd_dist, name) for name in autograd_dist.__all__)

@@ -286,6 +286,5 @@ def test_gradients_equal_single_process_torch(block):
     for seed in range(block * 50, block * 50 + 50):
         try:
             check_seed(seed)
-        except BaseException as error:
-            error.add_note(f"reproduce with check_seed({seed})")
-            raise
+        except Exception as error:
+            raise AssertionError(f"reproduce with check_seed({seed})") from error

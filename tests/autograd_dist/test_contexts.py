@@ -1,0 +1,76 @@
+"""Which contexts exist on a worker, and for how long."""
+
+from __future__ import annotations
+
+import contextvars
+
+import pytest
+import torch
+
+from autograd_dist.border import SentTensor
+from autograd_dist.contexts import ContextTable, creator_of, current_context_id, entered
+from autograd_dist.errors import UnknownContextError
+
+
+def test_ids_name_their_creator_and_count_up():
+    table = ContextTable(5)
+    assert [table.create().context_id for _ in range(3)] == [5 << 48, (5 << 48) + 1, (5 << 48) + 2]
+    assert creator_of((5 << 48) + 2) == 5
+
+
+def test_context_comes_into_being_when_it_is_mentioned():
+    table = ContextTable(5)
+    context = table.join(77)
+    assert table.join(77) is context
+    assert table.find(77) is context
+
+
+def test_unknown_context_is_named():
+    with pytest.raises(UnknownContextError, match="Could not find autograd context with id: 77"):
+        ContextTable(5).find(77)
+
+
+def test_released_context_does_not_come_back():
+    table = ContextTable(5)
+    context = table.create()
+    assert table.release(context.context_id) is context
+    assert table.release(context.context_id) is None
+    assert table.join(context.context_id) is None
+
+
+def test_release_may_overtake_the_first_mention():
+    table = ContextTable(5)
+    assert table.release(77) is None
+    assert table.join(77) is None
+
+
+def test_memory_of_released_contexts_is_bounded():
+    table = ContextTable(5)
+    for context_id in range(5000):
+        table.release(context_id)
+    assert table.join(4999) is None
+    assert table.join(0) is not None
+
+
+def test_messages_are_numbered_from_one():
+    context = ContextTable(5).create()
+    tensors = [SentTensor.of(torch.ones(1, requires_grad=True))]
+    assert [context.add_send(tensors), context.add_send(tensors)] == [1, 2]
+    assert list(context.sends()) == [1, 2]
+
+
+def test_workers_are_known_once_and_forgotten():
+    context = ContextTable(5).create()
+    for worker in (3, 1, 3):
+        context.add_worker(worker)
+    assert context.workers() == [1, 3]
+    context.remove_worker(3)
+    assert context.workers() == [1]
+
+
+def test_running_code_belongs_to_a_context_and_so_do_copies_of_its_contextvars():
+    with entered(9):
+        assert current_context_id() == 9
+        later = contextvars.copy_context()
+    assert current_context_id() is None
+    assert later.run(current_context_id) == 9

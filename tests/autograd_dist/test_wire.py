@@ -1,0 +1,77 @@
+"""What distributed autograd puts on the wire comes back as it was, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autograd_dist.passes import Ack, Gradients, PassId, Promise, Settle, Survey
+from autograd_dist.wire import (
+    CallMetadata,
+    PassMessage,
+    Release,
+    decode_ack,
+    decode_message,
+    encode_ack,
+    spread,
+)
+from rpc.errors import FrameError
+
+WIDE = st.integers(0, 2**64 - 1)
+POSITIONS = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
+PASS_IDS = st.builds(PassId, WIDE, st.integers(0, 2**32 - 1), WIDE)
+REQUESTS = st.one_of(
+    st.builds(Gradients, WIDE),
+    st.builds(Survey, WIDE),
+    st.builds(Settle, WIDE),
+    st.builds(Promise, WIDE, WIDE, POSITIONS),
+)
+
+
+@given(PASS_IDS, WIDE, REQUESTS, st.booleans(), st.lists(st.booleans()).map(tuple))
+def test_requests_survive_the_wire(pass_id, oldest, request, retain_graph, present):
+    present = present if isinstance(request, Gradients) else ()
+    message = PassMessage(pass_id, oldest, request, retain_graph, present)
+    assert decode_message(message.encode()) == message
+
+
+@given(WIDE)
+def test_release_survives_the_wire(context_id):
+    assert decode_message(Release(context_id).encode()) == Release(context_id)
+
+
+@given(WIDE, WIDE, st.lists(st.integers(0, 9), max_size=5).map(tuple))
+def test_call_metadata_survives_the_wire(context_id, message_id, positions):
+    metadata = CallMetadata(context_id, message_id, positions)
+    assert CallMetadata.decode(metadata.encode(), 10) == metadata
+    assert CallMetadata.context_of(metadata.encode()) == context_id
+
+
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1), st.text(min_size=1) | st.none())
+def test_acknowledgements_survive_the_wire(stuck, resolved, error):
+    ack = Ack(stuck, resolved, error)
+    assert decode_ack(encode_ack(ack)) == ack
+
+
+@given(st.binary(max_size=80))
+def test_damaged_bytes_are_refused_and_never_crash(data):
+    for decode in (decode_message, decode_ack, lambda d: CallMetadata.decode(d, 3)):
+        with contextlib.suppress(FrameError, UnicodeDecodeError):
+            decode(data)
+
+
+def test_metadata_that_names_a_missing_tensor_is_refused():
+    data = CallMetadata(1, 1, (3,)).encode()
+    with pytest.raises(FrameError, match="names more than 3 tensors"):
+        CallMetadata.decode(data, 3)
+
+
+def test_gradients_are_put_back_at_their_places():
+    a, b = torch.ones(1), torch.ones(2)
+    assert spread([True, False, True], [a, b]) == [a, None, b]
+    with pytest.raises(FrameError, match="1 gradients came where 2 were announced"):
+        spread([True, True], [a])
