@@ -1,56 +1,81 @@
-"""Where workers meet: a c10d ``Store``, found by a URL, and the records they leave there.
+"""Bring-up: how workers find each other through a c10d ``Store``.
 
-Decides whether the workers that came form a group, and says what is wrong if
-they do not. Records are JSON, never pickled. After a group has met, the store
-is not needed any more, except by workers that join a dynamic group later.
+Decides when a group is complete, and what is wrong when it is not. Connecting
+to the peers found is the transports' business; records are JSON, never pickled.
 
-Keys, under ``tensorwire/``: ``incarnation/NAME`` counts a name's lives;
-``round/RANK`` counts how often a rank has met others on this store, so that
-init, shutdown, init works; ``ROUND/RANK`` is a rank's record.
+A static group meets in rounds, so that workers may shut down and meet again on
+one store: a rank's n-th meeting is round n, unless that round ended without it.
+Whoever sees that a round is complete, or cannot become so, writes its verdict,
+for which all others wait. So a worker makes a fixed number of requests to the
+store and one bulk read, and an error reaches everyone at once.
+
+Members of a dynamic group come and go: each name has a key with its worker's
+record, which is empty once the worker left.
+
+Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` counts a name's
+lives; ``round/RANK`` a rank's meetings; ``ROUND/...`` belongs to one round;
+``member/NAME``, ``id/RANK`` and ``names/N`` to the dynamic group, in which
+``joined`` counts names and ``changes`` comings and goings.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-import torch.distributed
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
+from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import BringUpError, RpcError
 from rpc.messages import PROTOCOL_VERSION
 
 _PREFIX = "tensorwire"
-_LOOK_SECONDS = 1.0
+_COMPLETE = "complete"
+_STATIC, _DYNAMIC = "static", "dynamic"
+_LEFT = "-"
+_NOT_GIVEN = "-1"
+_MUST_AGREE = ("world_size", "backend", "protocol")
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a worker tells the others when it meets them.
+    """What a worker tells the others when it joins.
 
     Args:
         name: the worker's.
         rank: its id.
-        world_size: how many workers it expects.
-        incarnation: which life of that name this is.
+        world_size: how many workers it expects; None in a dynamic group.
+        incarnation: which life of that name this is; see ``next_incarnation``.
         backend: the backend it uses.
         address: where its transport can be reached; the transport's own format.
         protocol: the version of the messages it speaks.
+        process: where it runs, for people.
+        extras: anything else that JSON can hold.
     """
 
     name: str
     rank: int
-    world_size: int
+    world_size: int | None
     incarnation: int
     backend: str
     address: bytes
     protocol: int = PROTOCOL_VERSION
+    process: str = field(default_factory=_this_process)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """As bytes for the store."""
@@ -70,16 +95,20 @@ class Record:
             fields["address"] = base64.b64decode(fields["address"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
-            raise BringUpError(f"the store holds something else than a record: {error}") from None
+            raise BringUpError(
+                f"the store holds something else than a record of this version: {error}"
+            ) from error
 
     def __str__(self) -> str:
-        return f"{self.name!r} (rank {self.rank})"
+        return f"{self.name!r} (rank {self.rank}, {self.process})"
 
 
 def open_store(
     init_method: str, rank: int, world_size: int | None, timeout: float
-) -> tuple[Store, int, int]:
-    """Connects to the store that ``init_method`` names.
+) -> tuple[Store, int, int | None]:
+    """Connects to the store that ``init_method`` names; hosts it, if this is the place.
+
+    The same URL may serve ``init_process_group`` in the same process.
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
@@ -88,32 +117,55 @@ def open_store(
         timeout: seconds to wait for the store's host.
 
     Returns:
-        The store, the rank and the world size.
+        The store, the rank and the world size, which is None for a dynamic group.
 
     Raises:
         ValueError: something that is needed is given nowhere.
-        BringUpError: the store's host does not answer.
+        BringUpError: the store's host does not answer, or cannot be it.
     """
-    if world_size is None and init_method.startswith("env://"):
-        size = os.environ.get("WORLD_SIZE")
-        world_size = int(size) if size else None
-    given = -1 if world_size is None else world_size
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    if rank >= 0:
+        query["rank"] = str(rank)
+    if world_size is not None and world_size > 0:
+        query["world_size"] = str(world_size)
+    elif parts.scheme == "env" and os.environ.get("WORLD_SIZE"):
+        query.setdefault("world_size", os.environ["WORLD_SIZE"])
+    size = int(query.get("world_size", _NOT_GIVEN))
+    # A TCP store told how many to expect would wait for them itself, and not say who is missing.
+    query["world_size"] = str(size) if parts.scheme == "file" else _NOT_GIVEN
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    store, rank, _ = _connect(url, init_method, timeout)
+    if not 0 <= rank < (size if size > 0 else rank + 1):
+        raise ValueError(f"rank={rank} must be from 0 to world_size - 1, which is {size - 1}")
+    return store, rank, size if size > 0 else None
+
+
+def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, int]:
+    wait = timedelta(seconds=timeout)
     try:
-        meeting = torch.distributed.rendezvous(
-            init_method, rank, given, timeout=timedelta(seconds=timeout)
-        )
-        store, found_rank, found_size = next(meeting)
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        found: tuple[Store, int, int] = next(rendezvous(url, timeout=wait))
+    except RuntimeError as error:
         raise BringUpError(
-            f"the store at init_method={init_method!r} did not answer in {timeout:g} s: {error}"
+            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s: "
+            f"{error}. A worker with rank 0 must be running at that address, or the file be "
+            "writable"
         ) from error
-    return store, found_rank, found_size
+    except AssertionError as error:
+        raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
+    found[0].set_timeout(wait)
+    return found
 
 
 def next_incarnation(store: Store, name: str) -> int:
-    """The number of the life that ``name`` begins now, from 1."""
-    life: int = store.add(f"{_PREFIX}/incarnation/{name}", 1)
-    return life
+    """The number of the life that ``name`` begins now, from 1.
+
+    Raises:
+        BringUpError: the store was lost.
+    """
+    with _names_store_loss():
+        life: int = _ours(store).add(f"incarnation/{name}", 1)
+        return life
 
 
 def meet(store: Store, me: Record, timeout: float) -> list[Record]:
@@ -128,65 +180,261 @@ def meet(store: Store, me: Record, timeout: float) -> list[Record]:
         The records of all ranks, in the order of their ranks.
 
     Raises:
-        BringUpError: ranks are missing at the deadline, or workers disagree about
-            the world size, the backend or the protocol; names them.
-        RuntimeError: two workers have the same name, or the same rank.
+        BringUpError: ranks are missing at the deadline, two processes claim one rank, two
+            workers have one name, or workers disagree about the world size, the backend
+            or the protocol; names them.
     """
+    if me.world_size is None:
+        raise ValueError(f"{me} has no world size; use join for a dynamic group")
     deadline = time.monotonic() + timeout
-    try:
-        meeting = store.add(f"{_PREFIX}/round/{me.rank}", 1)
-        keys = [f"{_PREFIX}/{meeting}/{rank}" for rank in range(me.world_size)]
-        _publish(store, keys[me.rank], me)
-        _wait_for_all(store, me, keys, deadline, timeout)
-        records = [Record.decode(data) for data in store.multi_get(keys)]
-    except torch.distributed.DistError as error:
-        raise BringUpError(f"the store was lost while workers were meeting: {error}") from error
-    _check_agreement(records)
-    return records
+    with _names_store_loss():
+        _set_mode(_ours(store), _STATIC)
+        meeting = _enter(_ours(store), me)
+        if meeting.arrive(me):
+            meeting.conclude(_COMPLETE)
+        verdict = meeting.await_verdict(deadline)
+        if verdict is None:
+            verdict = meeting.conclude(meeting.describe_missing(me, timeout))
+        if verdict != _COMPLETE:
+            raise BringUpError(verdict)
+        return meeting.records(range(me.world_size))
 
 
-def _publish(store: Store, key: str, me: Record) -> None:
-    """Writes this worker's record; fails if another process claims the same rank."""
-    mine = me.encode()
-    found: bytes = store.compare_set(key, "", mine.decode())
-    if found != mine:
-        other = Record.decode(found)
-        raise RpcError(f"rank {me.rank} is not unique: {other} came first, then {me.name!r}")
+class _Round:
+    """One attempt of a static group to form."""
 
+    def __init__(self, store: Store, number: int) -> None:
+        self._store: Store = PrefixStore(str(number), store)
 
-def _wait_for_all(
-    store: Store, me: Record, keys: list[str], deadline: float, timeout: float
-) -> None:
-    """Waits for the records, looking every second whether those that came agree."""
-    while True:
-        left = deadline - time.monotonic()
+    def verdict(self) -> str | None:
+        """What became of it, if that is known."""
+        return _text(self._store.get("verdict")) if self._store.check(["verdict"]) else None
+
+    def conclude(self, verdict: str) -> str:
+        """Writes the verdict, unless there is one; returns what it is then."""
+        return _text(self._store.compare_set("verdict", "", verdict))
+
+    def await_verdict(self, deadline: float) -> str | None:
+        """Returns the verdict, or None at the deadline."""
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(_LOOK_SECONDS, left))))
-            return
-        except torch.distributed.DistStoreError:
-            came = [rank for rank, key in enumerate(keys) if store.check([key])]
-        records = [Record.decode(store.get(keys[rank])) for rank in came]
-        _check_agreement(records)
-        if left <= 0:
-            missing = sorted(set(range(me.world_size)) - set(came))
+            self._store.wait(["verdict"], left)
+        except DistNetworkError:
+            raise
+        except RuntimeError:
+            return None
+        return _text(self._store.get("verdict"))
+
+    def arrive(self, me: Record) -> bool:
+        """Publishes ``me`` and compares it with others; returns whether everybody is here."""
+        record = me.encode().decode()
+        for problem in self._problems(me, record):
+            self.conclude(problem)
+        self._store.set(f"record/{me.rank}", record)
+        arrived: int = self._store.add("arrived", 1)
+        return arrived == me.world_size
+
+    def _problems(self, me: Record, record: str) -> Iterator[str]:
+        first = Record.decode(self._store.compare_set("first", "", record))
+        for what in _MUST_AGREE:
+            ours, theirs = getattr(me, what), getattr(first, what)
+            if ours != theirs:
+                yield (
+                    f"the workers disagree about {what}: "
+                    f"{first.name} says {theirs}, {me.name} says {ours}"
+                )
+        namesake = Record.decode(self._store.compare_set(f"name/{me.name}", "", record))
+        if namesake.rank != me.rank:
+            yield f"RPC worker name {me.name} is not unique: it is claimed by {namesake} and {me}"
+
+    def records(self, ranks: Iterable[int]) -> list[Record]:
+        """The records of ``ranks``, which must be there."""
+        return [Record.decode(each) for each in _read(self._store, "record/", ranks)]
+
+    def describe_missing(self, me: Record, timeout: float) -> str:
+        """What to tell everyone when ``me`` gives up."""
+        ranks = range(me.world_size or 0)
+        came = [rank for rank in ranks if self._store.check([f"record/{rank}"])]
+        missing = [rank for rank in ranks if rank not in came]
+        present = ", ".join(str(record) for record in self.records(came))
+        return (
+            f"{len(missing)} of {me.world_size} workers did not come within {timeout:g} s: "
+            f"missing ranks {missing}; there were {present}"
+        )
+
+
+def _enter(store: Store, me: Record) -> _Round:
+    """The first round, from this rank's next on, that did not end before it came."""
+    while True:
+        number: int = store.add(f"round/{me.rank}", 1)
+        earlier = _Round(store, number - 1)
+        if number > 1 and earlier.verdict() is None:
+            store.add(f"round/{me.rank}", -1)
+            other = "".join(str(record) for record in earlier.records([me.rank])) or "another"
+            problem = (
+                f"rank {me.rank} is claimed by two processes, {other} and {me}: either both were "
+                "started with this rank, or the first died while the group was forming"
+            )
+            earlier.conclude(problem)
+            raise BringUpError(problem)
+        meeting = _Round(store, number)
+        if meeting.verdict() is None:
+            return meeting
+
+
+# --- Dynamic groups
+
+
+def join(store: Store, me: Record) -> None:
+    """Makes ``me`` a member of the dynamic group on ``store``.
+
+    A worker that comes back, under the same name and rank, takes its own place.
+
+    Raises:
+        BringUpError: the group is a static one, the name or the rank belongs to another
+            member, or members use another backend or protocol.
+    """
+    with _names_store_loss():
+        ours = _ours(store)
+        _set_mode(ours, _DYNAMIC)
+        first = Record.decode(ours.compare_set("first", "", me.encode().decode()))
+        for what in _MUST_AGREE:
+            if getattr(me, what) != getattr(first, what):
+                raise BringUpError(
+                    f"the workers disagree about {what}: {first.name} says "
+                    f"{getattr(first, what)}, {me.name} says {getattr(me, what)}"
+                )
+        _claim_rank(ours, me)
+        _claim_name(ours, me)
+        ours.add("changes", 1)
+        _check_rank_is_held(store, me)
+
+
+def leave(store: Store, member: Record) -> None:
+    """Ends a membership, one's own or that of a worker that was lost.
+
+    Does nothing if that life of the worker is no member any more.
+    """
+    with _names_store_loss():
+        ours = _ours(store)
+        record = member.encode().decode()
+        if _value(ours, f"member/{member.name}") == record:
+            ours.compare_set(f"member/{member.name}", record, _LEFT)
+            ours.compare_set(f"id/{member.rank}", member.name, _LEFT)
+            ours.add("changes", 1)
+
+
+def lookup(store: Store, who: str | int) -> Record | None:
+    """The member with this name or rank, if there is one."""
+    with _names_store_loss():
+        ours = _ours(store)
+        name = _value(ours, f"id/{who}") if isinstance(who, int) else who
+        record = _value(ours, f"member/{name}") if name else None
+        return Record.decode(record.encode()) if record else None
+
+
+def members(store: Store) -> list[Record]:
+    """All members, in the order in which their names first joined."""
+    with _names_store_loss():
+        ours = _ours(store)
+        slots = range(1, ours.add("joined", 0) + 1)
+        names = [_text(name) for name in _read(ours, "names/", slots)]
+        found = [_text(record) for record in _read(ours, "member/", names)]
+        return [Record.decode(record.encode()) for record in found if record != _LEFT]
+
+
+def changes(store: Store) -> int:
+    """How often members came or went so far: one cheap request to see if to ask again."""
+    with _names_store_loss():
+        count: int = _ours(store).add("changes", 0)
+        return count
+
+
+def _claim_rank(store: Store, me: Record) -> None:
+    holder = _text(store.compare_set(f"id/{me.rank}", "", me.name))
+    while holder != me.name:
+        member = _value(store, f"member/{holder}") if holder != _LEFT else None
+        if member is not None and Record.decode(member.encode()).rank == me.rank:
             raise BringUpError(
-                f"{len(missing)} of {me.world_size} workers did not come within {timeout:g} s: "
-                f"missing ranks {missing}; there are {', '.join(map(str, records))}"
+                f"rank {me.rank} is claimed by two workers, {Record.decode(member.encode())} "
+                f"and {me}"
             )
+        holder = _text(store.compare_set(f"id/{me.rank}", holder, me.name))
 
 
-def _check_agreement(records: Iterable[Record]) -> None:
-    """Raises if the workers that came cannot form a group."""
-    by_name: dict[str, Record] = {}
-    for record in records:
-        other = by_name.setdefault(record.name, record)
-        if other is not record:
-            raise RpcError(
-                f"RPC worker name {record.name} is not unique: "
-                f"ranks {other.rank} and {record.rank} both have it"
-            )
-    for what in ("world_size", "backend", "protocol"):
-        said = {getattr(record, what) for record in by_name.values()}
-        if len(said) > 1:
-            each = ", ".join(f"{r.name} says {getattr(r, what)}" for r in by_name.values())
-            raise BringUpError(f"the workers disagree about {what}: {each}")
+def _check_rank_is_held(store: Store, me: Record) -> None:
+    """Another worker may have taken the rank before our record was there to stop it."""
+    holder = _text(_ours(store).get(f"id/{me.rank}"))
+    if holder != me.name:
+        leave(store, me)
+        raise BringUpError(f"rank {me.rank} is claimed by two workers, {holder!r} and {me}")
+
+
+def _claim_name(store: Store, me: Record) -> None:
+    record = me.encode().decode()
+    key = f"member/{me.name}"
+    if not store.check([key]):
+        found = _text(store.compare_set(key, "", record))
+        if found == record:
+            store.set(f"names/{store.add('joined', 1)}", me.name)
+            return
+    found = _text(store.get(key))
+    while found != record:
+        if found != _LEFT:
+            other = Record.decode(found.encode())
+            if other.rank != me.rank:
+                store.compare_set(f"id/{me.rank}", me.name, _LEFT)
+                raise BringUpError(
+                    f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
+                )
+        found = _text(store.compare_set(key, found, record))
+
+
+# --- The store
+
+
+def _ours(store: Store) -> Store:
+    return PrefixStore(_PREFIX, store)
+
+
+def _set_mode(store: Store, mode: str) -> None:
+    if _text(store.compare_set("mode", "", mode)) != mode:
+        raise BringUpError(
+            "RPC group mixes statically and dynamically initialized members which is not "
+            "supported. Give every worker a world_size, or none."
+        )
+
+
+def _value(store: Store, key: str) -> str | None:
+    """What a member's key holds, unless it is absent or left."""
+    if not store.check([key]):
+        return None
+    value = _text(store.get(key))
+    return None if value == _LEFT else value
+
+
+def _read(store: Store, prefix: str, keys: Iterable[object]) -> list[bytes]:
+    """Reads what there is of several keys, in one request if all are there."""
+    wanted = [f"{prefix}{key}" for key in keys]
+    if not wanted:
+        return []
+    if not store.check(wanted):
+        wanted = [key for key in wanted if store.check([key])]
+    return store.multi_get(wanted) if wanted else []
+
+
+def _text(value: bytes) -> str:
+    return value.decode()
+
+
+@contextlib.contextmanager
+def _names_store_loss() -> Iterator[None]:
+    try:
+        yield
+    except RpcError:
+        raise
+    except RuntimeError as error:
+        raise BringUpError(
+            "the store was lost while workers were meeting; is the worker that hosts it, "
+            f"usually rank 0, still running? ({error})"
+        ) from error

@@ -1,0 +1,23 @@
+"""Defaults and sentinels of the public interface, named as the original names them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEFAULT_RPC_TIMEOUT_SEC: Final = 60.0
+"""Seconds a call may take when neither it nor the options say otherwise."""
+
+UNSET_RPC_TIMEOUT: Final = -1.0
+"""Passed as a timeout: use the default."""
+
+DEFAULT_SHUTDOWN_TIMEOUT: Final = 0
+"""Passed to ``shutdown``: wait without limit."""
+
+DEFAULT_NUM_WORKER_THREADS: Final = 16
+"""Handlers that run at the same time, besides those that wait."""
+
+DEFAULT_INIT_METHOD: Final = "env://"
+"""Where to find the store: the environment variables that torchrun sets."""
+
+DEFAULT_BRING_UP_TIMEOUT_SEC: Final = 300.0
+"""Seconds to wait for the other workers when a group forms."""

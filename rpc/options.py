@@ -1,0 +1,235 @@
+"""What a user may set about a worker: timeouts, threads, rendezvous, device maps.
+
+Decides which values are acceptable and says what is wrong with the others.
+Reading the environment, opening stores and touching devices happen elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from rpc.constants import (
+    DEFAULT_BRING_UP_TIMEOUT_SEC,
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
+from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
+
+
+class RpcBackendOptions:
+    """What every backend can be told. Subclass it for a backend of your own.
+
+    Args:
+        rpc_timeout: seconds a call may take by default; 0 means no limit. Default 60.
+        init_method: URL of the store that workers meet at: ``env://``,
+            ``tcp://host:port`` or ``file:///path``. Default ``env://``.
+        bring_up_timeout: seconds to wait for the other workers in ``init_rpc``. Default 300.
+        shutdown_timeout: seconds a graceful ``shutdown`` waits for the other workers
+            when it is not told otherwise; None waits without limit. Default None.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        *,
+        bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        self.bring_up_timeout = bring_up_timeout
+        self.shutdown_timeout = shutdown_timeout
+
+    @property
+    def rpc_timeout(self) -> float:
+        """Seconds a call may take by default; 0 means no limit."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self._rpc_timeout = _seconds("rpc_timeout", seconds)
+
+    @property
+    def init_method(self) -> str:
+        """URL of the store that workers meet at."""
+        return self._init_method
+
+    @init_method.setter
+    def init_method(self, url: str) -> None:
+        if not isinstance(url, str):
+            raise _wrong_type("init_method", url, "a URL such as 'env://' or 'tcp://host:port'")
+        if "://" not in url:
+            raise ValueError(
+                f"init_method={url!r} is not a URL; use env://, tcp://host:port or file:///path"
+            )
+        self._init_method = url
+
+    @property
+    def bring_up_timeout(self) -> float:
+        """Seconds to wait for the other workers in ``init_rpc``."""
+        return self._bring_up_timeout
+
+    @bring_up_timeout.setter
+    def bring_up_timeout(self, seconds: float) -> None:
+        value = _seconds("bring_up_timeout", seconds)
+        if value == 0:
+            raise ValueError("bring_up_timeout=0 leaves no time to meet; give seconds above 0")
+        self._bring_up_timeout = value
+
+    @property
+    def shutdown_timeout(self) -> float | None:
+        """Seconds a graceful ``shutdown`` waits for the other workers; None waits on."""
+        return self._shutdown_timeout
+
+    @shutdown_timeout.setter
+    def shutdown_timeout(self, seconds: float | None) -> None:
+        self._shutdown_timeout = None if seconds is None else _seconds("shutdown_timeout", seconds)
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of the TENSORPIPE backend.
+
+    Args:
+        num_worker_threads: handlers that run at the same time. Default 16.
+        rpc_timeout: see :class:`RpcBackendOptions`.
+        init_method: see :class:`RpcBackendOptions`.
+        device_maps: by destination worker, this worker's devices to the destination's;
+            a number means that CUDA device. Default none.
+        devices: the CUDA devices RPC may use. Default those the device maps name.
+        bring_up_timeout: see :class:`RpcBackendOptions`.
+        shutdown_timeout: see :class:`RpcBackendOptions`.
+
+    Example:
+        >>> options = TensorPipeRpcBackendOptions(num_worker_threads=8)
+        >>> options.set_device_map("worker1", {0: 1})
+        >>> options.device_maps["worker1"]
+        {device(type='cuda', index=0): device(type='cuda', index=1)}
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+        bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        super().__init__(
+            rpc_timeout,
+            init_method,
+            bring_up_timeout=bring_up_timeout,
+            shutdown_timeout=shutdown_timeout,
+        )
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {} if device_maps is None else device_maps
+        self.devices = [] if devices is None else devices
+        self._transports = _names("_transports", _transports)
+        self._channels = _names("_channels", _channels)
+
+    @property
+    def num_worker_threads(self) -> int:
+        """Handlers that run at the same time."""
+        return self._num_worker_threads
+
+    @num_worker_threads.setter
+    def num_worker_threads(self, count: int) -> None:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise _wrong_type("num_worker_threads", count, "a whole number")
+        if count <= 0:
+            raise ValueError(f"num_worker_threads={count} must be positive")
+        self._num_worker_threads = count
+
+    @property
+    def device_maps(self) -> dict[str, DeviceMap]:
+        """By destination worker, this worker's devices to the destination's. A copy."""
+        return {to: dict(device_map) for to, device_map in self._device_maps.items()}
+
+    @device_maps.setter
+    def device_maps(self, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]]) -> None:
+        self._device_maps = {to: as_device_map(each) for to, each in device_maps.items()}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The CUDA devices RPC may use; empty means those the device maps name. A copy."""
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Iterable[DeviceLike]) -> None:
+        self._devices = [_cuda_device(device) for device in devices]
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
+        """Adds to the map for one destination; may be called repeatedly.
+
+        Args:
+            to: the destination worker's name.
+            device_map: this worker's devices to the destination's.
+
+        Raises:
+            ValueError: if a device would be mapped to two.
+        """
+        known = self._device_maps.get(to, {})
+        added = as_device_map(device_map)
+        for source, target in added.items():
+            if known.get(source, target) != target:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, "
+                    f"trying to map {source} to {target} and {known[source]}"
+                )
+        self._device_maps[to] = known | added
+
+    def set_devices(self, devices: Iterable[DeviceLike]) -> None:
+        """Names the CUDA devices RPC may use.
+
+        Args:
+            devices: numbers, names or ``torch.device``.
+
+        Raises:
+            ValueError: if one is not a CUDA device.
+        """
+        self.devices = list(devices)
+
+
+def _seconds(argument: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong_type(argument, value, "a number of seconds")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{argument}={value!r} must be a finite number of seconds, 0 or more")
+    return float(value)
+
+
+def _names(argument: str, value: Sequence[str] | None) -> list[str] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise _wrong_type(argument, value, "a list of names")
+    return list(value)
+
+
+def _cuda_device(device: DeviceLike) -> torch.device:
+    converted = as_device(device)
+    if converted.type != "cuda":
+        raise ValueError(
+            f"`set_devices` expect a list of CUDA devices, but got device type {converted.type}."
+        )
+    return converted
+
+
+def _wrong_type(argument: str, value: object, wanted: str) -> TypeError:
+    return TypeError(
+        f"incompatible constructor arguments: {argument}={value!r} "
+        f"is a {type(value).__name__}, not {wanted}"
+    )
