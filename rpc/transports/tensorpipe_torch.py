@@ -1,0 +1,203 @@
+"""The one module that holds torch's TensorPipe agent.
+
+Owns the agent and everything torch wants to be told before it carries a call:
+a store, names, addresses, device maps. Knows nothing of frames or of what a
+lost connection means. The agent is a group of one (a static one: torch guards
+the tables of a static group with locks, those of a dynamic group not at all);
+peers are added to its tables by hand and its store is private to the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from rpc.devices import DeviceMap
+from rpc.errors import BringUpError
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_rpc as torch_rpc
+
+    from rpc.options import TensorPipeRpcBackendOptions
+
+SELF_ID = 0
+"""What every process calls itself; torch's ids never leave the process."""
+
+_LAST_ID = 32_767
+POOL_THREADS = 16
+_NO_TIMEOUT = 0.0
+_PRIMING_SECONDS = 60.0
+
+
+def available() -> bool:
+    """Whether this build of torch has TensorPipe."""
+    return hasattr(getattr(torch._C, "_distributed_rpc", None), "TensorPipeAgent")
+
+
+class TorchAgent:
+    """torch's agent, started.
+
+    Args:
+        name: this worker's name.
+        options: transports, channels and device maps.
+        devices: the CUDA devices that calls may use.
+
+    Raises:
+        BringUpError: if torch already runs an agent in this process.
+    """
+
+    def __init__(
+        self, name: str, options: TensorPipeRpcBackendOptions, devices: list[torch.device]
+    ) -> None:
+        import torch.distributed.rpc.internal as internal
+        from torch._C import _distributed_rpc as module
+
+        self._torch: Any = module
+        self.name = name
+        self.tensor_tables: Any = internal._thread_local_tensor_tables
+        self._devices = devices
+        self._reverse_maps: dict[str, DeviceMap] = {}
+        self._ids: dict[str, int] = {}
+        self._next_id = SELF_ID + 1
+        if module._is_current_rpc_agent_set():
+            raise BringUpError(
+                "torch allows one RPC agent per process and this process already runs one; shut "
+                "it down first, or use another transport for the second worker"
+            )
+        _allow_calls()
+        _give_torch_an_agent_to_keep(module)
+        store = HashStore()
+        self._addresses: Store = PrefixStore("addrs", store)
+        self._agent: Any = _make(module, store, name, _torch_options(options), devices)
+        module._set_and_start_rpc_agent(self._agent)
+        self.url: bytes = self._addresses.get(name)
+
+    def reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
+        """Makes the worker at ``url`` callable under ``name``, in place of an earlier one.
+
+        Args:
+            name: the peer's name.
+            url: the ``url`` of the peer's agent.
+            reverse_map: our devices to the peer's, for answers to its calls.
+
+        Returns:
+            What ``ask`` and ``tell`` take.
+        """
+        if name in self._ids:
+            self._update(name, self._ids[name], False)
+        if self._next_id > _LAST_ID:
+            raise BringUpError(
+                f"torch has no ids left for worker {name!r}: workers joined or came back "
+                f"{_LAST_ID} times in the life of this process"
+            )
+        self._ids[name] = self._next_id
+        self._next_id += 1
+        self._addresses.set(name, url.decode())
+        if reverse_map:
+            self._reverse_maps[name] = reverse_map
+            new = {device for device in reverse_map if device.type != "cpu"} - {*self._devices}
+            self._devices += sorted(new, key=lambda device: device.index)
+        self._update(name, self._ids[name], True)
+        return self._route(name, self._ids[name])
+
+    def myself(self) -> torch_rpc.WorkerInfo:
+        """What ``ask`` and ``tell`` take to call this process."""
+        return self._route(self.name, SELF_ID)
+
+    def prime(self, pickle: bytes) -> None:
+        """Calls this process once, so that torch imports what it needs before real traffic.
+
+        Raises:
+            BringUpError: if the call does not come through.
+        """
+        try:
+            self._torch._invoke_rpc_python_udf(
+                self.myself(),
+                pickle,
+                [],
+                _PRIMING_SECONDS,
+                False,
+            ).wait()
+        except RuntimeError as error:
+            raise BringUpError(
+                f"TensorPipe cannot reach this process at its own address {self.url.decode()}; "
+                "TP_SOCKET_IFNAME names the network interface to use"
+            ) from error
+
+    def ask(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
+        """Calls; the callee answers later, through a future."""
+        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, True)
+
+    def tell(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
+        """Calls; the callee answers at once."""
+        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, False)
+
+    def future(self) -> torch.futures.Future[Any]:
+        """A future that may be answered with tensors on any device in use."""
+        return torch.futures.Future(devices=list(self._devices))
+
+    def stop(self) -> None:
+        """Closes every pipe and joins torch's threads; what is under way is dropped."""
+        self._agent.shutdown()
+        self._torch._reset_current_rpc_agent()
+        del self._agent
+
+    def _route(self, name: str, torch_id: int) -> torch_rpc.WorkerInfo:
+        route: torch_rpc.WorkerInfo = self._torch.WorkerInfo(name, torch_id)
+        return route
+
+    def _update(self, name: str, torch_id: int, joins: bool) -> None:
+        self._agent._update_group_membership(
+            self._route(name, torch_id), self._devices, self._reverse_maps, joins
+        )
+
+
+def _make(
+    module: Any,
+    store: Store,
+    name: str,
+    options: torch_rpc._TensorPipeRpcBackendOptionsBase,
+    devices: list[torch.device],
+) -> torch_rpc.TensorPipeAgent:
+    agent: torch_rpc.TensorPipeAgent = module.TensorPipeAgent(
+        store, name, SELF_ID, 1, options, {}, devices
+    )
+    # Alone in its group, it joins at once; from then on torch takes a peer that closes its
+    # pipe for the end of a job and logs nothing about it.
+    agent.join(True)
+    return agent
+
+
+def _torch_options(
+    options: TensorPipeRpcBackendOptions,
+) -> torch_rpc._TensorPipeRpcBackendOptionsBase:
+    from torch._C import _distributed_rpc as module
+
+    return module._TensorPipeRpcBackendOptionsBase(
+        POOL_THREADS,
+        options._transports,
+        options._channels,
+        device_maps=options.device_maps,
+        devices=options.devices,
+    )
+
+
+def _allow_calls() -> None:
+    """Torch refuses to carry calls until its distributed autograd knows the worker's id."""
+    from torch._C import _distributed_autograd
+
+    with contextlib.suppress(RuntimeError):  # it was told another id earlier, which does as well
+        _distributed_autograd._init(SELF_ID)
+
+
+def _give_torch_an_agent_to_keep(module: Any) -> None:
+    """Torch keeps the first agent of a process, with its threads, for ever: a minimal one."""
+    options = module._TensorPipeRpcBackendOptionsBase(1, ["uv"], ["basic"])
+    agent: Any = _make(module, HashStore(), "kept", options, [])
+    module._set_and_start_rpc_agent(agent)
+    module._rref_context_get_debug_info()
+    agent.shutdown()
+    module._reset_current_rpc_agent()

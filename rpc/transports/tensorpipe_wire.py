@@ -1,0 +1,251 @@
+"""How a frame rides torch's Python-call message: bytes, pickles and entry points.
+
+Owns the envelope in front of each frame and the few hand-made pickles by which
+torch's own deserializer calls straight into the attached transport, on both
+ends, with no callback in between. Knows nothing of peers, futures or threads.
+
+torch allows one RPC agent per process and unpickles what arrives by module and
+name, so the transport that belongs to that agent has to be found through this
+module: ``attach`` and ``detach`` are the only mutable state here.
+
+Envelope, little endian: ``version u8, kind u8, flags u8, pad, sender i32,
+incarnation u64, correlation u64, header length u32``, then header and payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+
+from rpc.errors import FrameError
+from rpc.transports.base import Frame, FrameKind
+
+Payload = bytes | bytearray | memoryview
+
+LIFELINE = 16
+"""Asks to be answered only when the worker that gets it leaves."""
+FAREWELL = 17
+"""The sender is leaving; answered once nothing of the receiver's is under way to it."""
+PRIMER = 18
+"""Sent to oneself once, so that torch imports what it needs before real traffic."""
+BATCH = 19
+"""Several notices in one."""
+DONE = 32
+"""Answer without a frame: taken, or no longer wanted."""
+REFUSED = 33
+"""Answer without a frame: the payload says why nothing from the sender is accepted."""
+
+TENSOR_PAYLOAD_MIN = 128 * 1024
+"""Payloads from this size travel as a tensor, which torch does not copy."""
+
+_VERSION = 1
+_PAYLOAD_IN_TENSOR = 1
+_ENVELOPE = struct.Struct("<BBBxiQQI")
+_ENTRY = struct.Struct("<II")
+
+
+class Envelope(NamedTuple):
+    """What stands in front of a frame: who sent it and what it is.
+
+    Args:
+        kind: a ``FrameKind`` or one of this module's kinds.
+        sender: worker id of the sender.
+        incarnation: which life of the sender.
+        correlation: ties an answer to its question.
+    """
+
+    kind: int
+    sender: int
+    incarnation: int
+    correlation: int = 0
+
+
+class Bus(Protocol):
+    """The transport, as torch's threads see it. Nothing here may raise or block."""
+
+    def question(self, envelope: Envelope, frame: Frame) -> torch.futures.Future[Answer] | Answer:
+        """Takes a call; the answer, or its future where the kind expects one later."""
+
+    def answer(self, envelope: Envelope, frame: Frame) -> None:
+        """Takes the answer to one of our calls."""
+
+
+class Call(NamedTuple):
+    """What torch's callee runs: ``func(*args, **kwargs)``."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Socket:
+    """Where the one attached transport is plugged in."""
+
+    __slots__ = ("bus", "tables")
+
+    def __init__(self) -> None:
+        self.bus: Bus | None = None
+        self.tables: Any = None
+
+
+_socket = _Socket()
+
+
+def attach(bus: Bus, tensor_tables: Any) -> None:
+    """Routes what arrives to ``bus``.
+
+    Args:
+        bus: the transport of torch's current agent.
+        tensor_tables: torch's thread-local holder of a message's tensors.
+    """
+    _socket.bus, _socket.tables = bus, tensor_tables
+
+
+def detach(bus: Bus) -> None:
+    """Routes nothing to ``bus`` any more."""
+    if _socket.bus is bus:
+        _socket.bus = None
+
+
+class Answer:
+    """The value of a finished call; its pickle delivers itself when it is loaded."""
+
+    __slots__ = ("data", "tensors")
+
+    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+        self.data = data
+        self.tensors = tensors
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        outgoing = getattr(_socket.tables, "send_tables", None)
+        if outgoing is None:  # torch only looks for the devices of the tensors in it
+            return tuple, (self.tensors,)
+        outgoing.extend(self.tensors)
+        return receive_answer, (self.data,)
+
+
+def receive_question(data: bytes) -> Call:
+    """Entry point of torch's deserializer at the callee."""
+    bus = _socket.bus
+    if bus is None:
+        raise FrameError("no TensorWire transport is attached to this process's RPC agent")
+    envelope, frame = unpack(data, _socket.tables.recv_tables)
+    return Call(bus.question, (envelope, frame), _NO_KEYWORDS)
+
+
+def receive_answer(data: bytes) -> None:
+    """Entry point of torch's deserializer at the caller."""
+    bus = _socket.bus
+    if bus is not None:
+        bus.answer(*unpack(data, _socket.tables.recv_tables))
+
+
+def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
+    """Returns the bytes and tensors that carry ``frame``."""
+    tensors = [_compact(tensor) for tensor in frame.tensors]
+    payload: Payload = frame.payload
+    flags = 0
+    if len(payload) >= TENSOR_PAYLOAD_MIN:
+        tensors.append(_as_tensor(payload))
+        payload, flags = b"", _PAYLOAD_IN_TENSOR
+    head = _ENVELOPE.pack(
+        _VERSION,
+        envelope.kind,
+        flags,
+        envelope.sender,
+        envelope.incarnation,
+        envelope.correlation,
+        len(frame.header),
+    )
+    return b"".join((head, frame.header, payload)), tensors
+
+
+def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
+    """The inverse of ``pack``.
+
+    Raises:
+        FrameError: if ``data`` is not what ``pack`` makes.
+    """
+    try:
+        version, kind, flags, sender, life, correlation, size = _ENVELOPE.unpack_from(data)
+    except struct.error as error:
+        raise FrameError(f"a message of {len(data)} bytes has no envelope") from error
+    split = _ENVELOPE.size + size
+    if version != _VERSION or split > len(data):
+        raise FrameError(f"envelope of version {version} with a {size}-byte header is malformed")
+    payload: Payload = data[split:]
+    if flags & _PAYLOAD_IN_TENSOR:
+        *tensors, carrier = tensors
+        payload = carrier.numpy().data
+    frame_kind = FrameKind(kind) if kind <= FrameKind.NOTICE else FrameKind.NOTICE
+    header = data[_ENVELOPE.size : split]
+    frame = Frame(frame_kind, correlation, header, payload, tuple(tensors))
+    return Envelope(kind, sender, life, correlation), frame
+
+
+def call_pickle(data: bytes) -> bytes:
+    """The pickle of a call that hands ``data`` to ``receive_question``."""
+    return b"".join((_CALL_HEAD, struct.pack("<Q", len(data)), data, _CALL_TAIL))
+
+
+def join_notices(frames: list[Frame]) -> bytes:
+    """Packs tensorless notices into the payload of one BATCH frame."""
+    parts: list[Payload] = []
+    for frame in frames:
+        parts += _ENTRY.pack(len(frame.header), len(frame.payload)), frame.header, frame.payload
+    return b"".join(parts)
+
+
+def split_notices(payload: Payload) -> list[Frame]:
+    """The inverse of ``join_notices``."""
+    data, position, frames = bytes(payload), 0, []
+    while position < len(data):
+        header_size, payload_size = _ENTRY.unpack_from(data, position)
+        start = position + _ENTRY.size
+        middle = start + header_size
+        position = middle + payload_size
+        frames.append(Frame(FrameKind.NOTICE, 0, data[start:middle], data[middle:position]))
+    return frames
+
+
+def _short_text(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+_CALL_HEAD = (
+    b"\x80\x04"  # protocol 4
+    + _short_text(receive_question.__module__)
+    + _short_text(receive_question.__name__)
+    + b"\x93\x8e"  # find the function; bytes with an eight-byte length follow
+)
+_CALL_TAIL = b"\x85R."  # make a tuple, call, stop
+
+
+class _Lent:
+    """Presents read-only bytes to numpy as writable, to lend them to torch unwritten."""
+
+    def __init__(self, payload: Payload) -> None:
+        view = numpy.frombuffer(payload, dtype=numpy.uint8)
+        self.owner = view
+        self.__array_interface__ = view.__array_interface__ | {
+            "data": (view.__array_interface__["data"][0], False)
+        }
+
+
+def _as_tensor(payload: Payload) -> torch.Tensor:
+    return torch.from_numpy(numpy.asarray(_Lent(payload)))
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Torch sends whole storages; a view is copied so that only what it shows leaves."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
