@@ -7,15 +7,18 @@ messages; the agent gives it a way to wait and completes it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
 from rpc.executor import blocking
+from rpc.remote_errors import retell
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -31,6 +34,31 @@ else:
 Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
 
 _logger = logging.getLogger("rpc")
+
+
+class _Failure:
+    """What torch knows of a future's error: how to raise it, and whether anybody saw it.
+
+    Torch keeps this where the garbage collector does not look, and an error knows
+    the frames, and so often the future, that it was raised in. Therefore the error
+    stays with the future as long as that lives, and a stand-in comes here after.
+    """
+
+    __slots__ = ("_future", "seen", "stand_in")
+
+    def __init__(self, future: Future[Any], seen: bool) -> None:
+        self._future = weakref.ref(future)
+        self.seen = seen
+        self.stand_in: BaseException | None = None
+
+    def reveal(self, _: object) -> None:
+        """What torch calls when the future's value is asked for, in whatever way."""
+        self.seen = True
+        raise self._find() or RuntimeError("the call failed, and its future is gone")
+
+    def _find(self) -> BaseException | None:
+        future = self._future()
+        return self.stand_in if future is None else future._error
 
 
 class Future(_TorchFuture[T]):
@@ -57,46 +85,62 @@ class Future(_TorchFuture[T]):
         super().__init__(devices=devices)
         self._description = description
         self._waiter = waiter
-        self._unseen_error: BaseException | None = None
+        self._error: BaseException | None = None
+        self._failure: _Failure | None = None
         self._lock = threading.RLock()
         self._watched = False
 
     def wait(self) -> T:
         """Blocks until the result is there and returns it, or raises the call's error."""
-        if not self.done():
-            with blocking():
-                if self._waiter is None:
-                    return cast(T, self._result(super().wait))
-                self._waiter(self.done, self._sleep)
-        return cast(T, self._result(super().wait))
+        try:
+            if not self.done():
+                with blocking():
+                    if self._waiter is None:
+                        return cast(T, torch._C.Future.wait(self))
+                    self._waiter(self.done, self._sleep)
+            return cast(T, torch._C.Future.wait(self))
+        finally:
+            del self  # the error knows this frame, and must not keep the future alive
 
     def value(self) -> T:
         """Returns the result of a completed future, or raises its error."""
-        return cast(T, self._result(super().value))
+        try:
+            if not self.done():
+                raise RuntimeError(f"{self._description} is not done; wait for it first")
+            return cast(T, torch._C.Future.value(self))
+        finally:
+            del self  # as in wait
 
     def then(self, callback: Callable[..., S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns once this one is done.
 
         The callback runs in the context (distributed autograd, deadline) of this
-        call to ``then``. What it raises fails the returned future.
+        call to ``then``. What it raises fails the returned future, as an error of
+        its own type that is also a ``RuntimeError``.
         """
-        if not callable(callback):
-            raise TypeError(f"then(): incompatible function arguments. Got {callback!r}")
+        _require_callable("then", callback)
         child: Future[S] = Future(description=f"a callback on {self._description}")
         child._waiter = self._waiter
         context = contextvars.copy_context()
 
-        def run(_: object) -> None:
-            child.complete_from(lambda: context.run(callback, self))
+        def run(done: object) -> None:
+            try:
+                value = context.run(callback, done)
+            except BaseException as error:
+                child.set_exception(_as_runtime_error(error))
+            else:
+                child.set_result(value)
 
         self.add_done_callback(run)
         return child
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
-        self._unseen_error = None
+        _require_callable("add_done_callback", callback)
         with self._lock:
             self._watched = True
+            if self._failure is not None:
+                self._failure.seen = True
         super().add_done_callback(callback)
 
     def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
@@ -112,9 +156,13 @@ class Future(_TorchFuture[T]):
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Completes the future with an error, which ``wait`` and ``value`` raise."""
-        if not self._watched:
-            self._unseen_error = result
-        super().set_exception(cast(Any, result))
+        if not isinstance(result, BaseException):
+            raise TypeError(f"set_exception() needs an exception, but got {result!r}")
+        if not self.done():
+            self._error = result
+            self._failure = _Failure(self, self._watched)
+            super()._set_unwrap_func(self._failure.reveal)
+        self.set_result(cast(T, None))
 
     def complete_from(self, get: Callable[[], T]) -> None:
         """Completes the future with what ``get()`` returns or raises."""
@@ -134,23 +182,50 @@ class Future(_TorchFuture[T]):
             if not bridge.done():
                 bridge.set_result(None)
 
-        self.add_done_callback(lambda _: (loop.call_soon_threadsafe(wake), None)[1])
+        def done(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(done)
         yield from bridge
-        return cast(T, self._result(super().value))
+        return cast(T, torch._C.Future.value(self))
 
     def _sleep(self) -> None:
-        self._result(super().wait, swallow=True)
-
-    def _result(self, get: Callable[[], Any], *, swallow: bool = False) -> Any:
-        try:
-            return get()
-        except BaseException:
-            self._unseen_error = None
-            if not swallow:
-                raise
-            return None
+        with contextlib.suppress(Exception):  # raised again when the result is taken
+            torch._C.Future.wait(self)
 
     def __del__(self) -> None:
-        error = getattr(self, "_unseen_error", None)
-        if error is not None:
-            _logger.error("%s failed and nobody looked: %s", self._description, error)
+        failure = getattr(self, "_failure", None)
+        if failure is None or self._error is None:
+            return
+        failure.stand_in = _stand_in(self._error)
+        if not failure.seen:
+            kind = type(self._error).__name__
+            _logger.error(
+                "%s failed and nobody looked: %s: %s", self._description, kind, self._error
+            )
+
+
+def _stand_in(error: BaseException) -> BaseException:
+    """A copy of ``error`` that knows no frames; runs next to no code, for finalizers."""
+    kind = type(error)
+    try:
+        copy = kind.__new__(kind, *error.args)
+        copy.args = error.args
+        copy.__dict__.update(error.__dict__)
+    except Exception:
+        return RuntimeError(f"{kind.__name__}: {error}")
+    return copy
+
+
+def _require_callable(method: str, callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"{method}(): incompatible function arguments. Got {callback!r}")
+
+
+def _as_runtime_error(error: BaseException) -> BaseException:
+    if isinstance(error, RuntimeError):
+        return error
+    told = retell(cast(Exception, error), str(error))
+    told.__cause__ = error
+    return told

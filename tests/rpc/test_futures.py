@@ -1,0 +1,503 @@
+"""What must hold of futures, against torch's own where torch says it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rpc import executor
+from rpc.executor import Executor
+from rpc.futures import Future
+
+SECONDS = 10.0
+
+
+def failed(error: BaseException, description: str = "the call of f on w1") -> Future[int]:
+    future: Future[int] = Future(description=description)
+    future.set_exception(error)
+    return future
+
+
+def done(value: object = 7) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+class Refused(ValueError):
+    """An error with a constructor that does not take one string."""
+
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"refused with {code}")
+        self.code = code
+        self.hint = hint
+
+
+# --- As torch's
+
+
+def test_it_is_a_torch_future():
+    assert isinstance(Future(), torch.futures.Future)
+    assert isinstance(Future(), torch._C.Future)
+    assert isinstance(Future().then(lambda _: None), Future)
+
+
+def test_a_result_is_what_was_set():
+    value = object()
+    future: Future[object] = Future()
+    assert not future.done()
+    future.set_result(value)
+    assert future.done()
+    assert future.wait() is value
+    assert future.value() is value
+
+
+def test_wait_blocks_until_another_thread_sets_the_result():
+    future: Future[int] = Future()
+    setter = threading.Thread(target=future.set_result, args=(3,))
+    setter.start()
+    assert future.wait() == 3
+    setter.join()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), Refused(3, hint="h"), KeyError("k"), asyncio.CancelledError()]
+)
+def test_an_error_keeps_its_type_and_identity_however_often_it_is_raised(error: BaseException):
+    future = failed(error)
+    for get in (future.wait, future.wait, future.value):
+        with pytest.raises(type(error)) as raised:
+            get()
+        assert raised.value is error
+
+
+def test_what_is_no_exception_cannot_be_set_as_one():
+    with pytest.raises(TypeError, match="needs an exception"):
+        Future().set_exception("no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [done, lambda: failed(ValueError("first"))])
+@pytest.mark.parametrize(
+    "again", [lambda f: f.set_result(1), lambda f: f.set_exception(KeyError("second"))]
+)
+def test_a_future_is_completed_once(
+    first: Callable[[], Future], again: Callable[[Future], None], caplog: pytest.LogCaptureFixture
+):
+    future = first()
+    with pytest.raises(RuntimeError, match="Future can only be marked completed once"):
+        again(future)
+    if first is done:
+        assert future.wait() == 7
+    else:
+        with pytest.raises(ValueError, match="first"):
+            future.wait()
+    del future
+    gc.collect()
+    assert not caplog.records
+
+
+def test_the_value_of_a_future_that_is_not_done_is_an_error_that_says_so():
+    with pytest.raises(RuntimeError, match="the call of f is not done"):
+        Future(description="the call of f").value()
+
+
+@pytest.mark.parametrize("method", ["then", "add_done_callback"])
+def test_a_callback_that_cannot_be_called_is_refused_as_torch_refuses_it(method: str):
+    for future in (Future(), torch.futures.Future()):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            getattr(future, method)(None)
+
+
+# --- Callbacks
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_callbacks_get_the_future_itself(early: bool):
+    seen: list[object] = []
+    future: Future[int] = Future()
+    if early:
+        future.set_result(4)
+    future.add_done_callback(seen.append)
+    child = future.then(lambda f: (seen.append(f), f.wait() + 1)[1])
+    if not early:
+        future.set_result(4)
+    assert child.wait() == 5
+    assert seen[0] is future
+    assert seen[1] is future
+
+
+def test_chains_pass_values_on():
+    future: Future[int] = Future()
+    chain = future.then(lambda f: f.wait() + 1).then(lambda f: f.wait() * 2)
+    future.set_result(1)
+    assert chain.wait() == 4
+
+
+def test_an_error_passes_through_a_chain_as_itself():
+    error = RuntimeError("at the start")
+    future: Future[int] = Future()
+    chain = future.then(lambda f: f.wait()).then(lambda f: f.wait())
+    future.set_exception(error)
+    with pytest.raises(RuntimeError) as raised:
+        chain.wait()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("in it"), Refused(3, hint="h"), KeyboardInterrupt()])
+def test_an_error_of_a_callback_comes_out_of_the_chain_as_its_type_and_as_runtime_error(
+    error: BaseException,
+):
+    def fail(_: object) -> None:
+        raise error
+
+    child = done().then(fail)
+    with pytest.raises(RuntimeError) as raised:
+        child.wait()
+    assert isinstance(raised.value, type(error))
+    assert str(raised.value) == str(error)
+    assert raised.value.__cause__ is error
+
+
+def test_then_runs_in_the_context_of_the_call_to_then():
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    future: Future[int] = Future()
+
+    def register() -> list[Future[str]]:
+        variable.set("registered")
+        return [future.then(lambda _: variable.get()) for _ in range(2)]
+
+    def complete() -> None:
+        variable.set("completed")
+        future.set_result(0)
+
+    children = contextvars.copy_context().run(register)
+    contextvars.copy_context().run(complete)
+    assert [child.wait() for child in children] == ["registered", "registered"]
+    assert variable.get() == "unset"
+
+
+def test_completion_that_would_run_callbacks_is_left_to_another_thread():
+    future: Future[int] = Future()
+    future.add_done_callback(lambda _: None)
+    assert not future.complete_unless_watched(1, None)
+    assert not future.done()
+    future.set_result(1)
+
+
+def test_completion_that_runs_no_callbacks_happens_at_once():
+    future: Future[int] = Future()
+    assert future.complete_unless_watched(1, None)
+    assert future.wait() == 1
+    future = Future()
+    assert future.complete_unless_watched(None, ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        future.wait()
+
+
+def test_complete_from_takes_a_value_or_an_error():
+    future: Future[int] = Future()
+    future.complete_from(lambda: 3)
+    assert future.wait() == 3
+    future = Future()
+    future.complete_from(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        future.wait()
+
+
+# --- Together
+
+
+def test_collect_all_waits_for_all_and_hands_out_the_futures():
+    futures: list[Future[int]] = [Future(), Future()]
+    both = torch.futures.collect_all(futures)
+    futures[1].set_result(1)
+    assert not both.done()
+    futures[0].set_result(0)
+    assert [future.wait() for future in both.wait()] == [0, 1]
+
+
+def test_wait_all_returns_the_values_in_order():
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    for number in (2, 0, 1):
+        futures[number].set_result(number)
+    assert torch.futures.wait_all(futures) == [0, 1, 2]
+
+
+def test_wait_all_raises_the_error_itself():
+    error = Refused(3, hint="h")
+    with pytest.raises(Refused) as raised:
+        torch.futures.wait_all([done(), failed(error)])
+    assert raised.value is error
+
+
+# --- Awaiting
+
+
+def test_a_future_can_be_awaited():
+    future: Future[int] = Future()
+    setters = threading.Thread(target=future.set_result, args=(5,))
+
+    async def main() -> tuple[int, int]:
+        setters.start()
+        return await future, await done(6)
+
+    assert asyncio.run(main()) == (5, 6)
+    setters.join()
+
+
+def test_awaiting_does_not_block_the_loop():
+    future: Future[int] = Future()
+
+    async def complete() -> None:
+        future.set_result(1)
+
+    async def main() -> int:
+        waiting = asyncio.ensure_future(_await(future))
+        await complete()
+        return await waiting
+
+    assert asyncio.run(main()) == 1
+
+
+async def _await(future: Future[int]) -> int:
+    return await future
+
+
+def test_an_awaited_error_is_raised_in_the_coroutine(caplog: pytest.LogCaptureFixture):
+    error = ValueError("no")
+    with pytest.raises(ValueError, match="no") as raised:
+        asyncio.run(_await(failed(error)))
+    assert raised.value is error
+    gc.collect()
+    assert not caplog.records
+
+
+def test_a_cancelled_await_leaves_the_future_alone():
+    future: Future[int] = Future()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(_await(future))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        future.set_result(1)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert future.wait() == 1
+
+
+def test_a_future_may_complete_after_the_loop_that_awaited_it_was_closed(
+    capfd: pytest.CaptureFixture[str],
+):
+    future: Future[int] = Future()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(_await(future))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(main())
+    future.set_result(1)
+    assert future.wait() == 1
+    assert capfd.readouterr().err == ""
+
+
+# --- Waiting
+
+
+def test_the_waiter_waits():
+    calls: list[bool] = []
+    future: Future[int] = Future(waiter=lambda done, block: wait(done, block))
+
+    def wait(done: Callable[[], bool], block: Callable[[], None]) -> None:
+        calls.append(done())
+        future.set_result(1)
+        calls.append(done())
+
+    assert future.wait() == 1
+    assert calls == [False, True]
+    assert future.wait() == 1  # at once
+
+
+def test_a_waiter_may_sleep_until_the_future_is_done_even_if_it_fails():
+    future: Future[int] = Future(waiter=lambda done, block: block())
+    setter = threading.Thread(target=future.set_exception, args=(ValueError("no"),))
+    setter.start()
+    with pytest.raises(ValueError, match="no"):
+        future.wait()
+    setter.join()
+
+
+def test_chained_futures_wait_the_same_way():
+    waited: list[Callable[[], bool]] = []
+    future: Future[int] = Future(
+        waiter=lambda done, block: (waited.append(done), future.set_result(1))[0]
+    )
+    assert future.then(lambda f: f.wait()).wait() == 1
+    assert len(waited) == 1
+
+
+def test_a_handler_that_waits_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "_STALL_SECONDS", 3600.0)  # nothing but the wait helps
+    pool = Executor("test", 1, contextvars.Context())
+    future: Future[int] = Future()
+    results: list[int] = []
+    finished = threading.Event()
+    pool.submit(lambda: (results.append(future.wait()), finished.set()))
+    pool.submit(lambda: future.set_result(1))
+    assert finished.wait(SECONDS)
+    pool.close()
+    assert results == [1]
+
+
+# --- Errors that nobody looks at
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    gc.collect()
+    return [record.getMessage() for record in caplog.records if record.name == "rpc"]
+
+
+def test_an_error_that_nobody_looked_at_is_logged_when_its_future_is_collected(
+    caplog: pytest.LogCaptureFixture,
+):
+    failed(ValueError("no"))
+    assert messages(caplog) == ["the call of f on w1 failed and nobody looked: ValueError: no"]
+
+
+def test_an_unseen_error_is_logged_although_a_waiting_caller_died(
+    caplog: pytest.LogCaptureFixture,
+):
+    future: Future[int] = Future(description="the call")
+    assert future.complete_unless_watched(None, ValueError("no"))
+    del future
+    assert messages(caplog) == ["the call failed and nobody looked: ValueError: no"]
+
+
+LOOKS: dict[str, Callable[[Future], object]] = {
+    "wait": lambda f: f.wait(),
+    "value": lambda f: f.value(),
+    "then": lambda f: f.then(lambda _: None),
+    "callback": lambda f: f.add_done_callback(lambda _: None),
+    "await": lambda f: asyncio.run(_await(f)),
+    "wait_all": lambda f: torch.futures.wait_all([f]),
+    "collect_all": lambda f: torch.futures.collect_all([f]).wait(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_an_error_that_somebody_looked_at_is_not_logged(
+    look: Callable[[Future], object], caplog: pytest.LogCaptureFixture
+):
+    future = failed(ValueError("no"))
+    with contextlib.suppress(ValueError):
+        look(future)
+    del future
+    assert messages(caplog) == []
+
+
+def test_an_error_that_a_callback_was_waiting_for_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+):
+    future: Future[int] = Future()
+    future.add_done_callback(lambda _: None)
+    future.set_exception(ValueError("no"))
+    del future
+    assert messages(caplog) == []
+
+
+def test_only_the_last_of_a_chain_is_logged(caplog: pytest.LogCaptureFixture):
+    future: Future[int] = Future(description="the call")
+    chain = future.then(lambda f: f.wait())
+    future.set_exception(RuntimeError("no"))
+    del future, chain
+    assert messages(caplog) == ["a callback on the call failed and nobody looked: RuntimeError: no"]
+
+
+def test_a_result_is_not_logged(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG):
+        done()
+        assert messages(caplog) == []
+
+
+# --- Memory
+
+
+def test_a_future_is_freed_when_its_last_reference_is_dropped():
+    future: Future[object] = Future()
+    child = future.then(lambda f: f.wait())
+    future.set_result(object())
+    child.wait()
+    dead = [weakref.ref(future), weakref.ref(child)]
+    del future, child
+    assert [ref() for ref in dead] == [None, None]
+
+
+def test_a_failed_future_is_freed_although_its_error_knows_the_frames_it_was_raised_in():
+    def wait(future: Future[int]) -> None:
+        future.wait()
+
+    future = failed(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        wait(future)
+    dead = weakref.ref(future)
+    del future
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_waited_for_failure_is_freed_without_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        future = failed(ValueError("no"))
+        dead = weakref.ref(future)
+        with contextlib.suppress(ValueError):
+            future.wait()
+        del future
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Refused(3, hint="h"), OSError(2, "gone")])
+def test_who_collected_futures_gets_their_error_although_they_are_gone(error: Exception):
+    future = failed(error)
+    both = torch.futures.collect_all([done(), future])
+    text = str(error)
+    del future
+    gc.collect()
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            both.wait()
+        assert str(raised.value) == text
+
+
+def test_an_error_that_cannot_be_copied_is_told_in_words_when_its_future_is_gone():
+    class Odd(Exception):
+        def __new__(cls, *args: object) -> Odd:
+            if args != (1, 2):
+                raise TypeError("no")
+            return super().__new__(cls)
+
+        def __str__(self) -> str:
+            return "odd"
+
+    error = Odd(1, 2)
+    error.args = ()
+    future = failed(error)
+    both = torch.futures.collect_all([future])
+    del future
+    with pytest.raises(RuntimeError, match="Odd: odd"):
+        both.wait()
