@@ -188,15 +188,8 @@ class _Service:
         slot = rref._holding.value
         assert slot is not None
         context = contextvars.copy_context()
-        executor = self._agent.system_executor
-        if slot.done():
-            self._settle(slot.value, self._reply_error)
-        else:
-            slot.when_done(
-                lambda done: executor.submit(
-                    lambda: context.run(self._settle, done.value, self._reply_error)
-                )
-            )
+        # Whoever fills the slot is a handler, which may as well encode the replies.
+        slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))
 
     def _extension(self, adopted: Adopted) -> None:
         request = self.request
