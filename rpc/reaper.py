@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LINGER_SECONDS = 0.002
+_LINGER_SECONDS = 0.01
 
 
 class Reaper(Generic[T]):
