@@ -5,7 +5,10 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 :func:`shutdown`.
 """
 
-from rpc import api, backend_registry, constants, functions, options
+from rpc import api, backend_registry, constants, functions, internal, options
+from rpc.agent import Agent
+from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
+from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import (
     _set_rpc_timeout,
     debug_info,
@@ -18,6 +21,7 @@ from rpc.api import (
     rpc_sync,
     shutdown,
 )
+from rpc.api import _wait_all as _wait_all
 from rpc.backend_registry import (
     BackendType,
     BackendValue,
@@ -26,6 +30,10 @@ from rpc.backend_registry import (
     init_backend,
     register_backend,
 )
+from rpc.builtin_backends import TensorPipeAgent
+from rpc.debug import _get_debug_info as _get_debug_info
+from rpc.debug import _rref_context_get_debug_info as _rref_context_get_debug_info
+from rpc.debug import enable_gil_profiling
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
@@ -51,6 +59,7 @@ from rpc.rref import RRef
 from rpc.worker_info import WorkerInfo
 
 PyRRef = RRef
+RpcAgent = Agent
 
 __all__ = [
     "AgentClosedError",
@@ -70,10 +79,12 @@ __all__ = [
     "RRefDeletedError",
     "RRefError",
     "RemoteError",
+    "RpcAgent",
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
     "StaleRRefError",
+    "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
     "UnknownWorkerError",
     "WorkerInfo",
@@ -85,11 +96,13 @@ __all__ = [
     "constants",
     "construct_rpc_backend_options",
     "debug_info",
+    "enable_gil_profiling",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_backend",
     "init_rpc",
+    "internal",
     "is_available",
     "options",
     "register_backend",

@@ -27,7 +27,7 @@ from rpc.errors import RpcError
 from rpc.functions import is_async_execution
 from rpc.futures import Future
 from rpc.gathering import all_gather as _all_gather
-from rpc.gathering import barrier as _barrier
+from rpc.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
 from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
@@ -169,7 +169,9 @@ def rpc_async(
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs)
     future = current_agent().rpc_async(to, func, args, kwargs, timeout)
-    collected: list[Future[Any]] | None = getattr(_thread_local_var, "future_list", None)
+    collected: list[torch.futures.Future[Any]] | None = getattr(
+        _thread_local_var, "future_list", None
+    )
     if collected is not None:
         collected.append(future)
     return future
@@ -226,7 +228,7 @@ def _set_rpc_timeout(seconds: float) -> None:
 @contextmanager
 def _wait_all() -> Iterator[None]:
     """Waits, at the end of the block, for every ``rpc_async`` that this thread made in it."""
-    futures: list[Future[Any]] = []
+    futures: list[torch.futures.Future[Any]] = []
     _thread_local_var.future_list = futures
     try:
         yield

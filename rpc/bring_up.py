@@ -30,6 +30,7 @@ def form_group(
     options: RpcBackendOptions,
     transport: Transport,
     check: Check,
+    kind: type[Agent] = Agent,
 ) -> Agent:
     """Brings one worker into its group.
 
@@ -42,13 +43,14 @@ def form_group(
         options: timeouts and threads.
         transport: not started yet.
         check: raises if the records of the whole group do not fit together.
+        kind: the class of the agent.
 
     Raises:
         BringUpError: workers are missing or disagree.
     """
     info = WorkerInfo(name, rank)
     incarnation = rendezvous.next_incarnation(store, name)
-    agent = Agent(info, incarnation, transport, _agent_options(options))
+    agent = kind(info, incarnation, transport, _agent_options(options))
     try:
         me = Record(name, rank, world_size, incarnation, backend, agent.start())
         if world_size is None:

@@ -22,6 +22,10 @@ from rpc.transports.tensorpipe import TensorPipeTransport
 TENSORPIPE = "TENSORPIPE"
 
 
+class TensorPipeAgent(Agent):
+    """A worker connected by TENSORPIPE."""
+
+
 def register_builtin_backends() -> None:
     """Makes the built-in backends known; does nothing the second time."""
     add_once(TENSORPIPE, BackendValue(TensorPipeRpcBackendOptions, _init_tensorpipe))
@@ -71,6 +75,7 @@ def _init_tensorpipe(
         rpc_backend_options,
         transport,
         _check_device_maps,
+        TensorPipeAgent,
     )
 
 

@@ -111,6 +111,7 @@ class Adopted:
 
 
 _NOTHING_LENT = Loan()
+_NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
 
 
 class _CreationSink:
@@ -145,6 +146,7 @@ class ReferenceKeeper:
         self._table = ReferenceTable(life.worker, life.incarnation)
         self._values: dict[GlobalId, Slot] = {}
         self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._creations_under_way = 0
         self._no_references = Adopted(self)
         self._reaper: Reaper[Holding] = Reaper(f"rpc-reaper-{agent.info.name}", self._bury)
 
@@ -182,6 +184,7 @@ class ReferenceKeeper:
         life = self.agent.group.life(owner.id)
         with self._lock:
             handle, passed = self._table.create_remote(life)
+            self._creations_under_way += 1
         holding = Holding(handle, creation=Slot())
         return RRef._of(self, holding), passed, _CreationSink(self, holding)
 
@@ -190,6 +193,7 @@ class ReferenceKeeper:
         with self._lock:
             handle = self._table.create_here()
             self._values[handle.reference.rref] = slot
+            self._creations_under_way += 1
         holding = Holding(handle, slot, Slot())
         reference = handle.reference
         passed = Passed(reference, reference.rref, Passage.LOOPBACK)
@@ -197,6 +201,7 @@ class ReferenceKeeper:
 
     def creation_not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
         """The request of ``remote()`` could not be sent."""
+        self._creation_over()
         if passed.passage is Passage.CREATION:
             self.unsent(Loan((passed,)), str(error))
         elif rref._holding.value is not None:
@@ -210,6 +215,7 @@ class ReferenceKeeper:
             self._perform(effects)
         if holding.creation is not None:
             holding.creation.fill(None)
+        self._creation_over()
 
     def creation_gone(self, holding: Holding, error: Exception) -> None:
         """The request of ``remote()`` failed or timed out."""
@@ -221,6 +227,16 @@ class ReferenceKeeper:
             holding.value.fail(error)
         if holding.creation is not None:
             holding.creation.fail(error)
+        self._creation_over()
+
+    def _creation_over(self) -> None:
+        with self._lock:
+            self._creations_under_way -= 1
+
+    def creations_under_way(self) -> int:
+        """Calls of ``remote()`` whose outcome is not known yet."""
+        with self._lock:
+            return self._creations_under_way
 
     # --- The owner's side of remote()
 
@@ -279,8 +295,15 @@ class ReferenceKeeper:
             if not isinstance(shared, Failure) and holding.value is not None:
                 self._values.setdefault(holding.reference.rref, holding.value)
         if isinstance(shared, Failure):
-            raise self._error(holding, shared, "Cannot call fork an UserRRef after deletion.")
+            raise self._error(holding, shared, _NOT_SHAREABLE)
         return shared
+
+    def require_shareable(self, holding: Holding) -> None:
+        """Raises the error of a handle that must not be passed on."""
+        with self._lock:
+            failure = self._table.failure(holding.handle)
+        if failure is not None:
+            raise self._error(holding, failure, _NOT_SHAREABLE)
 
     def unsent(self, loan: Loan, reason: str) -> None:
         """The message with these references did not leave."""
@@ -464,6 +487,11 @@ class ReferenceKeeper:
         """How many references of each kind there are."""
         with self._lock:
             return self._table.counts()
+
+    def shared_values(self) -> int:
+        """Values of this worker that other workers hold, or have asked this one to make."""
+        with self._lock:
+            return len(self._table.leaks())
 
     def leaks(self) -> list[str]:
         """The values that other workers still use, in words."""

@@ -14,7 +14,7 @@ import torch
 from rpc.codec import Reference as Handle
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
-from rpc.errors import RpcError
+from rpc.errors import EncodeError, RpcError
 from rpc.futures import Future
 from rpc.worker_info import WorkerInfo
 
@@ -154,6 +154,14 @@ class RRef(Handle, Generic[T]):
         return self._keeper.creation_of(self._holding)
 
     _get_profiling_future = _get_future
+
+    def _serialize(self) -> NoReturn:
+        """Says why the handle cannot be serialized: it is unusable, or this is no call."""
+        self._keeper.require_shareable(self._holding)
+        raise EncodeError(
+            f"{self} can be sent only in the arguments or the result of a call: its owner has to "
+            "be told who will hold it"
+        )
 
     def _proxy(self, flavour: str, timeout: float) -> RRefProxy:
         from rpc.rref_proxy import RRefProxy

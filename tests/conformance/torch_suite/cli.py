@@ -46,9 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    setup = Setup(
-        options.target, options.backend, options.start, options.sabotage, options.timeout
-    )
+    setup = Setup(options.target, options.backend, options.start, options.sabotage, options.timeout)
     name = f"{setup.target.value}-{setup.backend.lower()}"
     logs = options.output / name
     logs.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import rpc
 import rpc.api
-
 from torch_suite.setup import Sabotage
 
 

@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import unittest
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch_suite.results import Outcome, Result, last_line

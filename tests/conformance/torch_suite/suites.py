@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import (  # 
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (  # noqa: E402
     TensorPipeRpcAgentTestFixture,
 )
+
 from torch_suite.launch import Launch  # noqa: E402
 
 
@@ -75,9 +76,7 @@ def _classes() -> dict[str, type[unittest.TestCase]]:
 
 def _concrete(suite: type, fixture: type) -> type[unittest.TestCase]:
     name = suite.__name__
-    return type(
-        name, (Launch, suite, fixture, rpc_utils.SpawnHelper), {"__module__": __name__}
-    )
+    return type(name, (Launch, suite, fixture, rpc_utils.SpawnHelper), {"__module__": __name__})
 
 
 CLASSES = _classes()

@@ -1,0 +1,23 @@
+"""The ``FAULTY_TENSORPIPE`` backend: TENSORPIPE with messages that fail or come late, by type.
+
+For tests of programs written for ``torch.distributed.rpc._testing``. Like there,
+importing this package registers the backend. New tests are better off with
+``rpc.testing``: whole groups in one process, and time that the test moves.
+"""
+
+from rpc._testing.backend import (
+    FAULTY_TENSORPIPE,
+    FaultyTensorPipeAgent,
+    FaultyTensorPipeRpcBackendOptions,
+    is_available,
+    register,
+)
+
+register()
+
+__all__ = [
+    "FAULTY_TENSORPIPE",
+    "FaultyTensorPipeAgent",
+    "FaultyTensorPipeRpcBackendOptions",
+    "is_available",
+]

@@ -1,0 +1,139 @@
+"""What users of the faulty backend see: its options, its agent, its registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from rpc._testing.kinds import Callables
+from rpc._testing.transport import Faults, FaultyTransport
+from rpc.agent import Agent, Destination
+from rpc.backend_registry import BackendValue, add_once
+from rpc.bring_up import form_group
+from rpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+    UNSET_RPC_TIMEOUT,
+)
+from rpc.futures import Future
+from rpc.options import TensorPipeRpcBackendOptions
+from rpc.rref import RRef
+from rpc.transports.tensorpipe import TensorPipeTransport, available
+
+FAULTY_TENSORPIPE = "FAULTY_TENSORPIPE"
+
+
+def is_available() -> bool:
+    """True if torch was built with TensorPipe."""
+    return available()
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options of the FAULTY_TENSORPIPE backend.
+
+    Args:
+        num_worker_threads: see :class:`TensorPipeRpcBackendOptions`.
+        rpc_timeout: see :class:`TensorPipeRpcBackendOptions`.
+        init_method: see :class:`TensorPipeRpcBackendOptions`.
+        messages_to_fail: types of messages whose sending fails; see ``rpc._testing.kinds``.
+        messages_to_delay: seconds that messages of a type come late.
+        num_fail_sends: how often the sending of each message fails. Those that
+            are sent again are delivered after that; calls just fail.
+
+    Raises:
+        ValueError: there is no message of such a type.
+    """
+
+    def __init__(
+        self,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
+        )
+        self.faults = Faults.of(messages_to_fail, messages_to_delay or {}, num_fail_sends)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyTensorPipeAgent(Agent):
+    """An agent whose transport is told what kind of function each call is for."""
+
+    transport: FaultyTransport
+
+    def rpc_sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Any:
+        """See ``Agent.rpc_sync``."""
+        return self.rpc_async(to, func, args, kwargs, timeout).wait()
+
+    def rpc_async(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[Any]:
+        """See ``Agent.rpc_async``."""
+        with self.transport.callables.calling(func):
+            return super().rpc_async(to, func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRef[Any]:
+        """See ``Agent.remote``."""
+        with self.transport.callables.calling(func):
+            return super().remote(to, func, args, kwargs, timeout)
+
+
+def register() -> None:
+    """Makes the backend known; does nothing the second time."""
+    add_once(FAULTY_TENSORPIPE, BackendValue(FaultyTensorPipeRpcBackendOptions, _init_backend))
+
+
+def _init_backend(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
+) -> Agent:
+    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
+        raise TypeError(
+            "`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, but got "
+            f"{rpc_backend_options!r}"
+        )
+    transport = FaultyTransport(
+        TensorPipeTransport(rpc_backend_options), rpc_backend_options.faults, Callables()
+    )
+    return form_group(
+        FAULTY_TENSORPIPE,
+        store,
+        name,
+        rank,
+        world_size,
+        rpc_backend_options,
+        transport,
+        lambda records: None,
+        FaultyTensorPipeAgent,
+    )

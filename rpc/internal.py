@@ -1,0 +1,100 @@
+"""Names that programs took from ``torch.distributed.rpc.internal``: values as bytes and tensors.
+
+Owns the pickler object by which a program can look at, or replace, how a call's
+function and arguments are serialized (``rpc.api._use_rpc_pickler``), and the
+names under which calls appear in profiles. How values become bytes is the codec's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rpc import codec
+from rpc.functions import async_execution
+
+
+class RPCExecMode(enum.Enum):
+    """The ways to call a function on another worker."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function and what it is to be called with."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any] | None
+
+
+class RemoteException(NamedTuple):
+    """What a handler raised, as text and type."""
+
+    msg: str
+    exception_type: type[BaseException]
+
+
+class _InternalRPCPickler:
+    """Takes values apart into bytes and tensors, and puts them together again.
+
+    Subclass it and override both methods to serialize calls in a way of your own.
+    """
+
+    def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
+        """Takes ``obj`` apart; may be called while another value is being serialized.
+
+        Raises:
+            EncodeError: it cannot be serialized, or it holds an ``RRef``. Who a
+                reference is for has to be known: those travel in calls only.
+            RRefError: it holds a reference that must not be used any more.
+        """
+        encoded = codec.encode(obj)
+        for reference in encoded.references:
+            reference._serialize()
+        return encoded.payload, encoded.tensors
+
+    def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+        """Puts together what :meth:`serialize` took apart."""
+        return codec.decode(binary_data, tensor_table, ())
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """Takes a value apart into bytes and tensors."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+    """Puts together what :func:`serialize` took apart."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def run_serialized(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+    """At the callee: runs a call that a pickler of the program's own serialized."""
+    call = deserialize(binary_data, tensor_table)
+    return call.func(*(call.args or ()), **(call.kwargs or {}))
+
+
+@async_execution
+def run_serialized_async(
+    binary_data: bytes, tensor_table: list[torch.Tensor]
+) -> torch.futures.Future[Any]:
+    """The same for a function whose future's value is the result."""
+    future: torch.futures.Future[Any] = run_serialized(binary_data, tensor_table)
+    return future
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """The name under which a call appears in a profile."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
