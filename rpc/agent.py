@@ -67,16 +67,30 @@ class AgentOptions:
 
 
 class Completions:
-    """Runs callbacks of futures on the system executor, and knows if any are left."""
+    """Runs callbacks of futures on the system executor, and knows if any are left.
 
-    def __init__(self, executor: Executor, changed: Callable[[], None]) -> None:
+    Args:
+        executor: of the agent's own tasks.
+        guests: how many may run on delivering threads.
+        changed: called whenever one has ended.
+    """
+
+    def __init__(self, executor: Executor, guests: int, changed: Callable[[], None]) -> None:
         self._executor = executor
+        self._guests = guests
         self._changed = changed
         self._lock = threading.Lock()
         self._left = 0
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""
+        self._executor.submit(self._counted(task))
+
+    def run_on_delivery(self, task: Callable[[], None]) -> None:
+        """Runs ``task`` on the calling, delivering thread if the transport can spare it."""
+        self._executor.run_here(self._counted(task), self._guests)
+
+    def _counted(self, task: Callable[[], None]) -> Callable[[], None]:
         with self._lock:
             self._left += 1
 
@@ -88,7 +102,7 @@ class Completions:
                     self._left -= 1
                 self._changed()
 
-        self._executor.submit(run)
+        return run
 
     def quiet(self) -> bool:
         """True if none is queued or running."""
@@ -126,7 +140,9 @@ class Agent:
         name = f"rpc-{info.name}"
         self.executor = Executor(name, self.options.num_worker_threads, context)
         self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context)
-        self.completions = Completions(self.system_executor, self.activity_changed)
+        self.completions = Completions(
+            self.system_executor, transport.inline_completions, self.activity_changed
+        )
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
         self.notices = Notices(self)
         self.references = ReferenceKeeper(self, self.life)

@@ -199,10 +199,7 @@ class _Service:
         if isinstance(answer, bytes):
             self._succeed(answer)
         else:
-            executor = self._agent.system_executor
-            answer.add_done_callback(
-                lambda done: executor.submit(lambda: self._settle(done.value, self._reply_error))
-            )
+            answer.add_done_callback(lambda done: self._settle(done.value, self._reply_error))
 
     def _succeed(self, result: object) -> None:
         try:

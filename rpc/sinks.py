@@ -26,6 +26,9 @@ class Completions(Protocol):
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""
 
+    def run_on_delivery(self, task: Callable[[], None]) -> None:
+        """Runs ``task`` on the calling, delivering thread if the transport can spare it."""
+
 
 Decode = Callable[..., Any]
 Unpack = Callable[[Reply, Frame, Decode], Any]
@@ -96,19 +99,16 @@ class FutureSink:
         except ImportNeeded:
             outcome = None
         if outcome is None:
-            self._completions.submit(
+            self._completions.run_on_delivery(
                 lambda: self._complete(*_outcome(reply, frame, unpack, decode))
             )
-        else:
-            self._complete_off_thread_if_watched(*outcome)
+        elif not self._future.complete_unless_watched(*outcome):
+            self._completions.run_on_delivery(lambda: self._complete(*outcome))
 
     def failed(self, error: Exception) -> None:
         """Fails the future."""
-        self._complete_off_thread_if_watched(None, error)
-
-    def _complete_off_thread_if_watched(self, value: Any, error: Exception | None) -> None:
-        if not self._future.complete_unless_watched(value, error):
-            self._completions.submit(lambda: self._complete(value, error))
+        if not self._future.complete_unless_watched(None, error):
+            self._completions.submit(lambda: self._complete(None, error))
 
     def _complete(self, value: Any, error: Exception | None) -> None:
         if error is None:

@@ -75,6 +75,7 @@ class FaultyTransport:
     """
 
     inline_handlers: ClassVar[int] = 0
+    inline_completions: ClassVar[int] = 0
 
     def __init__(self, inner: TensorPipeTransport, faults: Faults, callables: Callables) -> None:
         self.callables = callables

@@ -94,6 +94,9 @@ class Transport(Protocol):
     Above 0 only if the transport goes on delivering while that many are blocked.
     """
 
+    inline_completions: ClassVar[int]
+    """How many replies may run what follows on them, and block, on delivering threads."""
+
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Begins to listen; returns the address to publish to the other workers."""
 

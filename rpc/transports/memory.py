@@ -3,23 +3,32 @@
 A :class:`MemoryHub` is the network; each worker has a :class:`MemoryTransport`
 on it. One thread per worker delivers its frames in the order in which they
 become due. What travels is copied on sending, so that sharing memory by
-accident cannot hide a bug. With a script (:class:`NetworkScript`) and a virtual clock, frames
-are delayed, dropped or reordered and workers cut off, deterministically.
+accident cannot hide a bug. With a script (:class:`NetworkScript`) and a virtual
+clock, frames are delayed, dropped or reordered and workers cut off,
+deterministically.
+
+Frames of a worker that is not known here yet wait until it is; those of a life
+that is over are refused, and their sender loses this worker.
 """
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
+import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from rpc.clock import Clock, MonotonicClock
-from rpc.errors import UnknownWorkerError, WorkerLostError
+from rpc.clock import Alarm, Clock, MonotonicClock
+from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.worker_info import WorkerInfo
+
+_logger = logging.getLogger("rpc")
 
 
 class NetworkScript(Protocol):
@@ -34,10 +43,33 @@ class _Prompt:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Link:
+    """A peer as one end sees it; ``over`` once its loss was reported."""
+
     peer: Peer
     lost: str | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A frame from ``origin`` is due."""
+
+    origin: MemoryTransport
+    frame: Frame
+
+
+_Event = _Arrival | _Link
+"""What happens at an end; a link stands for its loss."""
+
+
+class _Fate(enum.Enum):
+    """What becomes of a frame that arrives."""
+
+    TAKEN = enum.auto()
+    EARLY = enum.auto()
+    REFUSED = enum.auto()
 
 
 class MemoryHub:
@@ -60,12 +92,19 @@ class MemoryHub:
         return MemoryTransport(self)
 
     def cut(self, worker_id: int, reason: str = "cut off by the test") -> None:
-        """Makes a worker vanish, as a crash would: its peers lose it, it hears nothing."""
-        for end in self._attached():
+        """Makes a worker vanish, as a crash would.
+
+        Its peers lose it at once, with what is still on the way; it hears nothing
+        any more, and what it says is lost.
+        """
+        ends = self._attached()
+        for end in ends:
             if end.worker_id == worker_id:
                 self._detach(end)
-        for end in self._attached():
-            end.lose(worker_id, reason)
+                end._vanish()
+        for end in ends:
+            if end.worker_id != worker_id:
+                end._lose_abruptly(worker_id, reason)
 
     def _attach(self, end: MemoryTransport) -> bytes:
         with self._lock:
@@ -90,15 +129,20 @@ class MemoryTransport:
     """One worker's end of a :class:`MemoryHub`; see ``base.Transport``."""
 
     inline_handlers: ClassVar[int] = 0
+    inline_completions: ClassVar[int] = 0
 
     def __init__(self, hub: MemoryHub) -> None:
         self.worker_id = -1
+        self._incarnation = -1
         self._hub = hub
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._past: dict[int, int] = {}
+        self._early: defaultdict[tuple[int, int], list[_Arrival]] = defaultdict(list)
+        self._due: list[tuple[float, int, _Event]] = []
         self._order = itertools.count()
-        self._woken = threading.Event()
+        self._alarm = Alarm()
+        self._vanished = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -109,35 +153,45 @@ class MemoryTransport:
         self._receiver = receiver
         self._thread = threading.Thread(target=self._run, name=f"memory-{info.name}", daemon=True)
         self._thread.start()
-        self.address = self._hub._attach(self)
-        return self.address
+        return self._hub._attach(self)
 
     def add_peer(self, peer: Peer) -> None:
-        """Makes ``peer`` known."""
+        """Makes ``peer`` known, and delivers what it sent before."""
+        worker_id, incarnation = peer.info.id, peer.incarnation
         with self._lock:
-            self._links[peer.info.id] = _Link(peer)
+            self._links[worker_id] = _Link(peer)
+            for arrival in self._early.pop((worker_id, incarnation), ()):
+                self._push(0.0, arrival)
+        self._alarm.set()
+        if self._hub._find(peer.address) is None:
+            self._lose(worker_id, "it is no longer connected")
 
     def remove_peer(self, worker_id: int) -> None:
-        """Forgets a peer."""
+        """Forgets a peer, which loses this worker if it speaks to it again."""
         with self._lock:
-            self._links.pop(worker_id, None)
+            link = self._links.pop(worker_id, None)
+            if link is not None:
+                self._past[worker_id] = link.peer.incarnation
 
     def send(self, to: int, frame: Frame) -> None:
         """Queues a copy of ``frame`` at the peer."""
         with self._lock:
             link = self._links.get(to)
+            closing, vanished = self._closing, self._vanished
+        if closing:
+            raise AgentClosedError("this worker's transport is closed")
         if link is None:
             raise UnknownWorkerError(f"could not find destination id {to}")
-        if link.lost is not None:
-            raise WorkerLostError(link.peer.info.name, link.peer.incarnation, link.lost)
+        if vanished:
+            return
         end = self._hub._find(link.peer.address)
         if end is None:
-            reason = "it is no longer connected"
-            self.lose(to, reason)
-            raise WorkerLostError(link.peer.info.name, link.peer.incarnation, reason)
+            self._lose(to, "it is no longer connected")
+        if link.lost is not None:
+            raise WorkerLostError(link.peer.info.name, link.peer.incarnation, link.lost)
         delay = self._hub.script.delay(self.worker_id, to, frame)
-        if delay is not None:
-            end._accept(self.worker_id, self._incarnation, _copy(frame), delay)
+        if end is not None and delay is not None:
+            end._accept(_Arrival(self, _copy(frame)), delay)
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
@@ -147,57 +201,118 @@ class MemoryTransport:
         """Nothing to do: who waits sleeps in a way of its own."""
 
     def close(self, flush_seconds: float) -> None:
-        """Leaves the hub after what was sent to it so far is delivered to others."""
+        """Leaves the hub; peers learn of it after what was sent to them so far."""
         self._hub._detach(self)
         with self._lock:
             self._closing = True
-        self._woken.set()
+        self._alarm.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         for end in self._hub._attached():
-            end.lose(self.worker_id, "it closed its connection", self._incarnation)
+            end._lose(self.worker_id, "it closed its connection", self._incarnation)
 
-    def lose(self, worker_id: int, reason: str, incarnation: int | None = None) -> None:
-        """Marks a peer as lost and tells the receiver, after frames already under way."""
+    # --- What the hub and the other ends do to this one
+
+    def _vanish(self) -> None:
+        """Hears and says nothing any more."""
+        with self._lock:
+            self._vanished = True
+            self._due.clear()
+
+    def _lose(self, worker_id: int, reason: str, incarnation: int | None = None) -> None:
+        """Marks a peer as lost and tells the receiver, after the frames that are on the way."""
         with self._lock:
             link = self._links.get(worker_id)
-            if link is None or link.lost is not None:
+            if link is None or link.lost is not None or self._vanished:
                 return
             if incarnation is not None and link.peer.incarnation != incarnation:
                 return
-            self._links[worker_id] = replace(link, lost=reason)
-        self._schedule(0.0, lambda: self._receiver.peer_lost(worker_id, reason))
+            link.lost = reason
+            self._push(
+                max((d for d, _, e in self._due if _is_from(worker_id, e)), default=0.0), link
+            )
+        self._alarm.set()
 
-    def _accept(self, sender: int, incarnation: int, frame: Frame, delay: float) -> None:
-        self._schedule(delay, lambda: self._deliver(sender, incarnation, frame))
-
-    def _deliver(self, sender: int, incarnation: int, frame: Frame) -> None:
+    def _lose_abruptly(self, worker_id: int, reason: str) -> None:
+        """As :meth:`_lose`, but frames that are not due yet are lost."""
+        now = self._hub.clock.now()
         with self._lock:
-            link = self._links.get(sender)
-        if link is not None and link.peer.incarnation == incarnation:
-            self._receiver.deliver(sender, frame)
+            self._due = [e for e in self._due if e[0] <= now or not _is_from(worker_id, e[2])]
+            heapq.heapify(self._due)
+        self._lose(worker_id, reason)
 
-    def _schedule(self, delay: float, event: Callable[[], None]) -> None:
+    def _accept(self, arrival: _Arrival, delay: float) -> None:
         due = self._hub.clock.now() + delay if delay else 0.0
         with self._lock:
-            heapq.heappush(self._due, (due, next(self._order), event))
-        self._woken.set()
+            if not (self._vanished or self._closing):
+                self._push(due, arrival)
+        self._alarm.set()
+
+    def _push(self, due: float, event: _Event) -> None:
+        heapq.heappush(self._due, (due, next(self._order), event))
+
+    # --- What happens on the thread
+
+    def _report(self, link: _Link) -> None:
+        worker_id = link.peer.info.id
+        with self._lock:
+            current = self._links.get(worker_id) is link
+            link.over = True
+        if current and link.lost is not None:
+            self._receiver.peer_lost(worker_id, link.lost)
+
+    def _deliver(self, arrival: _Arrival) -> None:
+        origin = arrival.origin
+        with self._lock:
+            fate = self._fate(origin.worker_id, origin._incarnation)
+            if fate is _Fate.EARLY:
+                self._early[origin.worker_id, origin._incarnation].append(arrival)
+        if fate is _Fate.TAKEN:
+            self._receiver.deliver(origin.worker_id, arrival.frame)
+        elif fate is _Fate.REFUSED:
+            origin._lose(self.worker_id, "it takes no more messages from here", self._incarnation)
+
+    def _fate(self, sender: int, incarnation: int) -> _Fate:
+        """Called with the lock held."""
+        link = self._links.get(sender)
+        known = self._past.get(sender, -1) if link is None else link.peer.incarnation
+        if incarnation > known:
+            return _Fate.EARLY
+        current = link is not None and incarnation == known and not link.over
+        return _Fate.TAKEN if current else _Fate.REFUSED
 
     def _run(self) -> None:
-        while True:
-            self._woken.clear()
-            with self._lock:
-                if self._closing:
-                    return
-                deadline = self._due[0][0] if self._due else None
-                ready = deadline is not None and deadline <= self._hub.clock.now()
-                event = heapq.heappop(self._due)[2] if ready else None
-            if event is not None:
-                event()
-            else:
-                self._hub.clock.wait(self._woken, deadline)
+        while not self._closing:
+            deadline, event = self._next()
+            if event is None:
+                self._hub.clock.wait(self._alarm, deadline)
+                continue
+            try:
+                if isinstance(event, _Arrival):
+                    self._deliver(event)
+                else:
+                    self._report(event)
+            except Exception:
+                _logger.exception("worker %d failed to take a message", self.worker_id)
+            del event
+
+    def _next(self) -> tuple[float | None, _Event | None]:
+        """The event that is due, or when the next one will be."""
+        now = self._hub.clock.now()
+        with self._lock:
+            if not self._due:
+                return None, None
+            due, _, event = self._due[0]
+            if due > now:
+                return due, None
+            heapq.heappop(self._due)
+            return None, event
+
+
+def _is_from(worker_id: int, event: _Event) -> bool:
+    return isinstance(event, _Arrival) and event.origin.worker_id == worker_id
 
 
 def _copy(frame: Frame) -> Frame:
-    tensors = tuple(t.clone() for t in frame.tensors)
+    tensors = tuple(t.detach().clone() for t in frame.tensors)
     return frame._replace(payload=bytes(frame.payload), tensors=tensors)

@@ -77,7 +77,8 @@ class TensorPipeTransport:
         options: transports, channels and device maps for torch.
     """
 
-    inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors use them; a third stays free
+    inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free
+    inline_completions: ClassVar[int] = inline_handlers
 
     _agent: TorchAgent
     _info: WorkerInfo
