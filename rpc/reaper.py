@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -23,14 +24,17 @@ class Reaper(Generic[T]):
     Args:
         name: of the thread.
         bury: takes a batch.
+        buried: is told after each batch, when :meth:`quiet` may have become true.
     """
 
-    def __init__(self, name: str, bury: Callable[[list[T]], None]) -> None:
+    def __init__(
+        self, name: str, bury: Callable[[list[T]], None], buried: Callable[[], None]
+    ) -> None:
         self._bury = bury
+        self._buried = buried
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._put = 0
-        self._buried = 0
+        self._unburied: deque[None] = deque()  # one entry each; counts without a lock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -39,12 +43,12 @@ class Reaper(Generic[T]):
 
     def put(self, dead: T) -> None:
         """Queues a dead handle; safe in finalizers."""
-        self._put += 1
+        self._unburied.append(None)
         self._queue.put(dead)
 
     def quiet(self) -> bool:
         """True if every handle queued so far was buried."""
-        return self._queue.empty() and self._buried >= self._put
+        return not self._unburied
 
     def stop(self) -> None:
         """Ends the thread and joins it."""
@@ -67,4 +71,6 @@ class Reaper(Generic[T]):
             count = len(batch)
             self._bury(batch)
             del batch
-            self._buried += count
+            for _ in range(count):
+                self._unburied.popleft()
+            self._buried()

@@ -148,7 +148,9 @@ class ReferenceKeeper:
         self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
         self._creations_under_way = 0
         self._no_references = Adopted(self)
-        self._reaper: Reaper[Holding] = Reaper(f"rpc-reaper-{agent.info.name}", self._bury)
+        self._reaper: Reaper[Holding] = Reaper(
+            f"rpc-reaper-{agent.info.name}", self._bury, agent.activity_changed
+        )
 
     def start(self) -> None:
         """Starts to collect dead handles."""
@@ -505,7 +507,6 @@ class ReferenceKeeper:
         with self._lock:
             effects = [e for holding in dead for e in self._table.dropped(holding.handle)]
         self._perform(effects)
-        self.agent.activity_changed()
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         queued = False
