@@ -51,6 +51,7 @@ def form_group(
     info = WorkerInfo(name, rank)
     incarnation = rendezvous.next_incarnation(store, name)
     agent = kind(info, incarnation, transport, _agent_options(options))
+    agent.store = store
     try:
         me = Record(name, rank, world_size, incarnation, backend, agent.start())
         if world_size is None:
