@@ -73,8 +73,8 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         args: its positional arguments.
         kwargs: its keyword arguments.
         _module_interface_cls: a TorchScript interface; if given, the module is
-            compiled with TorchScript where it lives, and the handle stays there
-            where it was made: send its ``module_rref`` instead.
+            compiled with TorchScript where it lives, ``is_scriptable`` is True, and
+            the handle cannot be sent: send its ``module_rref`` instead.
     """
 
     on: str | int
@@ -184,6 +184,13 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         raise RuntimeError(
             "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled "
             "when using RPC"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses ``torch.jit.script``: what a handle does is to make calls, from Python."""
+        raise RuntimeError(
+            "A RemoteModule cannot be compiled with TorchScript, nor can a module that has one; "
+            "the module it stands for can be, where it lives: return a script module in module_cls"
         )
 
     def __rpc_reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

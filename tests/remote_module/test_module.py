@@ -381,6 +381,10 @@ class Twice(nn.Module):
         return 2 * x
 
 
+def scripted_twice() -> nn.Module:
+    return torch.jit.script(Twice())
+
+
 torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
@@ -404,3 +408,17 @@ def test_a_script_module_handle_stays_but_its_reference_travels(twice: _RemoteMo
     other = RemoteModule.init_from_module_rref(*args)
     assert other.is_scriptable is True
     assert other(torch.ones(1)).item() == 2
+
+
+@torchscript
+def test_a_handle_itself_is_not_compiled_and_says_what_can_be(echo: RemoteModule) -> None:
+    for module in (echo, nn.Sequential(echo)):
+        with pytest.raises(RuntimeError, match="A RemoteModule cannot be compiled with TorchScri"):
+            torch.jit.script(module)
+
+
+@torchscript
+def test_a_function_may_make_a_script_module(agents: list[Agent]) -> None:
+    module = RemoteModule("there", scripted_twice)
+    assert module(torch.ones(1)).item() == 2
+    assert rpc.rpc_sync("third", call, (module, torch.ones(1))).item() == 2
