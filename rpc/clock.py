@@ -7,26 +7,51 @@ import time
 from typing import Protocol
 
 
+class Alarm:
+    """Wakes the one thread that waits for it; can be set anywhere, even in a finalizer.
+
+    A ``threading.Event`` cannot: when the garbage collector runs in the middle of
+    one of its methods, and a finalizer on the same thread sets the same event,
+    the thread waits for itself.
+    """
+
+    __slots__ = ("_unset",)
+
+    def __init__(self) -> None:
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def set(self) -> None:
+        """Ends the current or the next wait."""
+        try:
+            self._unset.release()
+        except RuntimeError:  # it is set already
+            return
+
+    def wait(self, seconds: float | None) -> None:
+        """Returns when set, which ends being set, or when the time is over; None is forever."""
+        limit = threading.TIMEOUT_MAX
+        self._unset.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), limit))
+
+
 class Clock(Protocol):
     """Tells the time in seconds and waits for it to pass."""
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
 
-    def wait(self, woken: threading.Event, deadline: float | None) -> None:
-        """Returns when ``woken`` is set, or when the clock reaches ``deadline``."""
+    def wait(self, alarm: Alarm, deadline: float | None) -> None:
+        """Returns when ``alarm`` is set, or when the clock reaches ``deadline``."""
 
 
 class MonotonicClock:
     """The machine's monotonic clock."""
 
-    def now(self) -> float:
-        """Seconds since some point in the past."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
-    def wait(self, woken: threading.Event, deadline: float | None) -> None:
-        """Returns when ``woken`` is set, or when the clock reaches ``deadline``."""
-        woken.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    def wait(self, alarm: Alarm, deadline: float | None) -> None:
+        """Returns when ``alarm`` is set, or when the clock reaches ``deadline``."""
+        alarm.wait(None if deadline is None else deadline - time.monotonic())
 
 
 class VirtualClock:
@@ -42,27 +67,34 @@ class VirtualClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = 0.0
-        self._sleepers: set[threading.Event] = set()
+        self._sleepers: dict[Alarm, float] = {}
 
     def now(self) -> float:
         """Virtual seconds since the clock was made."""
         with self._lock:
             return self._now
 
-    def wait(self, woken: threading.Event, deadline: float | None) -> None:
-        """Returns when ``woken`` is set, or when the clock reaches ``deadline``."""
+    def wait(self, alarm: Alarm, deadline: float | None) -> None:
+        """Returns when ``alarm`` is set, or when the clock reaches ``deadline``."""
         with self._lock:
             if deadline is not None and self._now >= deadline:
                 return
-            self._sleepers.add(woken)
-        woken.wait()
+            if deadline is not None:
+                self._sleepers[alarm] = deadline
+        alarm.wait(None)
         with self._lock:
-            self._sleepers.discard(woken)
+            self._sleepers.pop(alarm, None)
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward and wakes whoever sleeps on this clock."""
+        """Moves time forward and wakes whoever slept until then.
+
+        Raises:
+            ValueError: ``seconds`` is negative.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"time does not go back, not even by {-seconds} seconds")
         with self._lock:
             self._now += seconds
-            sleepers = list(self._sleepers)
-        for sleeper in sleepers:
-            sleeper.set()
+            for alarm, deadline in self._sleepers.items():
+                if deadline <= self._now:
+                    alarm.set()

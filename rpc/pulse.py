@@ -10,7 +10,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from rpc.clock import Clock
+from rpc.clock import Alarm, Clock
+
+_SECONDS_AFTER_FAILURE = 1.0
 
 _logger = logging.getLogger("rpc")
 
@@ -27,7 +29,7 @@ class Pulse:
     def __init__(self, name: str, clock: Clock, beat: Callable[[float], float | None]) -> None:
         self._clock = clock
         self._beat = beat
-        self._woken = threading.Event()
+        self._alarm = Alarm()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -37,22 +39,21 @@ class Pulse:
 
     def wake(self) -> None:
         """Makes the thread run ``beat`` soon; safe in finalizers and under locks."""
-        self._woken.set()
+        self._alarm.set()
 
     def stop(self) -> None:
         """Ends the thread and joins it."""
         self._stopping = True
-        self._woken.set()
+        self._alarm.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping:
-            self._woken.clear()
             try:
                 deadline = self._beat(self._clock.now())
             except Exception:
                 _logger.exception("the pulse of an agent failed; this is a bug in TensorWire")
-                deadline = None
+                deadline = self._clock.now() + _SECONDS_AFTER_FAILURE
             if not self._stopping:
-                self._clock.wait(self._woken, deadline)
+                self._clock.wait(self._alarm, deadline)
