@@ -50,10 +50,11 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._stopping:
+            now = self._clock.now()
             try:
-                deadline = self._beat(self._clock.now())
+                deadline = self._beat(now)
             except Exception:
                 _logger.exception("the pulse of an agent failed; this is a bug in TensorWire")
-                deadline = self._clock.now() + _SECONDS_AFTER_FAILURE
+                deadline = now + _SECONDS_AFTER_FAILURE
             if not self._stopping:
                 self._clock.wait(self._alarm, deadline)
