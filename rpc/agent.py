@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rpc import deadlines
+from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
 from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
@@ -41,6 +42,8 @@ from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from rpc.membership import Membership
 
 _logger = logging.getLogger("rpc")
@@ -151,6 +154,7 @@ class Agent:
         self.callee = Callee(self)
         self.departure = Departure(self)
         self.membership: Membership | None = None
+        self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings()
         self.gil_profiling = False
         self.pulse = Pulse(f"{name}-pulse", self.clock, self.caller.expire)
@@ -207,6 +211,7 @@ class Agent:
         self.pulse.stop()
         self.executor.close()
         self.system_executor.close()
+        self.store = None
 
     # --- What user programs ask
 
@@ -325,6 +330,10 @@ class Agent:
         for extension in self.extensions.all():
             info.update(extension.debug_info())
         return info
+
+    def metrics(self) -> Snapshot:
+        """What this worker's calls and those it served did so far; see ``rpc.metrics``."""
+        return Snapshot(self.info.name, self.caller.metrics(), self.callee.metrics())
 
     def get_debug_info(self) -> dict[str, str]:
         """Counters under the names that the original gives them; see ``rpc.debug``."""

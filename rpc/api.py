@@ -18,6 +18,7 @@ import torch
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
 from rpc.builtin_backends import default_backend, register_builtin_backends
+from rpc.call_metrics import Snapshot
 from rpc.constants import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -284,3 +285,17 @@ def debug_info() -> dict[str, Any]:
     requests being served, references by kind, threads, workers.
     """
     return current_agent().debug_info()
+
+
+def metrics() -> Snapshot:
+    """What the calls made and served by this worker did so far: counts, errors, latency, bytes.
+
+    Always counted, per method and peer; see :class:`rpc.call_metrics.Snapshot`.
+
+    Example::
+
+        for row in rpc.metrics().made:
+            print(row.method, row.peer, row.calls, row.latency.quantile(0.99))
+        text = rpc.metrics().to_prometheus()
+    """
+    return current_agent().metrics()

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc import deadlines, packing
+from rpc import codec, deadlines, packing
+from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.messages import Operation, Reply, Request, Status
+from rpc.method_names import method_name
 from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
 from rpc.rref import call_method
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 _USER_CODE = (Operation.CALL, Operation.CREATE)
+_UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
@@ -40,6 +43,7 @@ class Callee:
         self._agent = agent
         self._lock = threading.Lock()
         self._serving: dict[_Service, float] = {}
+        self._book = Book()
         self._handled = 0
 
     def request_arrived(self, sender: int, frame: Frame) -> None:
@@ -55,9 +59,14 @@ class Callee:
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""
+        now = self._agent.clock.now()
         with self._lock:
-            self._serving.pop(service, None)
+            since = self._serving.pop(service, now)
             self._handled += 1
+            series = self._book[service.method, service.sender]
+            series.ended(now - since, service.sent, service.received)
+            if service.failed:
+                series.failed(ErrorKind.REMOTE)
         self._agent.activity_changed()
 
     def quiet(self) -> bool:
@@ -68,6 +77,13 @@ class Callee:
     def handled(self) -> int:
         """Requests served so far."""
         return self._handled
+
+    def metrics(self) -> tuple[CallMetrics, ...]:
+        """The requests served, by method and peer."""
+        peer = self._agent.group.peer
+        with self._lock:
+            rows = [(self._book[s.method, s.sender], 0) for s in self._serving]
+            return self._book.read(rows, lambda i: peer(i).info.name)
 
     def serving(self) -> list[dict[str, Any]]:
         """A dump of the requests being served."""
@@ -83,7 +99,17 @@ class Callee:
 class _Service:
     """One request, from its arrival to its reply."""
 
-    __slots__ = ("_agent", "_callee", "_frame", "request", "sender")
+    __slots__ = (
+        "_agent",
+        "_callee",
+        "_frame",
+        "failed",
+        "method",
+        "received",
+        "request",
+        "sender",
+        "sent",
+    )
 
     def __init__(
         self, agent: Agent, callee: Callee, sender: int, request: Request, frame: Frame
@@ -93,6 +119,12 @@ class _Service:
         self._frame = frame
         self.sender = sender
         self.request = request
+        self.method = _UNKNOWN_METHOD
+        self.received = len(frame.header) + len(frame.payload)
+        if frame.tensors:
+            self.received += tensor_bytes(frame.tensors)
+        self.sent = 0
+        self.failed = False
 
     def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
@@ -137,15 +169,19 @@ class _Service:
         if scopes is not None:
             replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
         value = packing.unpack(frame.payload, request.tensor_table, frame.tensors, adopted, replace)
-        self._frame = frame._replace(payload=b"", tensors=())  # the handler owns them now
+        self._frame = Frame(frame.kind, frame.correlation, b"")  # the handler owns the rest now
         return value
 
     def _call(self, adopted: Adopted, scopes: ExitStack | None) -> None:
         request = self.request
         if request.timeout:
             deadlines.inherit(self._agent.clock.now() + request.timeout)
-        func, args, kwargs = self._unpack(adopted, scopes)
+        if request.function:
+            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
+        else:
+            func, args, kwargs = self._unpack(adopted, scopes)
         del adopted
+        self.method = method_name(func, args)
         if func is call_method:
             func, args, kwargs = call_method(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -180,6 +216,7 @@ class _Service:
             self._succeed(result)
 
     def _fetch(self, adopted: Adopted, scopes: ExitStack | None) -> None:
+        self.method = "to_here"
         if scopes is not None:
             extensions = self._agent.extensions
             extensions.on_request(self.sender, self.request.extensions, scopes)([])
@@ -193,6 +230,7 @@ class _Service:
 
     def _extension(self, adopted: Adopted) -> None:
         request = self.request
+        self.method = f"{request.target.decode()} message"
         body, tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, list(tensors))
@@ -228,6 +266,7 @@ class _Service:
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
+        self.failed = True
         _print_traceback(error)
         if self.request.operation is Operation.CREATE:
             self._agent.references.creation_raised(self.request.target, error)
@@ -236,6 +275,7 @@ class _Service:
             self._reply_error(error)
 
     def _reply_error(self, error: BaseException) -> None:
+        self.failed = True
         self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
 
     def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
@@ -251,7 +291,11 @@ class _Service:
         payload: bytes = b"",
         slots: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        frame = Frame(FrameKind.REPLY, self._frame.correlation, reply.encode(), payload, slots)
+        header = reply.encode()
+        self.sent = len(header) + len(payload)
+        if slots:
+            self.sent += tensor_bytes(slots)
+        frame = Frame(FrameKind.REPLY, self._frame.correlation, header, payload, slots)
         self._agent.transport.send(self.sender, frame)
         self._callee.finished(self)
 

@@ -8,18 +8,20 @@ agent's pulse.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rpc import codec, deadlines, packing
+from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
+from rpc.method_names import method_name
 from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
 from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
@@ -28,6 +30,9 @@ from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+
+_REPLY = Ending.REPLY
+_ERROR = Status.ERROR
 
 
 @dataclass(slots=True)
@@ -40,13 +45,19 @@ class Call:
         timeout: seconds it was given, 0 for none.
         loan: references lent to it, alive at least as long as this.
         extensions: the metadata it carried.
+        series: counts it when it is over.
+        sent: bytes of its request.
+        opened_at: when it was sent.
     """
 
     description: str
     sink: Sink
     timeout: float
     loan: Loan
-    extensions: Extensions = field(default=())
+    extensions: Extensions
+    series: Series
+    sent: int = 0
+    opened_at: float = 0.0
 
 
 class Caller:
@@ -56,6 +67,7 @@ class Caller:
         self._agent = agent
         self._lock = threading.Lock()
         self._table: CallTable[Call] = CallTable()
+        self._book = Book()
         self._armed: float | None = None
         self._processing = 0
         self._sent = 0
@@ -73,9 +85,11 @@ class Caller:
     ) -> None:
         """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef."""
         operation = Operation.CALL if target is None else Operation.CREATE
-        name = getattr(func, "__qualname__", repr(func))
+        name = method_name(func, args)
+        function = b"" if kwargs else codec.name_of(func) or b""
+        value = tuple(args) if function else (func, args, kwargs)
         try:
-            self.request(operation, to, (func, args, kwargs), timeout, sink, target or b"", name)
+            self.request(operation, to, value, timeout, sink, target or b"", name, function)
         except EncodeError as error:
             detail = codec.describe_unpicklable(func, args, kwargs)
             raise EncodeError(detail) from error
@@ -89,6 +103,7 @@ class Caller:
         sink: Sink,
         target: bytes,
         name: str,
+        function: bytes = b"",
     ) -> None:
         """Sends a request whose payload is ``value``; its outcome goes to ``sink``."""
         agent = self._agent
@@ -96,7 +111,8 @@ class Caller:
         peer = to.id
         attach = agent.extensions.attach_request(peer) if agent.extensions else None
         packed = packing.pack(value, peer, agent.references, attach, borrow=True)
-        call = Call(name, sink, limit, packed.loan, packed.extensions)
+        series = self._book[name, peer]
+        call = Call(name, sink, limit, packed.loan, packed.extensions, series)
         header = Request(
             operation,
             packed.plain,
@@ -105,6 +121,7 @@ class Caller:
             packed.extensions,
             packed.loan.table,
             packed.tensor_table,
+            function,
         ).encode()
         self._send(call, to, header, packed.payload, packed.slots)
 
@@ -122,9 +139,10 @@ class Caller:
         )
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._agent.rpc_timeout
-        future = self.future(f"{extension} message to {to.name}")
+        name = f"{extension} message"
+        future = self.future(f"{name} to {to.name}")
         sink = FutureSink(future, self._agent.completions)
-        call = Call(f"{extension} message", sink, timeout, packed.loan)
+        call = Call(name, sink, timeout, packed.loan, (), self._book[name, to.id])
         header = Request(
             Operation.EXTENSION,
             packed.plain,
@@ -148,9 +166,21 @@ class Caller:
     def reply_arrived(self, sender: int, frame: Frame) -> None:
         """Matches a reply to its call and hands it to the call's sink."""
         reply = Reply.decode(frame.header)
+        size = len(frame.header) + len(frame.payload)
+        if frame.tensors:
+            size += tensor_bytes(frame.tensors)
+        now = self._agent.clock.now()
         with self._lock:
             ended = self._table.close(frame.correlation)
             self._processing += 1
+            if ended is not None:
+                call = ended.call
+                if ended.ending is _REPLY:
+                    call.series.ended(now - call.opened_at, call.sent, size)
+                    if reply.status is _ERROR:
+                        call.series.failed(ErrorKind.REMOTE)
+                else:
+                    call.series.received_late(size)
         try:
             if ended is not None:
                 self._dispatch(ended, sender, reply, frame)
@@ -163,6 +193,7 @@ class Caller:
         """Ends calls past their deadline; returns when to come back."""
         with self._lock:
             ended = self._table.expire(now)
+            _count_failures((e.call for e in ended), now, ErrorKind.TIMEOUT)
             expiry = self._table.next_expiry()
             if expiry is not None or (self._armed is not None and self._armed <= now):
                 self._armed = expiry
@@ -179,8 +210,11 @@ class Caller:
 
     def worker_lost(self, worker_id: int, error: Exception) -> None:
         """Fails every call that waits for a worker which is gone."""
+        now = self._agent.clock.now()
         with self._lock:
             ended = self._table.lose(worker_id)
+            lost = (e.call for e in ended if e.ending is Ending.LOST)
+            _count_failures(lost, now, ErrorKind.LOST)
         for item in ended:
             self._agent.references.call_ended(item.call.loan)
             if item.ending is Ending.LOST:
@@ -193,6 +227,8 @@ class Caller:
             self._closed = reason
             destinations = {row.to for row in self._table.outstanding()}
             ended = [e for to in sorted(destinations) for e in self._table.lose(to)]
+            open_calls = (e.call for e in ended if e.ending is Ending.LOST)
+            _count_failures(open_calls, self._agent.clock.now(), ErrorKind.OTHER)
         for item in ended:
             if item.ending is Ending.LOST:
                 item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
@@ -213,6 +249,15 @@ class Caller:
             rows = self._table.outstanding()
         return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
 
+    def metrics(self) -> tuple[CallMetrics, ...]:
+        """The calls made, by method and peer."""
+        peer = self._agent.group.peer
+        with self._lock:
+            rows = [row.call for row in self._table.outstanding()]
+            return self._book.read(
+                ((call.series, call.sent) for call in rows), lambda i: peer(i).info.name
+            )
+
     def _send(
         self,
         call: Call,
@@ -222,10 +267,13 @@ class Caller:
         slots: tuple[torch.Tensor, ...],
     ) -> None:
         agent = self._agent
+        call.sent = len(header) + len(payload)
+        if slots:
+            call.sent += tensor_bytes(slots)
         with self._lock:
             if self._closed is not None:
                 raise AgentClosedError(f"{call.description}: {self._closed}")
-            now = agent.clock.now()
+            call.opened_at = now = agent.clock.now()
             call_id = self._table.open(call, to.id, now, call.timeout)
             self._sent += 1
             rearm = bool(call.timeout) and self._arm(now + call.timeout)
@@ -236,6 +284,8 @@ class Caller:
         except BaseException as error:
             with self._lock:
                 withdrawn = self._table.withdraw(call_id)
+                if withdrawn:
+                    _count_failures((call,), now, ErrorKind.OTHER)
             agent.references.unsent(call.loan, str(error))
             agent.activity_changed()
             if withdrawn:
@@ -270,3 +320,9 @@ class Caller:
         return packing.unpack(
             frame.payload, reply.tensor_table, frame.tensors, adopted, replace, decode
         )
+
+
+def _count_failures(calls: Iterable[Call], now: float, kind: ErrorKind) -> None:
+    for call in calls:
+        call.series.ended(now - call.opened_at, call.sent, 0)
+        call.series.failed(kind)
