@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
+from rpc.errors import AgentClosedError
 from rpc.executor import Executor
+
+_SECONDS_TO_CANCEL = 2.0
+
+_logger = logging.getLogger("rpc")
 
 
 class EventLoop:
@@ -26,6 +33,8 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        self._closed = False
 
     def run(
         self,
@@ -37,43 +46,79 @@ class EventLoop:
         context = contextvars.copy_context()
 
         def ended(task: asyncio.Task[Any]) -> None:
-            if task.cancelled():
-                report: Callable[[], None] = lambda: fail(asyncio.CancelledError())  # noqa: E731
-            elif (error := task.exception()) is not None:
-                report = lambda: fail(error)  # noqa: E731
-            else:
-                report = lambda: succeed(task.result())  # noqa: E731
+            report = partial(_report, task, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
         def begin() -> None:
-            asyncio.ensure_future(coroutine, loop=loop).add_done_callback(ended)
+            asyncio.ensure_future(coroutine).add_done_callback(ended)
 
-        loop = self._running()
-        loop.call_soon_threadsafe(begin, context=context)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                new = self._make() if self._loop is None else None
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(begin, context=context)
+        if closed:
+            coroutine.close()
+            fail(AgentClosedError("this worker shut down"))
+        elif new is not None:
+            new.start()
+            self._started.set()
 
     def close(self) -> None:
         """Cancels what still runs and joins the thread."""
         with self._lock:
+            self._closed = True
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
+            if loop is None or thread is None:
+                return
+            loop.call_soon_threadsafe(loop.stop)
+        self._started.wait()
+        if thread is not threading.current_thread():
+            thread.join()
 
-        def stop() -> None:
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            loop.call_soon(loop.stop)
+    def _make(self) -> threading.Thread:
+        """Called with the lock held; the thread is started without it."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._loop,), name=self._name, daemon=True
+        )
+        return self._thread
 
-        loop.call_soon_threadsafe(stop)
-        thread.join()
+
+def _report(
+    task: asyncio.Task[Any],
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is None:
+        succeed(task.result())
+    else:
+        fail(error)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):  # a coroutine raised it, and its caller is told
+            continue
+        break
+    try:
+        loop.run_until_complete(_wind_up(loop))
+    finally:
         loop.close()
 
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=self._name, daemon=True
-                )
-                self._thread.start()
-            return self._loop
+
+async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, stubborn = await asyncio.wait(tasks, timeout=_SECONDS_TO_CANCEL)
+        for task in stubborn:
+            _logger.error("%r goes on although it was cancelled, and is abandoned", task)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()

@@ -1,0 +1,280 @@
+"""The loop for ``async def`` handlers: where they run, how they end, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import logging
+import queue
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from rpc import event_loop as event_loop_module
+from rpc.errors import AgentClosedError
+from rpc.event_loop import EventLoop
+from rpc.executor import Executor
+
+SECONDS = 10.0
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+class Outcomes:
+    """What became of coroutines, and on which thread that was told."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._told: queue.Queue[tuple[object, str, str]] = queue.Queue()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._loop.run(coroutine, self._tell, self._tell)
+
+    def _tell(self, outcome: object) -> None:
+        self._told.put((outcome, threading.current_thread().name, variable.get()))
+
+    def next(self) -> tuple[object, str, str]:
+        return self._told.get(timeout=SECONDS)
+
+    def outcome(self) -> object:
+        return self.next()[0]
+
+    def empty(self) -> bool:
+        return self._told.empty()
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor("test", 2, contextvars.Context())
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def loop(executor: Executor) -> Iterator[EventLoop]:
+    loop = EventLoop("test-asyncio", executor)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def outcomes(loop: EventLoop) -> Outcomes:
+    return Outcomes(loop)
+
+
+async def value(of: object = 7) -> object:
+    await asyncio.sleep(0)
+    return of
+
+
+async def fail(error: BaseException) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+class Held:
+    """A coroutine that waits until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.ended: list[str] = []
+
+    async def __call__(self) -> None:
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            self.ended.append("cancelled")
+            raise
+
+
+def test_a_result_is_reported_on_the_executor(outcomes: Outcomes):
+    outcomes.run(value(3))
+    outcome, thread, _ = outcomes.next()
+    assert (outcome, thread) == (3, "test-handler")
+
+
+def test_an_error_is_reported_as_itself(outcomes: Outcomes):
+    error = ValueError("no")
+    outcomes.run(fail(error))
+    assert outcomes.outcome() is error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_wants_to_end_the_program_ends_only_itself(
+    outcomes: Outcomes, error: BaseException
+):
+    outcomes.run(fail(error))
+    assert outcomes.outcome() is error
+    outcomes.run(value())
+    assert outcomes.outcome() == 7
+
+
+def test_a_coroutine_that_is_cancelled_fails(outcomes: Outcomes):
+    async def cancel() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    outcomes.run(cancel())
+    assert isinstance(outcomes.outcome(), asyncio.CancelledError)
+
+
+def test_coroutines_run_concurrently_on_one_thread(outcomes: Outcomes):
+    threads: list[str] = []
+    barrier: list[asyncio.Future[None]] = []
+
+    async def first() -> None:
+        threads.append(threading.current_thread().name)
+        barrier.append(asyncio.get_running_loop().create_future())
+        await barrier[0]
+
+    async def second() -> None:
+        threads.append(threading.current_thread().name)
+        barrier[0].set_result(None)
+
+    outcomes.run(first())
+    outcomes.run(second())
+    assert [outcomes.outcome(), outcomes.outcome()] == [None, None]
+    assert threads == ["test-asyncio"] * 2
+
+
+def test_the_context_of_the_caller_holds_in_the_coroutine_and_after_it(outcomes: Outcomes):
+    async def look() -> str:
+        await asyncio.sleep(0)
+        seen = variable.get()
+        variable.set("changed")
+        return seen
+
+    def call() -> None:
+        variable.set("given")
+        outcomes.run(look())
+
+    contextvars.copy_context().run(call)
+    outcome, _, seen_after = outcomes.next()
+    assert outcome == "given"
+    assert seen_after == "given"
+    assert variable.get() == "unset"
+
+
+def test_no_thread_is_started_before_it_is_needed(loop: EventLoop, outcomes: Outcomes):
+    assert loop._thread is None
+    outcomes.run(value())
+    assert outcomes.outcome() == 7
+    assert loop._thread is not None
+
+
+def test_many_threads_may_begin_the_first_coroutine(outcomes: Outcomes):
+    threads = [threading.Thread(target=lambda: outcomes.run(value())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert [outcomes.outcome() for _ in threads] == [7] * 8
+    for thread in threads:
+        thread.join()
+
+
+def test_close_cancels_what_still_runs_and_says_so(loop: EventLoop, outcomes: Outcomes):
+    held = Held()
+    outcomes.run(held())
+    assert held.started.wait(SECONDS)
+    loop.close()
+    assert held.ended == ["cancelled"]
+    assert isinstance(outcomes.outcome(), asyncio.CancelledError)
+    loop.close()
+
+
+def test_close_cancels_what_has_not_begun_yet(loop: EventLoop, outcomes: Outcomes):
+    blocked, proceed = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        blocked.set()
+        assert proceed.wait(SECONDS)
+
+    outcomes.run(block())
+    assert blocked.wait(SECONDS)
+    outcomes.run(Held()())
+    closer = threading.Thread(target=loop.close)
+    closer.start()
+    proceed.set()
+    closer.join(SECONDS)
+    kinds = {type(outcomes.outcome()) for _ in range(2)}
+    assert kinds == {type(None), asyncio.CancelledError}
+
+
+def test_close_ends_tasks_generators_and_threads_that_coroutines_left(
+    loop: EventLoop, outcomes: Outcomes
+):
+    ended: list[str] = []
+
+    async def generate() -> Any:
+        try:
+            yield 1
+        finally:
+            ended.append("generator")
+
+    async def leave() -> None:
+        generator = generate()
+        await generator.__anext__()
+        kept.append(generator)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+    kept: list[object] = []
+    outcomes.run(leave())
+    assert outcomes.outcome() is None
+    loop.close()
+    assert ended == ["generator"]
+
+
+def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_and_named(
+    loop: EventLoop,
+    outcomes: Outcomes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(event_loop_module, "_SECONDS_TO_CANCEL", 0.01)
+    started = threading.Event()
+
+    async def ignore() -> None:
+        while True:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    outcomes.run(ignore())
+    assert started.wait(SECONDS)
+    with caplog.at_level(logging.ERROR):
+        loop.close()
+        gc.collect()
+    assert "is abandoned" in caplog.text
+    assert outcomes.empty()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_after_close_coroutines_fail_at_once(loop: EventLoop, outcomes: Outcomes, used: bool):
+    if used:
+        outcomes.run(value())
+        assert outcomes.outcome() == 7
+    loop.close()
+    outcomes.run(value())
+    assert isinstance(outcomes.outcome(), AgentClosedError)
+
+
+def test_closing_while_coroutines_begin_ends_each_of_them(executor: Executor):
+    for _ in range(20):
+        loop = EventLoop("test-asyncio", executor)
+        outcomes = Outcomes(loop)
+        threads = [threading.Thread(target=lambda o=outcomes: o.run(value())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        loop.close()
+        for thread in threads:
+            thread.join()
+        for _ in threads:
+            outcome = outcomes.outcome()
+            assert outcome == 7 or isinstance(outcome, AgentClosedError | asyncio.CancelledError)
