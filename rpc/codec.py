@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import cloudpickle
 import numpy as np
@@ -35,6 +35,13 @@ from rpc.errors import DecodeError, EncodeError, RpcError
 from rpc.worker_info import WorkerInfo
 
 _PROTOCOL: Final = 5
+
+# What a payload begins with that is not an ordinary pickle, whose first byte is 0x80.
+_ATOMIC: Final = b"a"  # a pickle of atoms follows
+_ONE_TENSOR: Final = b"t"
+_TENSORS: Final = b"T"
+_ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
+_NOT_SIMPLE: Final = object()
 
 
 class Reference:
@@ -76,6 +83,65 @@ def encode(value: object) -> Encoded:
     Raises:
         EncodeError: the value, or something in it, cannot be serialized.
     """
+    simple = _encode_simple(value)
+    return _encode_any(value) if simple is None else simple
+
+
+def _encode_simple(value: object) -> Encoded | None:
+    """Most of what is sent, without a pickler of our own: atoms, tensors, tuples of either."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return Encoded(_ATOMIC + pickle.dumps(value, _PROTOCOL), [], [], True)
+    if kind is Tensor:
+        tensor = cast(Tensor, value)
+        return Encoded(_ONE_TENSOR, [tensor], [], True) if _is_simple(tensor) else None
+    if kind is not tuple:
+        return None
+    items = cast("tuple[Any, ...]", value)
+    kinds = set(map(type, items))
+    if kinds <= _ATOMS:
+        return Encoded(_ATOMIC + pickle.dumps(items, _PROTOCOL) if items else b"", [], [], True)
+    if kinds == {Tensor} and len(items) == len(set(map(id, items))) and all(map(_is_simple, items)):
+        return Encoded(_TENSORS, list(items), [], True)
+    return None
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not hasattr(tensor, "_is_buffer")
+    )
+
+
+def name_of(func: object) -> bytes | None:
+    """How to find a function at any worker by its name; None if it must be encoded."""
+    if type(func) is not FunctionType and type(func) is not BuiltinFunctionType:
+        return None
+    module = sys.modules.get(func.__module__)
+    if module is None or getattr(module, func.__name__, None) is not func:
+        return None
+    if func.__module__ == "__main__" and _main_is_interactive():
+        return None
+    return f"{func.__module__}\0{func.__name__}".encode()
+
+
+def find(name: bytes) -> Any:
+    """The function that :func:`name_of` named.
+
+    Raises:
+        DecodeError: there is none of that name on this worker.
+    """
+    module, _, attribute = name.decode("utf-8", "replace").partition("\0")
+    return _load_global(module, attribute)
+
+
+def _load_global(module: str, name: str) -> Any:
+    found = getattr(sys.modules.get(module), name, None)
+    return _Unpickler(io.BytesIO(b"")).find_class(module, name) if found is None else found
+
+
+def _encode_any(value: object) -> Encoded:
     buffer = io.BytesIO()
     pickler = _PlainPickler(buffer, _PROTOCOL)
     pickler.tensors = []
@@ -107,7 +173,27 @@ def decode(
     Raises:
         DecodeError: the bytes are damaged, or need something this worker lacks.
     """
+    simple = _decode_simple(payload, tensors)
+    if simple is not _NOT_SIMPLE:
+        return simple
     return _load(_Unpickler(io.BytesIO(payload)), tensors, references)
+
+
+def _decode_simple(payload: bytes | bytearray | memoryview, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of :func:`_encode_simple`."""
+    if not payload:
+        return ()
+    mark = payload[0]
+    if mark == _ATOMIC[0]:
+        try:
+            return _AtomsOnly(io.BytesIO(memoryview(payload)[1:])).load()
+        except Exception as error:
+            raise DecodeError(f"a value that arrived is damaged: {error}") from error
+    if mark == _TENSORS[0] and len(payload) == 1:
+        return tuple(tensors)
+    if mark == _ONE_TENSOR[0] and len(payload) == 1 and len(tensors) == 1:
+        return tensors[0]
+    return _NOT_SIMPLE
 
 
 def decode_loaded(
@@ -121,6 +207,9 @@ def decode_loaded(
         ImportNeeded: a module is not loaded yet; use :func:`decode` elsewhere.
         DecodeError: as :func:`decode`.
     """
+    simple = _decode_simple(payload, tensors)
+    if simple is not _NOT_SIMPLE:
+        return simple
     return _load(_LoadedUnpickler(io.BytesIO(payload)), tensors, references)
 
 
@@ -511,6 +600,13 @@ def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence
         raise DecodeError(
             f"a value that arrived cannot be rebuilt here: {type(error).__name__}: {error}"
         ) from error
+
+
+class _AtomsOnly(pickle.Unpickler):
+    """Finds nothing: a pickle of atoms needs no names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise DecodeError(f"a value that should hold no names holds {module}.{name}")
 
 
 class _Unpickler(pickle.Unpickler):

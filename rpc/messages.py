@@ -6,11 +6,12 @@ tensor table by ``tensor_table``. Nothing here is ever pickled, and malformed
 bytes raise :class:`FrameError`.
 
 Layout, little endian. Request: ``version u8, operation u8, flags u8,
-extension count u8, remaining seconds f64 (0 = no deadline), target length u16,
-references length u32``, then target, extensions, references; the rest is the
-tensor table. Reply: ``version u8, status u8, flags u8, extension count u8,
-references length u32``, then the same sections without a target. An extension
-is ``name length u8, data length u32, name, data``.
+extension count u8, remaining seconds f64 (0 = no deadline), function length u16,
+target length u16, references length u32``, then function, target, extensions,
+references; the rest is the tensor table. Reply: ``version u8, status u8,
+flags u8, extension count u8, references length u32``, then extensions,
+references and table. An extension is ``name length u8, data length u32, name,
+data``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rpc.errors import FrameError
 
 PROTOCOL_VERSION = 1
 
-_REQUEST = struct.Struct("<BBBBdHI")
+_REQUEST = struct.Struct("<BBBBdHHI")
 _REPLY = struct.Struct("<BBBBI")
 _EXTENSION = struct.Struct("<BI")
 _PLAIN = 1
@@ -67,6 +68,8 @@ class Request(NamedTuple):
         extensions: metadata by extension name.
         references: the RRefs in the value, packed by ``control``.
         tensor_table: the tensors in the value, packed by ``tensor_table``.
+        function: the name of the function to call, whose arguments are then the
+            payload; empty if the payload holds function and arguments.
     """
 
     operation: Operation
@@ -76,6 +79,7 @@ class Request(NamedTuple):
     extensions: Extensions = ()
     references: bytes = b""
     tensor_table: bytes = b""
+    function: bytes = b""
 
     def encode(self) -> bytes:
         """Packs the header."""
@@ -85,9 +89,11 @@ class Request(NamedTuple):
             _PLAIN if self.plain else 0,
             len(self.extensions),
             self.timeout,
+            len(self.function),
             len(self.target),
             len(self.references),
         )
+        head += self.function
         if not (self.target or self.extensions or self.references):
             return head + self.tensor_table
         packed = _pack_extensions(self.extensions)
@@ -101,23 +107,25 @@ class Request(NamedTuple):
             FrameError: the bytes are not a request of this protocol version.
         """
         try:
-            version, op, flags, n_ext, timeout, n_target, n_refs = _REQUEST.unpack_from(data)
+            version, op, flags, n_ext, timeout, n_func, n_target, n_refs = _REQUEST.unpack_from(
+                data
+            )
         except struct.error:
             raise FrameError(f"a request header of {len(data)} bytes is too short") from None
         _check_version(version)
         operation = _OPERATIONS.get(op)
         if operation is None:
             raise FrameError(f"unknown operation {op}")
-        start = _REQUEST.size
+        function = _section(data, _REQUEST.size, n_func)
+        start = _REQUEST.size + n_func
         plain = flags & _PLAIN == _PLAIN
         if not (n_target or n_ext or n_refs):
-            return cls(operation, plain, timeout, tensor_table=data[start:])
+            return cls(operation, plain, timeout, b"", (), b"", data[start:], function)
         target = _section(data, start, n_target)
         extensions, start = _unpack_extensions(data, start + n_target, n_ext)
         references = _section(data, start, n_refs)
-        return cls(
-            operation, plain, timeout, target, extensions, references, data[start + n_refs :]
-        )
+        table = data[start + n_refs :]
+        return cls(operation, plain, timeout, target, extensions, references, table, function)
 
 
 class Reply(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rpc.codec import ImportNeeded, decode, decode_loaded
-from rpc.executor import blocking
+from rpc.executor import blocking, in_handler
 from rpc.futures import Future, Waiter
 from rpc.messages import Reply
 from rpc.transports.base import Frame
@@ -67,7 +67,10 @@ class WaitingCaller:
 
     def result(self, wait: Waiter) -> Any:
         """Blocks; returns the reply's value or raises the call's error."""
-        with blocking():
+        if in_handler():
+            with blocking():
+                wait(self._done, self._block)
+        else:
             wait(self._done, self._block)
         if self._outcome is None:
             assert self._error is not None

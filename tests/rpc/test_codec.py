@@ -7,6 +7,8 @@ import copy
 import datetime
 import enum
 import functools
+import json
+import operator
 import pickle
 import sys
 import threading
@@ -617,7 +619,10 @@ def test_an_offending_function_is_named() -> None:
     assert text.startswith("the function test_an_offending_function_is_named.<locals>.guarded")
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x80\x05", b"garbage", encode([1] * 50).payload[:-9]])
+@pytest.mark.parametrize(
+    "payload",
+    [b"a", b"\x80\x05", b"garbage", b"t", encode([1] * 50).payload[:-9], b"a" + pickle.dumps(len)],
+)
 def test_damaged_payloads_raise_decode_errors(payload: bytes) -> None:
     with pytest.raises(DecodeError):
         decode(payload, (), ())
@@ -637,7 +642,43 @@ def test_an_error_in_setstate_is_the_cause_of_the_decode_error() -> None:
 
 def test_payloads_mean_nothing_to_plain_pickle() -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"outside rpc\.codec\.decode"):
-        pickle.loads(encode(torch.ones(1)).payload)
+        pickle.loads(encode([torch.ones(1)]).payload)
+
+
+@pytest.mark.parametrize(
+    "value", [(), (1, "a", None), (torch.ones(2), torch.zeros(1)), 2.5, b"x", torch.ones(3)]
+)
+def test_the_commonest_values_need_no_pickler_of_ours_and_arrive_the_same(value: Any) -> None:
+    encoded = encode(value)
+    assert encoded.plain
+    assert encoded.payload[:1] != b"\x80"
+    arrived = decode(encoded.payload, encoded.tensors, ())
+    assert type(arrived) is type(value)
+    assert str(arrived) == str(value)
+
+
+def test_one_tensor_given_twice_arrives_as_one_object() -> None:
+    tensor = torch.ones(2)
+    encoded = encode((tensor, tensor))
+    first, second = decode(encoded.payload, encoded.tensors, ())
+    assert first is second
+
+
+@pytest.mark.parametrize("func", [double, operator.add, json.dumps])
+def test_importable_functions_have_a_name_by_which_they_are_found(func: Any) -> None:
+    name = codec.name_of(func)
+    assert name is not None
+    assert codec.find(name) is func
+
+
+@pytest.mark.parametrize("func", [lambda: 1, "abc".upper, functools.partial(double, 1), Handle])
+def test_what_is_not_a_plain_importable_function_has_no_name(func: Any) -> None:
+    assert codec.name_of(func) is None
+
+
+def test_a_name_that_is_missing_here_says_what_to_do() -> None:
+    with pytest.raises(DecodeError, match="RPC pickler does not serialize"):
+        codec.find(b"json\0no_such_function")
 
 
 def test_encoding_leaves_cloudpickle_itself_alone() -> None:
