@@ -157,7 +157,8 @@ class Caller:
 
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""
-        return Future(description=description, waiter=self._agent.transport.wait)
+        transport = self._agent.transport
+        return Future(description=description, waiter=transport.wait, waker=transport.wake)
 
     def sync(self, sink: WaitingCaller) -> Any:
         """Waits for a sink's outcome."""
@@ -206,6 +207,8 @@ class Caller:
                     f"with an error: {item.call.description}"
                 )
             )
+        if ended:
+            self._agent.transport.wake()
         return armed
 
     def worker_lost(self, worker_id: int, error: Exception) -> None:
@@ -219,6 +222,7 @@ class Caller:
             self._agent.references.call_ended(item.call.loan)
             if item.ending is Ending.LOST:
                 item.call.sink.failed(error)
+        self._agent.transport.wake()
         self._agent.activity_changed()
 
     def close(self, reason: str) -> None:
@@ -232,6 +236,7 @@ class Caller:
         for item in ended:
             if item.ending is Ending.LOST:
                 item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
+        self._agent.transport.wake()
 
     def quiet(self) -> bool:
         """True if no request is under way and no outcome is being handed out."""

@@ -73,6 +73,8 @@ class Future(_TorchFuture[T]):
         devices: as for torch's.
         description: what the future is the result of, for that log line.
         waiter: how to wait; the default sleeps.
+        waker: called when the future is done, so that a waiter that does something
+            else meanwhile looks at it.
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Future(_TorchFuture[T]):
         devices: list[int | str | torch.device] | None = None,
         description: str = "a call",
         waiter: Waiter | None = None,
+        waker: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(devices=devices)
         self._description = description
         self._waiter = waiter
+        self._waker = waker
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
         self._lock = threading.RLock()
@@ -120,7 +124,7 @@ class Future(_TorchFuture[T]):
         """
         _require_callable("then", callback)
         child: Future[S] = Future(description=f"a callback on {self._description}")
-        child._waiter = self._waiter
+        child._waiter, child._waker = self._waiter, self._waker
         context = contextvars.copy_context()
 
         def run(done: object) -> None:
@@ -153,6 +157,12 @@ class Future(_TorchFuture[T]):
             else:
                 self.set_exception(error)
             return True
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with a value; once."""
+        torch._C.Future.set_result(self, result)
+        if self._waker is not None:
+            self._waker()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Completes the future with an error, which ``wait`` and ``value`` raise."""
