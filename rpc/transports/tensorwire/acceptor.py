@@ -84,6 +84,7 @@ class Door:
         self._seconds = seconds
         self._proven = proven
         self._guests: dict[int, _Guest] = {}
+        self._kept: list[tuple[Proven, float]] = []
         self._paused: list[socket.socket] = []
         self._lock = threading.Lock()
         self._requests: RequestSide | None = None
@@ -163,19 +164,37 @@ class Door:
         else:
             _send_away(guest.sock, reason)
 
+    def keep(self, proven: Proven) -> None:
+        """Lets a connection wait for its worker to become known, for as long as a handshake."""
+        with self._lock:
+            self._kept.append((proven, time.monotonic() + self._seconds))
+        if self._requests is not None:
+            self._requests.sweeping = True
+
+    def kept(self, worker_id: int) -> list[Proven]:
+        """Hands out what waits for a worker."""
+        with self._lock:
+            found = [p for p, _ in self._kept if p.hello.initiator.worker_id == worker_id]
+            self._kept = [entry for entry in self._kept if entry[0] not in found]
+        return found
+
     def sweep(self) -> None:
-        """Dismisses guests that took too long."""
+        """Dismisses guests that took too long, and accepts again after a pause."""
         now = time.monotonic()
         with self._lock:
             late = [guest for guest in self._guests.values() if guest.deadline < now]
+            forgotten = [proven for proven, deadline in self._kept if deadline < now]
+            self._kept = [entry for entry in self._kept if entry[0] not in forgotten]
         for guest in late:
             self._dismiss(guest, "the handshake took too long")
+        for proven in forgotten:
+            proven.reject("this worker has not heard of the initiator")
         if self._requests is not None:
             paused, self._paused = self._paused, []
             for listener in paused:
                 self._listen(listener)
             with self._lock:
-                self._requests.sweeping = bool(self._guests or self._paused)
+                self._requests.sweeping = bool(self._guests or self._kept or self._paused)
 
     def close(self) -> None:
         """Stops listening and dismisses all guests."""
@@ -185,5 +204,8 @@ class Door:
             listener.close()
         with self._lock:
             guests = list(self._guests.values())
+            kept, self._kept = self._kept, []
         for guest in guests:
             self._dismiss(guest, None)
+        for proven, _ in kept:
+            proven.reject("this worker is shutting down")

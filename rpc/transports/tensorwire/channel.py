@@ -95,34 +95,37 @@ class Sender:
 
     def send(self, item: Outgoing) -> None:
         """Sends or queues a frame; on a broken socket it is dropped."""
+        self._queue.append(item)
+        self._counter.add(item.size())
+        self.flush()
+
+    def send_small(self, kind: int, correlation: int, header: bytes, inline: Buffer) -> None:
+        """The same for a frame of few bytes and no table, the usual case without detours."""
         if self._queue or self._unsent or not self._role.acquire(False):
-            self._enqueue(item)
-            self._flush()
+            self.queue_small(kind, correlation, header, inline)
+            self.flush()
             return
         try:
             if self._queue or self._unsent:
-                self._enqueue(item)
-            elif item.inline > _JOIN_BYTES or item.descriptor >= 0:
-                self._enqueue(item)
-                self._write_batch()
+                self.queue_small(kind, correlation, header, inline)
             else:
-                self._write_small(item)
+                fixed = pack_fixed(kind, correlation, self._sequence, len(header), 0, len(inline))
+                self._sequence += 1
+                self._write(fixed + header + inline)
         finally:
             self._role.release()
-        # Others may have left work for the role while it was ours, ``writable`` included.
+        # Others may have left work while the role was ours, ``writable`` included.
         if self._queue or self._unsent:
-            self._flush()
+            self.flush()
 
-    def _enqueue(self, item: Outgoing) -> None:
-        self._queue.append(item)
-        self._counter.add(item.size())
+    def queue_small(self, kind: int, correlation: int, header: bytes, inline: Buffer) -> None:
+        """Queues a frame; someone must call :meth:`flush`."""
+        parts = (inline,) if inline else ()
+        self._queue.append(Outgoing(kind, correlation, header, b"", parts, len(inline)))
+        self._counter.add(len(header) + len(inline))
 
-    def _write_small(self, item: Outgoing) -> None:
-        """The usual case, without detours; called in the writing role."""
-        kind, correlation, header, table, parts, inline, _ = item
-        fixed = pack_fixed(kind, correlation, self._sequence, len(header), len(table), inline)
-        self._sequence += 1
-        data = b"".join((fixed, header, table, *parts))
+    def _write(self, data: bytes) -> None:
+        """Sends as much as the socket takes, keeps the rest; called in the writing role."""
         try:
             sent = self.sock.send(data)
         except BlockingIOError:
@@ -135,7 +138,8 @@ class Sender:
             self._counter.add(len(data) - sent)
             self._wait_writable()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what is queued, unless another thread is doing so or the socket is full."""
         while (self._queue or self._unsent) and not self._blocked:
             if not self._role.acquire(False):
                 return
@@ -221,7 +225,7 @@ class Sender:
         """The socket takes bytes again: goes on with the queue."""
         self._watch_writable(False)
         self._blocked = False
-        self._flush()
+        self.flush()
 
     def _break(self) -> None:
         """The other end is gone; the reading half will find out by itself."""

@@ -6,9 +6,10 @@ sockets and the handshake; what becomes of the connections is the caller's.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from rpc.transports.tensorwire.handshake import (
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 _UNIX_BULK_CONNECTIONS = 1
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,13 @@ class Connector:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self._cancelled = False
-        self._deadline = time.monotonic() + target.seconds
+        self._cancelled = threading.Event()
+        self._deadline = 0.0
 
     def cancel(self) -> None:
         """Makes :meth:`connect` fail soon, from another thread."""
-        with self._lock:
-            self._cancelled = True
-            for sock in self._open:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._cancelled.set()
 
     def connect(self) -> Connections:
         """Opens all connections of the link.
@@ -98,6 +95,7 @@ class Connector:
             ConnectError: it could not be done in time.
         """
         target = self._target
+        self._deadline = time.monotonic() + target.seconds
         problems: list[str] = []
         if target.use_unix:
             path = unix_path(target.address.unix_name)
@@ -126,21 +124,13 @@ class Connector:
         try:
             main = self._open_one(family, where, ChannelKind.MAIN, token)
             others = [self._open_one(family, where, ChannelKind.BULK, token) for _ in range(bulk)]
-            for sock in (main, *others):
-                sock.setblocking(False)
         except BaseException:
-            self._close_all()
+            for sock in self._open:
+                sock.close()
             raise
-        with self._lock:
+        finally:
             self._open.clear()
         return Connections(main, others, shared=family == socket.AF_UNIX)
-
-    def _close_all(self) -> None:
-        with self._lock:
-            sockets = list(self._open)
-            self._open.clear()
-        for sock in sockets:
-            sock.close()
 
     def _open_one(
         self,
@@ -150,12 +140,15 @@ class Connector:
         token: bytes,
     ) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        with self._lock:
-            self._open.append(sock)
-            if self._cancelled:
-                raise OSError("the transport is closing")
-        sock.settimeout(self._seconds_left())
-        sock.connect(where)
+        self._open.append(sock)
+        sock.setblocking(False)
+        while (problem := sock.connect_ex(where)) not in (0, errno.EISCONN):
+            if problem == errno.EAGAIN:  # a Unix listener whose backlog is full
+                self._await(sock, 0)
+            elif problem in (errno.EINPROGRESS, errno.EALREADY):
+                self._await(sock, select.POLLOUT)
+            else:
+                raise OSError(problem, os.strerror(problem))
         configure(sock)
         self._shake_hands(sock, kind, token)
         return sock
@@ -165,19 +158,28 @@ class Connector:
         key = derive_key(target.group_key, target.address.secret)
         nonce = os.urandom(NONCE_BYTES)
         side = Initiator(key, Hello(kind, target.initiator, target.acceptor, token, nonce))
-        sock.sendall(side.begin())
+        sock.send(side.begin())
         while not side.accepted:
-            sock.settimeout(self._seconds_left())
+            self._await(sock, select.POLLIN)
             data = sock.recv(side.wanted)
             if not data:
                 raise HandshakeError("the connection was closed during the handshake")
-            sock.sendall(side.receive(data))
+            answer = side.receive(data)
+            if answer:
+                sock.send(answer)
 
-    def _seconds_left(self) -> float:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"no connection within {self._target.seconds} s")
-        return left
+    def _await(self, sock: socket.socket, events: int) -> None:
+        """Waits until a socket is ready, the attempt is cancelled or time is up."""
+        poll = select.poll()
+        poll.register(sock, events)
+        while True:
+            left = self._deadline - time.monotonic()
+            if self._cancelled.is_set():
+                raise OSError(errno.ECANCELED, "the transport gave up on it")
+            if left <= 0:
+                raise TimeoutError(f"no answer within {self._target.seconds:g} s")
+            if poll.poll(1000 * min(left, _LOOK_SECONDS)) or not events:
+                return
 
 
 def configure(sock: socket.socket) -> None:

@@ -22,7 +22,8 @@ class FlowWindow:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._charges: dict[int, int] = {}
         self._held = 0
         self._waiters = 0
@@ -31,7 +32,7 @@ class FlowWindow:
     def try_charge(self, correlation: int, size: int) -> bool:
         """Counts a request if it fits, or if nothing is under way."""
         charge = size if size > _LEAST_CHARGE else _LEAST_CHARGE
-        with self._changed:
+        with self._lock:
             if self._held and self._held + charge > self._limit:
                 return False
             self._held += charge
@@ -41,7 +42,7 @@ class FlowWindow:
     def force_charge(self, correlation: int, size: int) -> None:
         """Counts a request whether it fits or not."""
         charge = max(size, _LEAST_CHARGE)
-        with self._changed:
+        with self._lock:
             self._held += charge
             self._charges[correlation] = charge
 
@@ -58,7 +59,7 @@ class FlowWindow:
 
     def release(self, correlation: int) -> None:
         """The reply to a request is here."""
-        with self._changed:
+        with self._lock:
             self._held -= self._charges.pop(correlation, 0)
             if self._waiters:
                 self._changed.notify_all()

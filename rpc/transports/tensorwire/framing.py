@@ -21,6 +21,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from rpc.errors import FrameError
+from rpc.transports.base import Frame, FrameKind
 
 MAGIC = 0x5754
 VERSION = 1
@@ -55,18 +56,14 @@ class WireKind(enum.IntEnum):
     """Bulk channels only: the segment ``correlation`` cannot be mapped here."""
 
 
-_MAIN_KINDS = frozenset({1, 2, 3})
+_KINDS = {int(kind): kind for kind in FrameKind}
+_MAIN_KINDS = frozenset(_KINDS)
 _BULK_KINDS = frozenset(map(int, WireKind)) - _MAIN_KINDS
 
 
-class WireFrame(NamedTuple):
-    """A frame as it came off a main channel."""
-
-    kind: int
-    correlation: int
-    header: bytes
-    table: bytes
-    inline: Buffer
+Arrived = tuple[Frame, bytes]
+"""A frame as it came off a main channel, and its table. If there is a table, the frame's payload
+is the whole inline section, writable, and it has no tensors yet."""
 
 
 def pack_fixed(
@@ -124,7 +121,7 @@ class FrameDecoder:
         self._large_fixed = _Fixed(*[0] * 9)
         self._large_end = 0
 
-    def feed(self, data: bytes) -> list[WireFrame]:
+    def feed(self, data: bytes) -> list[Arrived]:
         """Takes the next bytes of the stream; returns the frames they completed.
 
         Raises:
@@ -133,7 +130,7 @@ class FrameDecoder:
         if self._rest:
             data = self._rest + data
         start, available = 0, len(data)
-        frames: list[WireFrame] = []
+        frames: list[Arrived] = []
         while available - start >= FIXED_SIZE:
             magic, version, kind, header, table, inline, correlation, sequence, checksum = (
                 _unpack_checked(data, start)
@@ -156,15 +153,11 @@ class FrameDecoder:
             self._sequence = (sequence + 1) & _COUNTER_MASK
             start = end
             at_table = at_header + header
-            frames.append(
-                WireFrame(
-                    kind,
-                    correlation,
-                    data[at_header:at_table],
-                    data[at_table:at_inline],
-                    bytearray(data[at_inline:end]) if table else data[at_inline:end],
-                )
-            )
+            inline_part: Buffer = data[at_inline:end]
+            if table:
+                inline_part = bytearray(inline_part)
+            frame = Frame(_KINDS[kind], correlation, data[at_header:at_table], inline_part)
+            frames.append((frame, data[at_table:at_inline]))
         self._rest = data[start:]
         return frames
 
@@ -190,7 +183,7 @@ class FrameDecoder:
             return None
         return memoryview(self._large)[self._large_end :]
 
-    def filled(self, count: int) -> list[WireFrame]:
+    def filled(self, count: int) -> list[Arrived]:
         """Takes note of ``count`` bytes in :meth:`room`; returns the frame if it is complete."""
         large, fixed = self._large, self._large_fixed
         self._large_end += count
@@ -201,7 +194,7 @@ class FrameDecoder:
         view = memoryview(large)
         at_inline = fixed.header + fixed.table
         header, table = bytes(view[: fixed.header]), bytes(view[fixed.header : at_inline])
-        return [WireFrame(fixed.kind, fixed.correlation, header, table, view[at_inline:])]
+        return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, view[at_inline:]), table)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame
 from rpc.transports.tensorwire.body import (
     INLINE_ALIGNMENT,
     Item,
@@ -35,7 +36,6 @@ from rpc.transports.tensorwire.framing import (
     BulkEvent,
     Chunk,
     SegmentOffered,
-    WireFrame,
     WireKind,
     pack_pair,
 )
@@ -49,8 +49,8 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 SHARED_FROM = 1 << 15
 STREAM_FROM = 1 << 16
 _INLINE_AT_MOST = 1 << 18
+_PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
-_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,24 @@ class Link:
         self.unsent = Unsent()
         self.place = self._transfers.place
 
-    def send(self, frame: Frame) -> None:
-        """Sends or queues a frame in which ``peer`` found no fault."""
+    def send(self, frame: Frame, flush_soon: Callable[[Sender], None] | None = None) -> None:
+        """Sends or queues a frame in which ``peer`` found no fault.
+
+        Args:
+            frame: what to send.
+            flush_soon: if given, small frames are queued only, and this is told.
+        """
         main = self.main
         if main is None:
             return
         payload = frame.payload
-        size = len(payload)
-        if frame.tensors or size >= SHARED_FROM or type(payload) is memoryview:
+        if frame.tensors or len(payload) >= _PLAIN_BELOW or type(payload) is memoryview:
             main.send(self._encode(frame))
+        elif flush_soon is not None:
+            main.queue_small(frame.kind, frame.correlation, frame.header, payload)
+            flush_soon(main)
         else:
-            parts = (payload,) if size else ()
-            main.send(Outgoing(frame.kind, frame.correlation, frame.header, b"", parts, size))
+            main.send_small(frame.kind, frame.correlation, frame.header, payload)
 
     def senders(self) -> list[Sender]:
         """The writing halves of all channels."""
@@ -170,18 +176,19 @@ class Link:
             sender.send(Outgoing(WireKind.CHUNK, number, header, b"", (part,), len(part)))
         return number
 
-    def frame_of(self, wire: WireFrame) -> Frame | None:
-        """The frame that arrived on the main channel, unless parts of it are still missing.
+    def open(self, frame: Frame, table: bytes) -> Frame | None:
+        """Puts a frame's payload and tensors in their places; None while some are still missing.
+
+        Args:
+            frame: as it came off the main channel, its payload being the inline section.
+            table: not empty.
 
         Raises:
             FrameError: it is malformed.
         """
-        kind = _KINDS[wire.kind]
-        if not wire.table:
-            return Frame(kind, wire.correlation, wire.header, wire.inline)
-        items = unpack_table(wire.table, len(wire.inline), self._limit)
-        parcel = self._transfers.frame_received(wire, items)
-        return None if parcel is None else self._open(parcel)
+        items = unpack_table(table, len(frame.payload), self._limit)
+        parcel = self._transfers.frame_received(frame, items)
+        return None if parcel is None else self._assemble(parcel)
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
@@ -191,7 +198,7 @@ class Link:
         """
         if isinstance(event, Chunk):
             parcel = self._transfers.chunk_received(event.transfer, event.length)
-            return None if parcel is None else self._open(parcel)
+            return None if parcel is None else self._assemble(parcel)
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
         elif self._pool is not None:
@@ -220,20 +227,21 @@ class Link:
                 os.close(descriptor)
         sender.send(Outgoing(answer, offered.segment, pack_pair(0, 0)))
 
-    def _open(self, parcel: Parcel) -> Frame:
-        wire, items, arrays = parcel.frame, parcel.items, parcel.arrays
+    def _assemble(self, parcel: Parcel) -> Frame:
+        frame, items, arrays = parcel.frame, parcel.items, parcel.arrays
+        inline = frame.payload
         first = items[0]
         payload: Buffer
         if first.place is Place.INLINE:
-            payload = bytes(wire.inline[first.position : first.position + first.nbytes])
+            payload = bytes(inline[first.position : first.position + first.nbytes])
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
-        tensors = tuple(self._tensor(wire, item, arrays) for item in items[1:])
-        return Frame(_KINDS[wire.kind], wire.correlation, wire.header, payload, tensors)
+        tensors = tuple(self._tensor(inline, item, arrays) for item in items[1:])
+        return frame._replace(payload=payload, tensors=tensors)
 
-    def _tensor(self, wire: WireFrame, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
+    def _tensor(self, inline: Buffer, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
         if item.place is Place.INLINE:
-            tensor = tensor_over(wire.inline, item, item.position)
+            tensor = tensor_over(inline, item, item.position)
         else:
             tensor = tensor_over(self._array(item, arrays), item)
         return tensor.to(item.device) if item.device else tensor

@@ -59,10 +59,10 @@ class MainReader:
         self.silent = False
         frames: list[Frame] = []
         try:
-            for wire in self._decoder.feed(data):
-                frame = self._link.frame_of(wire)
-                if frame is not None:
-                    frames.append(frame)
+            for frame, table in self._decoder.feed(data):
+                opened = self._link.open(frame, table) if table else frame
+                if opened is not None:
+                    frames.append(opened)
         except Exception as error:
             self.over = f"what it sent cannot be read: {error}"
         return frames
@@ -74,8 +74,10 @@ class MainReader:
             return []
         self.more = True
         try:
-            frames = [self._link.frame_of(wire) for wire in self._decoder.filled(count)]
+            for frame, table in self._decoder.filled(count):
+                opened = self._link.open(frame, table) if table else frame
+                if opened is not None:
+                    return [opened]
         except Exception as error:
             self.over = f"what it sent cannot be read: {error}"
-            return []
-        return [frame for frame in frames if frame is not None]
+        return []

@@ -35,6 +35,7 @@ from rpc.transports.tensorwire.settings import WhenFull
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 _MAX_FRAME_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
 
 Remove = Callable[[socket.socket], None]
@@ -124,7 +125,8 @@ class RemotePeer:
                 raise self._lost_error()
             if link.unsent.count > self._machinery.max_bytes_in_flight:
                 self._await_sockets(frame, link)
-            link.send(frame)
+            requests = self._machinery.requests
+            link.send(frame, requests.flush_soon if requests.is_batching_here() else None)
             return
         size = self._check(frame, self._devices)
         link = self._outgoing
@@ -141,8 +143,10 @@ class RemotePeer:
     def _check(self, frame: Frame, devices: DeviceMap) -> int:
         """The size of a frame; raises if it cannot be sent."""
         payload = frame.payload
-        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-        size += len(frame.header)
+        size = len(frame.header)
+        if size > _MAX_HEADER_BYTES:
+            raise EncodeError(f"message header of {size} bytes; the limit is {_MAX_HEADER_BYTES}")
+        size += payload.nbytes if isinstance(payload, memoryview) else len(payload)
         for tensor in frame.tensors:
             check_sendable(tensor)
             devices.check(tensor.device)
@@ -385,6 +389,10 @@ class RemotePeer:
             link.close()
         if not self._removed:
             self._machinery.lost(self.id, self._reason or "")
+
+    def is_settled(self) -> bool:
+        """True once nothing of the peer is left."""
+        return self._settled.is_set()
 
     def remove(self) -> None:
         """Drops the peer: nothing more is delivered or reported."""

@@ -16,11 +16,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_PROT_NONE = 0
 _PROT_READ_WRITE = 3
 _MAP_SHARED = 0x01
 _MAP_PRIVATE = 0x02
+_MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
-_MAP_POPULATE = 0x8000
 _MADV_HUGEPAGE = 14
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -67,22 +70,43 @@ class Region:
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        flags = _MAP_PRIVATE | _MAP_ANONYMOUS if descriptor is None else _MAP_SHARED
         mmap = self._libc.mmap
         mmap.restype = ctypes.c_void_p
         mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-        file = -1 if descriptor is None else descriptor
-        address = mmap(None, size, _PROT_READ_WRITE, flags, file, 0)
-        if address is None or address == _FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, f"mmap of {size} bytes: {os.strerror(error)}")
+        self._libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self.size = size
-        self.address: int = address
+        self.address = self._map(descriptor)
         self._lock = threading.RLock()
         self._deaths: dict[int, _ArrayDeath] = {}
         self._borrowed = 0
         self._retired = False
-        self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+        self._libc.madvise(self.address, size, _MADV_HUGEPAGE)
+
+    def _map(self, descriptor: int | None) -> int:
+        """Maps at a multiple of the huge page size, without which there are no huge pages."""
+        span = self.size + _HUGE_PAGE
+        reserved = self._mmap(None, span, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
+        start = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
+        end = start + -(-self.size // _PAGE) * _PAGE
+        if start > reserved:
+            self._libc.munmap(reserved, start - reserved)
+        if reserved + span > end:
+            self._libc.munmap(end, reserved + span - end)
+        flags = _MAP_FIXED | (_MAP_PRIVATE | _MAP_ANONYMOUS if descriptor is None else _MAP_SHARED)
+        file = -1 if descriptor is None else descriptor
+        try:
+            return self._mmap(start, self.size, _PROT_READ_WRITE, flags, file)
+        except OSError:
+            self._libc.munmap(start, end - start)
+            raise
+
+    def _mmap(self, where: int | None, size: int, protection: int, flags: int, file: int) -> int:
+        address = self._libc.mmap(where, size, protection, flags, file, 0)
+        if address is None or address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"mmap of {size} bytes: {os.strerror(error)}")
+        return int(address)
 
     def array(self, offset: int, released: Callable[[], None] | None) -> Array:
         """A view of part of the region that keeps it mapped.
@@ -129,5 +153,5 @@ class Region:
 
     def _unmap_if_unused(self) -> None:
         if self._retired and not self._deaths and not self._borrowed and self.size:
-            self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size))
+            self._libc.munmap(self.address, self.size)
             self.size = 0

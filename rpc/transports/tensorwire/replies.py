@@ -206,6 +206,7 @@ class ReplySide:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        with self._leading:
+        here = self._leader_thread == threading.get_ident()
+        with contextlib.nullcontext() if here else self._leading:
             self._epoll.close()
             os.close(self._bell)

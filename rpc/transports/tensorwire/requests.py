@@ -26,6 +26,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
 
@@ -35,6 +36,7 @@ _SLOW_SECONDS = 0.0005
 _EVENTS = 64
 _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
+_BATCH = 16
 
 Work = tuple[Callable[[Any], None], Any]
 """A function to call, and its argument."""
@@ -72,6 +74,8 @@ class RequestSide:
         self._idle: list[_Server] = []
         self._threads: set[threading.Thread] = set()
         self._slow = False
+        self._batching_thread = 0
+        self._held: dict[Sender, None] = {}
         self._watch_gate: SimpleQueue[None] = SimpleQueue()
         self._watching = False
         self._closed = False
@@ -129,7 +133,32 @@ class RequestSide:
         if holder is not None and holder.ident == threading.get_ident():
             self._pass_baton(holder)
 
+    def is_batching_here(self) -> bool:
+        """True if this thread runs one of several requests that arrived together."""
+        return self._batching_thread == threading.get_ident()
+
+    def flush_soon(self, sender: Sender) -> None:
+        """Sees to it that what was just queued at ``sender`` is sent.
+
+        Replies to requests that arrived together leave together, unless a handler
+        among them is slow.
+        """
+        if self.is_batching_here():
+            self._held[sender] = None
+            # Whoever takes the baton ends the batch first, and sends what is held then.
+            if self.is_batching_here():
+                return
+        sender.flush()
+
+    def _let_go(self) -> None:
+        """Sends the replies that were held."""
+        self._batching_thread = 0
+        while self._held:
+            with contextlib.suppress(KeyError):
+                self._held.popitem()[0].flush()
+
     def _pass_baton(self, holder: _Server) -> None:
+        self._let_go()
         with self._lock:
             if self._holder is not holder or self._closed:
                 return
@@ -156,9 +185,12 @@ class RequestSide:
         me.ident = threading.get_ident()
         while not self._closed:
             me.gate.get()
+            self._let_go()
             while self._holder is me and not self._closed:
                 if self._backlog:
                     self._deliver(me, self._backlog.popleft())
+                    if len(self._backlog) % _BATCH == 0:
+                        self._let_go()
                 else:
                     self._poll()
             with self._lock:
@@ -183,14 +215,16 @@ class RequestSide:
             self._sweep()
 
     def _deliver(self, me: _Server, work: Work) -> None:
-        if not self._watching:
-            self._watching = True
-            self._watch_gate.put(None)
         if self._slow:
             self._pass_baton(me)
         else:
             self._deliveries += 1
             self._delivering = self._deliveries
+            if not self._watching:
+                self._watching = True
+                self._watch_gate.put(None)
+            if self._backlog:
+                self._batching_thread = me.ident
         began = time.perf_counter()
         function, argument = work
         function(argument)
@@ -213,9 +247,13 @@ class RequestSide:
                     self._retake(current)
                 quiet = 0 if self._deliveries != seen or current else quiet + 1
                 seen = self._deliveries
-            self._watching = False
             if self._closed:
                 return
+            self._watching = False
+            # A delivery that began before that saw no need to open the gate.
+            if self._delivering:
+                self._watching = True
+                self._watch_gate.put(None)
 
     def _retake(self, stuck: int) -> None:
         with self._lock:

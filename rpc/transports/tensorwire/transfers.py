@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass
 
 from rpc.errors import FrameError
+from rpc.transports.base import Frame
 from rpc.transports.tensorwire.body import Item, Place
-from rpc.transports.tensorwire.framing import WireFrame
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.regions import Array, view_of
 
@@ -28,7 +28,7 @@ class _Transfer:
 class Parcel:
     """A frame with its table parsed and its transfers, by number, complete."""
 
-    frame: WireFrame
+    frame: Frame
     items: list[Item]
     arrays: dict[int, Array]
 
@@ -46,7 +46,7 @@ class Transfers:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: dict[int, tuple[WireFrame, list[Item]]] = {}
+        self._waiting: dict[int, tuple[Frame, list[Item]]] = {}
 
     def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview:
         """Where a chunk is to be received.
@@ -76,7 +76,7 @@ class Transfers:
                 return None
         return self.frame_received(*waiting)
 
-    def frame_received(self, frame: WireFrame, items: list[Item]) -> Parcel | None:
+    def frame_received(self, frame: Frame, items: list[Item]) -> Parcel | None:
         """A frame is here; returned at once if its transfers are, otherwise later.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from rpc.errors import AgentClosedError, UnknownWorkerError
+from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.tensorwire.acceptor import Door, Proven
 from rpc.transports.tensorwire.address import (
@@ -73,7 +73,6 @@ class TensorWireTransport:
         self._lock = threading.Lock()
         self._peers: dict[int, RemotePeer] = {}
         self._former: list[RemotePeer] = []
-        self._early_guests: list[Proven] = []
         self._closed = False
         self._now: _Running | None = None
 
@@ -137,14 +136,17 @@ class TensorWireTransport:
             if known is not None and known.incarnation >= remote.incarnation:
                 return
             self._peers[remote.id] = remote
-            if known is not None:
-                self._former.append(known)
-            guests = [g for g in self._early_guests if g.hello.initiator.worker_id == remote.id]
-            self._early_guests = [g for g in self._early_guests if g not in guests]
+            self._remember(known)
         if known is not None:
             known.remove()
-        for guest in guests:
+        for guest in self._running().door.kept(remote.id):
             self._admit(guest)
+
+    def _remember(self, peer: RemotePeer | None) -> None:
+        """Called with the lock held: ``close`` is to wait for a peer that is no longer one."""
+        self._former = [former for former in self._former if not former.is_settled()]
+        if peer is not None:
+            self._former.append(peer)
 
     def _make_peer(self, peer: Peer) -> RemotePeer:
         now, settings = self._running(), self._settings
@@ -173,38 +175,42 @@ class TensorWireTransport:
         """See :meth:`rpc.transports.base.Transport.remove_peer`."""
         with self._lock:
             peer = self._peers.pop(worker_id, None)
-            if peer is not None:
-                self._former.append(peer)
+            self._remember(peer)
         if peer is not None:
             peer.remove()
 
     def _admit(self, proven: Proven) -> None:
         """A connection from a proven worker: taken, refused, or kept until we know the worker."""
         initiator = proven.hello.initiator
-        with self._lock:
-            peer = self._peers.get(initiator.worker_id)
-            closed = self._closed
-            unknown = peer is None or peer.incarnation < initiator.incarnation
-            if unknown and not closed:
-                self._early_guests.append(proven)
-        if closed:
+        peer = self._peers.get(initiator.worker_id)
+        if self._closed:
             proven.reject("this worker is shutting down")
-        elif peer is not None and not unknown:
-            if peer.incarnation > initiator.incarnation:
-                proven.reject(f"incarnation {initiator.incarnation} of this worker is history")
-            else:
-                peer.accept(proven)
+        elif peer is None or peer.incarnation < initiator.incarnation:
+            door = self._running().door
+            door.keep(proven)
+            # The peer may have been added between the two looks.
+            peer = self._peers.get(initiator.worker_id)
+            if peer is not None and peer.incarnation >= initiator.incarnation:
+                for guest in door.kept(initiator.worker_id):
+                    self._admit(guest)
+        elif peer.incarnation > initiator.incarnation:
+            proven.reject(f"incarnation {initiator.incarnation} of this worker is history")
+        else:
+            peer.accept(proven)
 
     # Frames.
 
     def send(self, to: int, frame: Frame) -> None:
         """See :meth:`rpc.transports.base.Transport.send`."""
         peer = self._peers.get(to)
-        if peer is None:
-            raise UnknownWorkerError(f"worker {to} is not in the group")
-        if self._closed:
-            raise AgentClosedError("the transport is closed")
+        if peer is None or self._closed:
+            raise self._refusal(to)
         peer.send(frame)
+
+    def _refusal(self, to: int) -> RpcError:
+        if self._closed:
+            return AgentClosedError("the transport is closed")
+        return UnknownWorkerError(f"worker {to} is not in the group")
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """See :meth:`rpc.transports.base.Transport.wait`."""
@@ -239,15 +245,12 @@ class TensorWireTransport:
         with self._lock:
             already, self._closed = self._closed, True
             peers = list(self._peers.values())
-            guests, self._early_guests = self._early_guests, []
         now = self._now
         if already or now is None:
             return
         deadline = time.monotonic() + flush_seconds
         for peer in peers:
             peer.flush(deadline)
-        for guest in guests:
-            guest.reject("this worker is shutting down")
         now.door.close()
         with self._lock:
             peers += self._former

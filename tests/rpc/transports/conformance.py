@@ -517,10 +517,3 @@ class TransportConformance:
         a, _ = group(2)
         a.transport.close(0)
         a.transport.close(1)
-
-    def test_nothing_can_be_sent_after_close(self, group: Callable[[int], list[Worker]]) -> None:
-        a, b = group(2)
-        a.call(b, b"h")
-        a.close()
-        with pytest.raises(RpcError):
-            a.notify(b, b"h")
