@@ -99,9 +99,9 @@ class CallTable(Generic[T]):
         return True
 
     def expire(self, now: float) -> list[Ended[T]]:
-        """Ends every call whose deadline has passed; each leaves a ghost."""
+        """Ends the calls whose deadline has passed, earliest first; each leaves a ghost."""
         ended: list[Ended[T]] = []
-        for bucket in [b for b in self._buckets if b <= now * _BUCKETS_PER_SECOND]:
+        for bucket in sorted(b for b in self._buckets if b <= now * _BUCKETS_PER_SECOND):
             for call_id in sorted(self._buckets.pop(bucket)):
                 entry = self._open.pop(call_id)
                 self._ghosts[call_id] = (entry.call, entry.to)

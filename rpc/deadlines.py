@@ -14,6 +14,7 @@ from rpc.errors import RpcTimeoutError
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("rpc_deadline", default=0.0)
 
 _MIN_TIMEOUT = 1e-6
+_FOREVER = 1e9
 
 
 def inherit(deadline: float) -> None:
@@ -25,20 +26,23 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
     """What is left to a call: its own timeout, or its caller's if that ends earlier.
 
     Args:
-        timeout: seconds as the user gave them; -1 means ``default``, 0 no limit.
+        timeout: seconds as the user gave them; -1 means ``default``, 0 no limit;
+            so does a billion or more.
         default: the agent's timeout in seconds, 0 for no limit.
         now: the agent's clock, which the inherited deadline refers to.
 
     Raises:
-        RpcTimeoutError: nothing is left.
+        RpcTimeoutError: nothing is left, or ``timeout`` is no time.
     """
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = default
-    elif timeout < 0:
+    elif not timeout >= 0:
         raise RpcTimeoutError(
             f"RPC ran for more than set timeout ({timeout * 1000:g} ms): "
             "timeout must be >= 0 seconds, or -1 for the default"
         )
+    if timeout >= _FOREVER:
+        timeout = 0.0
     deadline = _deadline.get()
     if not deadline:
         return timeout

@@ -36,6 +36,9 @@ class NotInitializedError(RpcError):
     def __init__(self) -> None:
         super().__init__("RPC has not been initialized. Call rpc.init_rpc first.")
 
+    def __reduce__(self) -> tuple[type[NotInitializedError], tuple[()]]:
+        return type(self), ()
+
 
 class BringUpError(RpcError):
     """The group could not be formed."""

@@ -17,10 +17,11 @@ data``.
 from __future__ import annotations
 
 import enum
+import math
 import struct
 from typing import NamedTuple
 
-from rpc.errors import FrameError
+from rpc.errors import EncodeError, FrameError
 
 PROTOCOL_VERSION = 1
 
@@ -28,6 +29,7 @@ _REQUEST = struct.Struct("<BBBBdHHI")
 _REPLY = struct.Struct("<BBBBI")
 _EXTENSION = struct.Struct("<BI")
 _PLAIN = 1
+_MAX_NAME_BYTES = 255
 
 Extensions = tuple[tuple[str, bytes], ...]
 
@@ -82,17 +84,28 @@ class Request(NamedTuple):
     function: bytes = b""
 
     def encode(self) -> bytes:
-        """Packs the header."""
-        head = _REQUEST.pack(
-            PROTOCOL_VERSION,
-            self.operation,
-            _PLAIN if self.plain else 0,
-            len(self.extensions),
-            self.timeout,
-            len(self.function),
-            len(self.target),
-            len(self.references),
-        )
+        """Packs the header.
+
+        Raises:
+            EncodeError: a part of it is too large for the layout.
+        """
+        try:
+            head = _REQUEST.pack(
+                PROTOCOL_VERSION,
+                self.operation,
+                _PLAIN if self.plain else 0,
+                len(self.extensions),
+                self.timeout,
+                len(self.function),
+                len(self.target),
+                len(self.references),
+            )
+        except struct.error:
+            raise EncodeError(
+                "a request can name a function and a target of 65535 bytes each and carry 255 "
+                f"extensions; this one has {len(self.function)} and {len(self.target)} bytes and "
+                f"{len(self.extensions)} extensions"
+            ) from None
         head += self.function
         if not (self.target or self.extensions or self.references):
             return head + self.tensor_table
@@ -116,6 +129,8 @@ class Request(NamedTuple):
         operation = _OPERATIONS.get(op)
         if operation is None:
             raise FrameError(f"unknown operation {op}")
+        if not 0.0 <= timeout < math.inf:
+            raise FrameError(f"a request cannot have {timeout} seconds left")
         function = _section(data, _REQUEST.size, n_func)
         start = _REQUEST.size + n_func
         plain = flags & _PLAIN == _PLAIN
@@ -138,11 +153,20 @@ class Reply(NamedTuple):
     tensor_table: bytes = b""
 
     def encode(self) -> bytes:
-        """Packs the header."""
+        """Packs the header.
+
+        Raises:
+            EncodeError: a part of it is too large for the layout.
+        """
         flags = _PLAIN if self.plain else 0
-        head = _REPLY.pack(
-            PROTOCOL_VERSION, self.status, flags, len(self.extensions), len(self.references)
-        )
+        try:
+            head = _REPLY.pack(
+                PROTOCOL_VERSION, self.status, flags, len(self.extensions), len(self.references)
+            )
+        except struct.error:
+            raise EncodeError(
+                f"a reply can carry 255 extensions; this one has {len(self.extensions)}"
+            ) from None
         if not (self.extensions or self.references):
             return head + self.tensor_table
         packed = _pack_extensions(self.extensions)
@@ -191,6 +215,8 @@ def _pack_extensions(extensions: Extensions) -> bytes:
     parts: list[bytes] = []
     for name, data in extensions:
         encoded = name.encode()
+        if len(encoded) > _MAX_NAME_BYTES:
+            raise EncodeError(f"the name of an extension has at most 255 bytes, unlike {name!r}")
         parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
     return b"".join(parts)
 
