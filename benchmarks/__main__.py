@@ -43,7 +43,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    print(*remarks(lines), sep="\n")
+    for remark in remarks(lines):
+        print(remark)
     save_json(lines, options.output.with_suffix(".json"))
     save_plot(lines, options.output.with_suffix(".png"))
     print(f"saved {options.output.with_suffix('.json')} and .png")

@@ -59,7 +59,8 @@ class Job:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         for child in children.read_text().split():
             arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            found[int(arguments[arguments.index("--rank") + 1])] = int(child)
+            if "--rank" in arguments:  # else it is about to become one
+                found[int(arguments[arguments.index("--rank") + 1])] = int(child)
         return found
 
 

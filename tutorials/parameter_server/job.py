@@ -34,6 +34,7 @@ import rpc
 from optim_dist import DistributedOptimizer
 
 SERVER = "server"
+_over = threading.Event()  # on the server: the job is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +177,14 @@ def serve_and_drive(settings: Settings) -> tuple[History, float]:
         for index in range(settings.trainers)
     ]
     torch.futures.wait_all(finished)
+    _over.set()
     return server.finish(), server.accuracy()
+
+
+def wait_until_over() -> None:
+    """Runs on the server, called by each trainer's main thread.
+
+    Everything a trainer does is done for calls from the server. This call of its
+    own is how it learns that the server was lost.
+    """
+    _over.wait()

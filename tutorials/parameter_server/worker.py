@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import torch
-from job import SERVER, Settings, serve_and_drive, trainer_name
+from job import SERVER, Settings, serve_and_drive, trainer_name, wait_until_over
 
 import rpc
 
@@ -22,8 +22,9 @@ def run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
         _join(options, name, rank, world_size)
         if rank == 0:
             _drive(options, trainers=world_size - 1)
-        # A trainer has nothing else to do here: it serves calls, the one to `train`
-        # among them, until every worker has come to this line.
+        else:
+            # Meanwhile this process serves calls, the one to `train` among them.
+            rpc.rpc_sync(SERVER, wait_until_over, timeout=0)
         rpc.shutdown()
     except RuntimeError as error:
         return _give_up(name, error)
