@@ -152,10 +152,11 @@ class TensorPipeTransport:
             if link is None or self._state is not _State.OPEN:
                 return
             self._removed[worker_id] = link
-            held = [] if link.broken else link.take_held()
+            asked, lifelines = link.take_asked(), link.take_lifelines()
             self._senders += 1
         try:
-            self._answer_all(held, wire.REFUSED, _REMOVED.encode())
+            self._answer_all(asked, wire.REFUSED, _REMOVED)
+            self._answer_all(lifelines, wire.LIFELINE, _REMOVED)
         finally:
             self._sent()
 
@@ -226,7 +227,7 @@ class TensorPipeTransport:
     def _call(self, to: int, frame: Frame) -> None:
         with self._lock:
             link = self._usable(to)
-            link.under_way += 1
+            link.begin_call()
             self._senders += 1
         try:
             if frame.tensors:
@@ -238,7 +239,9 @@ class TensorPipeTransport:
             else:
                 self._agent.tell(link.route, wire.call_pickle(data), tensors)
         except BaseException:
-            self._came_back(link)
+            with self._lock:
+                link.take_back_call()
+            self._settle(link)
             raise
         finally:
             self._sent()
@@ -290,8 +293,7 @@ class TensorPipeTransport:
         with self._lock:
             if link.watched or link.lost is not None or self._state is not _State.OPEN:
                 return
-            link.watched = True
-            link.under_way += 1
+            link.watched = link.lifeline_open = True
         future = self._agent.ask(link.route, self._pickle(wire.LIFELINE), [])
         future.add_done_callback(partial(self._ended, link))
 
@@ -333,42 +335,52 @@ class TensorPipeTransport:
     def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | Answer:
         """Takes a peer's call."""
         kind = envelope.kind
-        if kind not in _ANSWERED_LATER:
-            refusal = None if kind == wire.PRIMER else self._take(envelope, frame, None)
-            if refusal is not None:
-                return self._answer(wire.REFUSED, refusal.encode())
-            return self._answer(wire.BATCH if kind == wire.BATCH else wire.DONE)
-        future = self._agent.future()
-        self._take(envelope, frame, future)
-        return future
+        if kind in _ANSWERED_LATER:
+            future = self._agent.future()
+            self._take(envelope, frame, future)
+            return future
+        refusal = None if kind == wire.PRIMER else self._take(envelope, frame, None)
+        if refusal is not None:
+            return self._answer(wire.REFUSED, refusal)
+        return self._answer(wire.BATCH if kind == wire.BATCH else wire.DONE)
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         """Takes what came back from one of our calls."""
-        kind, batch = envelope.kind, []
+        link = self._of_sender(envelope)
+        if link is None or link.broken:
+            return
+        kind = envelope.kind
+        if kind == wire.LIFELINE:
+            with self._lock:
+                link.lifeline_ended(bytes(frame.payload).decode())
+                self._tell_closer()
+            self._report(link)
+        elif kind == wire.FAREWELL:
+            self._farewell_confirmed(link, bytes(frame.payload))
+        else:
+            if kind == FrameKind.REPLY:
+                self._deliver(envelope.sender, frame)
+            elif kind == wire.REFUSED:
+                self._refused(link, bytes(frame.payload).decode())
+            self._came_back(link, kind)
+
+    def _came_back(self, link: Link, kind: int) -> None:
+        batch = []
         with self._lock:
-            link = self._of_sender(envelope)
-            if link is None or link.broken:
-                return
-            if kind == wire.FAREWELL:
-                link.farewell_confirmed(bytes(frame.payload))
-            else:
-                link.under_way -= 1
+            link.under_way -= 1
             if kind == wire.BATCH:
                 link.batch_under_way = False
                 batch = link.take_batch()
-            due = link.take_due_confirmation()
+            parting = link.farewell is not None
             self._tell_closer()
-        if kind == FrameKind.REPLY:
-            self._deliver(envelope.sender, frame)
-        elif kind == wire.REFUSED:
-            self._lose(link, bytes(frame.payload).decode())
         self._send_batch(link, batch)
-        self._confirm(due)
+        if parting:
+            self._settle(link)
 
     def _take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
         if envelope.kind == wire.FAREWELL and future is not None:
-            self._take_farewell(envelope, future)
+            self._take_farewell(envelope, frame, future)
             return None
         with self._lock:
             link = self._links.get(envelope.sender)
@@ -379,19 +391,31 @@ class TensorPipeTransport:
             if link is not None and future is not None and refusal is None and not link.broken:
                 link.hold(envelope.kind, envelope.correlation, future)
         if link is None or refusal is not None:
-            if future is not None:
-                self._answer_all([future], wire.REFUSED, (refusal or "").encode())
-        elif envelope.kind == wire.LIFELINE:
-            self._open_lifeline(link)
+            kind = wire.LIFELINE if envelope.kind == wire.LIFELINE else wire.REFUSED
+            self._answer_all([future] if future else [], kind, refusal or "")
         elif envelope.kind == wire.BATCH:
             for notice in wire.split_notices(frame.payload):
                 self._deliver(envelope.sender, notice)
+        elif envelope.kind == wire.LIFELINE:
+            self._open_lifeline(link)
         else:
             self._deliver(envelope.sender, frame)
+        if envelope.kind != wire.LIFELINE:
+            self._taken(envelope)
         return refusal
 
+    def _taken(self, envelope: Envelope) -> None:
+        with self._lock:
+            link = self._of_sender(envelope)
+            if link is None:
+                return
+            link.taken += 1
+            parting = link.farewell is not None
+        if parting:
+            self._settle(link)
+
     def _of_sender(self, envelope: Envelope) -> Link | None:
-        """The link to the very life that sent this, removed or not. Needs the lock."""
+        """The link to the very life that sent this, removed or not."""
         for links in (self._links, self._removed):
             link = links.get(envelope.sender)
             if link is not None and link.peer.incarnation == envelope.incarnation:
@@ -411,43 +435,52 @@ class TensorPipeTransport:
             return _REMOVED
         return _OVERRUN if len(self._early) >= _EARLY_LIMIT else None
 
-    def _take_farewell(self, envelope: Envelope, future: AnswerFuture) -> None:
-        held: list[AnswerFuture] = []
-        due: tuple[AnswerFuture, bytes] | None = (future, b"")
-        news = False
+    def _take_farewell(self, envelope: Envelope, frame: Frame, future: AnswerFuture) -> None:
         with self._lock:
             link = self._of_sender(envelope)
             if link is not None:
-                link.farewell = future
-                held = link.take_held()
-                news = self._mark_lost(link, _SHUT_DOWN)
-                due = link.take_due_confirmation()
-            self._tell_closer()
-        self._answer_all(held, wire.DONE)
-        self._confirm(due)
-        if link is not None and news:
-            self._report(link, _SHUT_DOWN)
+                link.lose(_SHUT_DOWN)
+                link.farewell, link.announced = future, int(bytes(frame.payload))
+                asked, lifelines = link.take_asked(), link.take_lifelines()
+            self._senders += 1
+        if link is None:
+            self._answer_visibly(future, wire.FAREWELL, b"")
+        else:
+            self._answer_all(asked, wire.DONE)
+            self._answer_all(lifelines, wire.LIFELINE)
+            self._settle(link)
+        self._sent()
 
-    def _confirm(self, due: tuple[AnswerFuture, bytes] | None) -> None:
-        if due is None:
-            return
-        future, message = due
-        # The only sign torch gives that an answer has left is that it lets go of its tensors.
+    def _farewell_confirmed(self, link: Link, message: bytes) -> None:
+        with self._lock:
+            link.farewell_confirmed(message)
+            lifelines = link.take_lifelines()
+            self._senders += 1
+        for lifeline in lifelines:
+            self._answer_visibly(lifeline, wire.LIFELINE, _SHUT_DOWN.encode())
+        self._settle(link)
+        self._sent()
+
+    def _answer(self, kind: int, payload: str | bytes = b"") -> Answer:
+        data = payload.encode() if isinstance(payload, str) else payload
+        return Answer(*wire.pack(self._envelope(kind), Frame(FrameKind.NOTICE, 0, b"", data)))
+
+    def _answer_all(self, futures: Iterable[AnswerFuture], kind: int, reason: str = "") -> None:
+        for future in futures:
+            future.set_result(self._answer(kind, reason))
+
+    def _answer_visibly(self, future: AnswerFuture, kind: int, payload: bytes) -> None:
+        """Answers, and lets ``close`` see when the answer has left.
+
+        The only sign of that which torch gives is that it lets go of a tensor.
+        """
         written, sign = threading.Event(), torch.zeros(1)
         weakref.finalize(sign, written.set).atexit = False
         with self._lock:
             self._unwritten = {each for each in self._unwritten if not each.is_set()} | {written}
-        answer = self._answer(wire.FAREWELL, message)
+        answer = self._answer(kind, payload)
         answer.tensors.append(sign)
         future.set_result(answer)
-
-    def _answer(self, kind: int, payload: bytes = b"") -> Answer:
-        frame = Frame(FrameKind.NOTICE, 0, b"", payload)
-        return Answer(*wire.pack(self._envelope(kind), frame))
-
-    def _answer_all(self, futures: Iterable[AnswerFuture], kind: int, payload: bytes = b"") -> None:
-        for future in futures:
-            future.set_result(self._answer(kind, payload))
 
     def _deliver(self, sender: int, frame: Frame) -> None:
         try:
@@ -457,64 +490,79 @@ class TensorPipeTransport:
 
     # Losing peers, and leaving
 
-    def _came_back(self, link: Link) -> None:
-        """One of our calls ended before it left."""
+    def _settle(self, link: Link) -> None:
+        """Confirms a peer's farewell, and reports its loss, if now is the time."""
         with self._lock:
-            link.under_way -= 1
             due = link.take_due_confirmation()
+            self._senders += due is not None
             self._tell_closer()
-        self._confirm(due)
+        if due is not None:
+            future, message = due
+            self._answer_visibly(future, wire.FAREWELL, message)
+            self._sent()
+            self._report(link)
 
-    def _broke(self, link: Link, reason: str) -> None:
+    def _refused(self, link: Link, reason: str) -> None:
+        """A peer that leaves is reported when it says so, after the frames that it sent."""
+        leaving = reason == _SHUT_DOWN
         with self._lock:
-            link.break_off()
-            news = self._mark_lost(link, reason)
-            self._tell_closer()
-        if news:
-            self._report(link, reason)
+            link.lose(reason)
+            link.will_say_farewell = leaving
+        if not leaving:
+            self._report(link)
 
     def _lose(self, link: Link, reason: str) -> None:
         with self._lock:
-            news = self._mark_lost(link, reason)
-        if news:
-            self._report(link, reason)
+            link.lose(reason)
+        self._report(link)
 
-    def _mark_lost(self, link: Link, reason: str) -> bool:
-        """Returns whether the receiver has to be told. Needs the lock."""
-        if link.lost is not None:
-            return False
-        link.lost = reason
-        link.notices.clear()
-        current = self._links.get(link.peer.info.id) is link
-        return current and self._state is _State.OPEN
+    def _broke(self, link: Link, reason: str) -> None:
+        with self._lock:
+            link.break_off(reason)
+            self._tell_closer()
+        self._report(link)
 
-    def _report(self, link: Link, reason: str) -> None:
+    def _report(self, link: Link) -> None:
+        worker_id = link.peer.info.id
+        with self._lock:
+            current = self._links.get(worker_id) is link and self._state is _State.OPEN
+            if link.reported or not current:
+                return
+            link.reported = True
         try:
-            self._receiver.peer_lost(link.peer.info.id, reason)
+            self._receiver.peer_lost(worker_id, link.lost or "")
         except Exception:
             _log.exception("%r could not take the loss of %r", self._info, link.peer.info)
 
     def _part(self, deadline: float) -> None:
         """Answers everything, says farewell, and waits until nobody reads from us."""
         with self._lock:
-            held = [future for _, _, future in self._early if future is not None]
-            for link in (*self._links.values(), *self._removed.values()):
-                held += [] if link.broken else link.take_held()
+            asked = [future for _, _, future in self._early if future is not None]
+            links = [*self._links.values(), *self._removed.values()]
+            asked += [future for link in links for future in link.take_asked()]
             parting = [link for link in self._sendable() if link.watched]
             for link in parting:
                 link.say_farewell()
+        self._answer_all(asked, wire.REFUSED, _SHUT_DOWN)
         for link in parting:
-            said = self._agent.ask(link.route, self._pickle(wire.FAREWELL), [])
+            frame = Frame(FrameKind.NOTICE, 0, b"", str(link.sent).encode())
+            farewell, _ = wire.pack(self._envelope(wire.FAREWELL), frame)
+            said = self._agent.ask(link.route, wire.call_pickle(farewell), [])
             said.add_done_callback(partial(self._ended, link))
-        self._answer_all(held, wire.REFUSED, _SHUT_DOWN.encode())
         with self._lock:
-            self._wait_until(lambda: all(link.is_finished() for link in parting), deadline)
-            self._wait_until(
-                lambda: all(link.farewell is None for link in self._links.values()), deadline
-            )
+            self._wait_until(lambda: all(link.is_finished() for link in links), deadline)
+            self._wait_until(lambda: not any(map(self._calls_itself, links)), deadline)
+            lifelines = [lifeline for link in links for lifeline in link.take_lifelines()]
+        for lifeline in lifelines:
+            self._answer_visibly(lifeline, wire.LIFELINE, _SHUT_DOWN.encode())
+        with self._lock:
+            self._wait_until(lambda: self._senders == 0, None)
             unwritten = list(self._unwritten)
         for written in unwritten:
             written.wait(max(0.0, deadline - time.monotonic()))
+
+    def _calls_itself(self, link: Link) -> bool:
+        return link.peer.info.id == self._info.id and link.under_way > 0
 
     def _sendable(self) -> list[Link]:
         """Needs the lock."""

@@ -2,11 +2,13 @@
 
 Pure bookkeeping: no torch calls, no locks. Futures are only stored and returned.
 
-Parting: a worker that leaves says farewell; the other side confirms when none
-of its own calls to the leaver is under way, and starts none after that. When
-both leave at once their farewells cross, and each would wait for the other: the
-worker with the lower id then confirms although its farewell is still out, and
-says so, and the other stays until it has confirmed that one too.
+Parting: a worker that leaves says farewell, and how many frames it sent before.
+The other side starts no call to it any more, and confirms when all those frames
+were taken and none of its own calls is under way. When both leave at once their
+farewells cross, and each would wait for the other: the worker with the lower id
+then confirms although its farewell is still out, and says so, and the other
+stays until it has confirmed that one too. Lifelines are not counted: the leaver
+answers them last.
 """
 
 from __future__ import annotations
@@ -48,12 +50,20 @@ class Link:
 
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
+    reported: bool = False
+    """The receiver knows that it is lost."""
     broken: bool = False
     """Its pipe is gone too, so that nothing comes from it either."""
     watched: bool = False
     """Our lifeline to it was opened."""
+    lifeline_open: bool = False
+    """And it did not end yet."""
+    sent: int = 0
+    """Our calls to it that carry frames."""
     under_way: int = 0
     """Our calls to it that have not come back."""
+    taken: int = 0
+    """Its calls that carry frames and were taken."""
     asked: dict[int, AnswerFuture] = field(default_factory=dict)
     """Its requests that wait for our reply, by correlation."""
     lifelines: list[AnswerFuture] = field(default_factory=list)
@@ -67,8 +77,12 @@ class Link:
     """It confirmed our farewell."""
     awaits_another: bool = False
     """It confirmed, but a farewell of its own is still to come."""
+    will_say_farewell: bool = False
+    """It refused a call because it is leaving."""
     farewell: AnswerFuture | None = None
     """Its farewell, not confirmed yet."""
+    announced: int = 0
+    """How many frames it sent before its farewell."""
     parted: bool = False
     """Its farewell was confirmed."""
 
@@ -84,28 +98,53 @@ class Link:
         else:
             self.lifelines.append(future)
 
-    def take_held(self) -> list[AnswerFuture]:
-        """Removes and returns all its calls that wait for an answer, farewells apart."""
-        held = [*self.asked.values(), *self.lifelines]
+    def take_asked(self) -> list[AnswerFuture]:
+        """Removes and returns its requests that wait for our reply."""
+        asked = list(self.asked.values())
         self.asked.clear()
-        self.lifelines.clear()
-        return held
+        return asked
+
+    def take_lifelines(self) -> list[AnswerFuture]:
+        """Removes and returns its lifelines."""
+        lifelines, self.lifelines = self.lifelines, []
+        return lifelines
+
+    def begin_call(self) -> None:
+        """A call with a frame begins."""
+        self.sent += 1
+        self.under_way += 1
+
+    def take_back_call(self) -> None:
+        """A call that began did not leave."""
+        self.sent -= 1
+        self.under_way -= 1
 
     def take_batch(self) -> list[Frame]:
-        """Removes and returns the notices to send next; none while a batch is under way."""
+        """Begins a call with the notices to send next; none while a batch is under way."""
         if self.batch_under_way or not self.notices:
             return []
         batch, self.notices = self.notices, []
         self.batch_under_way = True
-        self.under_way += 1
+        self.begin_call()
         return batch
 
-    def break_off(self) -> None:
+    def lifeline_ended(self, reason: str) -> None:
+        """It answered our lifeline."""
+        self.lifeline_open = False
+        self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """Nothing can be sent to it any more."""
+        if self.lost is None:
+            self.lost = reason
+        self.notices.clear()
+
+    def break_off(self, reason: str) -> None:
         """The pipe is gone, and with it all that was under way on it."""
+        self.lose(reason)
         self.broken = True
         self.under_way = 0
         self.batch_under_way = False
-        self.notices.clear()
         self.asked.clear()
         self.lifelines.clear()
         self.farewell = None
@@ -125,11 +164,18 @@ class Link:
 
     def take_due_confirmation(self) -> tuple[AnswerFuture, bytes] | None:
         """Removes its farewell once it can be confirmed; returns it with what to say."""
-        if self.farewell is None or self.under_way > 0:
+        if self.farewell is None or self.under_way > 0 or self.taken < self.announced:
             return None
         due, self.farewell, self.parted = self.farewell, None, True
         return due, CROSSED if self.said_farewell and not self.confirmed else b""
 
     def is_finished(self) -> bool:
-        """Whether neither side will read from the other any more."""
-        return self.broken or (self.confirmed and (self.parted or not self.awaits_another))
+        """Whether neither side reads from the other any more, if one of them left."""
+        if self.broken:
+            return True
+        if self.farewell is not None or (self.said_farewell and not self.confirmed):
+            return False
+        if self.awaits_another and not self.parted:
+            return False
+        leaves = self.said_farewell or self.parted or self.will_say_farewell
+        return not (leaves and self.lifeline_open)

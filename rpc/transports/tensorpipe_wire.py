@@ -129,6 +129,7 @@ class Answer:
         if outgoing is None:  # torch only looks for the devices of the tensors in it
             return tuple, (self.tensors,)
         outgoing.extend(self.tensors)
+        self.tensors = []  # so that only torch holds them, for as long as it sends them
         return receive_answer, (self.data,)
 
 
