@@ -69,8 +69,32 @@ class AgentOptions:
     shutdown_timeout: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """What completes a future, as a task of an executor."""
+
+    task: Callable[[], None]
+    owner: Completions
+
+    def __call__(self) -> None:
+        try:
+            self.task()
+        finally:
+            self.owner.ended()
+
+    def run(self) -> None:
+        """As the executor would."""
+        try:
+            self()
+        except Exception:
+            _logger.exception("a callback of a future raised an error that nobody handles")
+
+
 class Completions:
     """Runs callbacks of futures on the system executor, and knows if any are left.
+
+    None is ever dropped, or somebody might wait forever: what the executor does not
+    run because it closes runs on the thread that closes it.
 
     Args:
         executor: of the agent's own tasks.
@@ -87,25 +111,32 @@ class Completions:
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""
-        self._executor.submit(self._counted(task))
+        completion = self._counted(task)
+        if not self._executor.submit(completion):
+            completion.run()
 
     def run_on_delivery(self, task: Callable[[], None]) -> None:
         """Runs ``task`` on the calling, delivering thread if the transport can spare it."""
-        self._executor.run_here(self._counted(task), self._guests)
+        completion = self._counted(task)
+        if not self._executor.run_here(completion, self._guests):
+            completion.run()
 
-    def _counted(self, task: Callable[[], None]) -> Callable[[], None]:
+    def close(self) -> None:
+        """Closes the executor."""
+        for task in self._executor.close():
+            if isinstance(task, _Completion):
+                task.run()
+
+    def ended(self) -> None:
+        """One has run."""
+        with self._lock:
+            self._left -= 1
+        self._changed()
+
+    def _counted(self, task: Callable[[], None]) -> _Completion:
         with self._lock:
             self._left += 1
-
-        def run() -> None:
-            try:
-                task()
-            finally:
-                with self._lock:
-                    self._left -= 1
-                self._changed()
-
-        return run
+        return _Completion(task, self)
 
     def quiet(self) -> bool:
         """True if none is queued or running."""
@@ -210,7 +241,7 @@ class Agent:
         self.references.stop()
         self.pulse.stop()
         self.executor.close()
-        self.system_executor.close()
+        self.completions.close()
         self.store = None
 
     # --- What user programs ask

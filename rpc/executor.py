@@ -117,12 +117,15 @@ class Executor:
         self._start(missing)
         return True
 
-    def run_here(self, task: Task, guests: int = _MANY) -> None:
+    def run_here(self, task: Task, guests: int = _MANY) -> bool:
         """Runs a task on the calling thread if the limit allows, else queues it.
 
         Args:
             task: what to run.
             guests: how many tasks may run on threads that are not this executor's.
+
+        Returns:
+            False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
             admitted = (
@@ -132,8 +135,7 @@ class Executor:
                 self._guests += 1
                 self._busy += 1
         if not admitted:
-            self.submit(task)
-            return
+            return self.submit(task)
         previous = _current.executor, _current.waiting
         _current.executor, _current.waiting = self, False
         try:
@@ -144,6 +146,7 @@ class Executor:
                 self._guests -= 1
                 missing = self._staff()
             self._start(missing)
+        return True
 
     def busy(self) -> int:
         """Tasks queued or running."""

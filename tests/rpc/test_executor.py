@@ -519,7 +519,7 @@ def test_after_close_tasks_are_refused():
     assert executor.close() == []
     task = Held()
     assert not executor.submit(task)
-    executor.run_here(task)
+    assert not executor.run_here(task)
     assert not task.started.is_set()
     assert executor.close() == []
     assert executor.thread_count() == 0
