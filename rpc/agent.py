@@ -25,6 +25,7 @@ from rpc.control import Leaving, encode_passed
 from rpc.current import context_of
 from rpc.debug import agent_debug_info
 from rpc.departure import Departure
+from rpc.early_frames import EarlyFrames
 from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from rpc.event_loop import EventLoop
 from rpc.executor import Executor
@@ -188,6 +189,7 @@ class Agent:
         self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings()
         self.gil_profiling = False
+        self._early_frames = EarlyFrames(self._deliver)
         self.pulse = Pulse(f"{name}-pulse", self.clock, self.caller.expire)
 
     # --- Life
@@ -201,8 +203,9 @@ class Agent:
 
     def join(self, peers: Sequence[Peer]) -> None:
         """Makes the group known; ``peers`` includes this worker."""
-        for peer in peers:
-            self.add_peer(peer)
+        with self._early_frames.held_back():
+            for peer in peers:
+                self.add_peer(peer)
 
     def add_peer(self, peer: Peer) -> None:
         """A worker joined, or came back in a new life."""
@@ -374,6 +377,10 @@ class Agent:
 
     def deliver(self, sender: int, frame: Frame) -> None:
         """Takes one frame from a peer."""
+        if not self._early_frames.keep(sender, frame):
+            self._deliver(sender, frame)
+
+    def _deliver(self, sender: int, frame: Frame) -> None:
         try:
             if frame.kind is FrameKind.REQUEST:
                 self.callee.request_arrived(sender, frame)

@@ -226,7 +226,7 @@ class ReferenceKeeper:
                 effects = self._table.creation_failed(holding.fork, str(error))
             self._perform(effects)
         elif holding.value is not None:
-            holding.value.fail(error)
+            holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
         if holding.creation is not None:
             holding.creation.fail(error)
         self._creation_over()
@@ -292,6 +292,7 @@ class ReferenceKeeper:
         return Loan(tuple(passed), encode_passed(passed))
 
     def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
+        _require_created(holding)
         with self._lock:
             shared = self._table.share(holding.handle, to, carrier)
             if not isinstance(shared, Failure) and holding.value is not None:
@@ -302,6 +303,7 @@ class ReferenceKeeper:
 
     def require_shareable(self, holding: Holding) -> None:
         """Raises the error of a handle that must not be passed on."""
+        _require_created(holding)
         with self._lock:
             failure = self._table.failure(holding.handle)
         if failure is not None:
@@ -574,6 +576,13 @@ class _Countdown:
             over = self._left == 0
         if over:
             self._callback()
+
+
+def _require_created(holding: Holding) -> None:
+    """Raises if the call that should have made this worker's own value never did."""
+    error = None if holding.value is None else holding.value.error()
+    if isinstance(error, RRefCreationError):
+        raise error
 
 
 def _creation(target: bytes) -> Passed:

@@ -38,6 +38,10 @@ class Slot:
         """True once filled or failed."""
         return self._done
 
+    def error(self) -> BaseException | None:
+        """What it failed with; None unless it did."""
+        return self._error
+
     def value(self) -> Any:
         """The value of a slot that is done; raises its error."""
         if self._error is not None:

@@ -1,0 +1,42 @@
+"""``rpc.early_frames``."""
+
+from __future__ import annotations
+
+from rpc.early_frames import EarlyFrames
+from rpc.transports.base import Frame, FrameKind
+
+
+def _frame(number: int) -> Frame:
+    return Frame(FrameKind.REQUEST, number, b"")
+
+
+def test_frames_wait_until_the_group_is_known_and_keep_their_order() -> None:
+    delivered: list[tuple[int, Frame]] = []
+    early = EarlyFrames(lambda sender, frame: delivered.append((sender, frame)))
+    with early.held_back():
+        assert early.keep(1, _frame(1))
+        assert early.keep(2, _frame(2))
+        assert delivered == []
+    assert delivered == [(1, _frame(1)), (2, _frame(2))]
+
+
+def test_nothing_waits_before_or_after() -> None:
+    early = EarlyFrames(lambda sender, frame: None)
+    assert not early.keep(1, _frame(1))
+    with early.held_back():
+        pass
+    assert not early.keep(1, _frame(1))
+
+
+def test_what_arrives_during_the_delivery_of_early_frames_comes_after_them() -> None:
+    delivered: list[int] = []
+
+    def deliver(sender: int, frame: Frame) -> None:
+        delivered.append(frame.correlation)
+        if frame.correlation == 1:
+            assert early.keep(1, _frame(2))
+
+    early = EarlyFrames(deliver)
+    with early.held_back():
+        early.keep(1, _frame(1))
+    assert delivered == [1, 2]
