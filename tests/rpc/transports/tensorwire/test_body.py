@@ -1,0 +1,124 @@
+"""The table of a frame: what is packed is found again, what cannot be is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc.errors import EncodeError, FrameError
+from rpc.transports.tensorwire.body import (
+    Item,
+    Place,
+    check_sendable,
+    pack_table,
+    source_of_payload,
+    source_of_tensor,
+    tensor_over,
+    unpack_table,
+)
+
+PAYLOAD = Item(Place.INLINE, 0, 0, 10, None, (), (), "")
+MATRIX = Item(Place.SHARED, 3, 4096, 24, torch.float32, (2, 3), (3, 1), "")
+
+
+@st.composite
+def dense_items(draw: st.DrawFn) -> Item:
+    """A tensor row whose strides are a permutation of contiguous ones."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    strides, step = [0] * len(shape), 1
+    for dimension in order:
+        strides[dimension] = step
+        step *= max(1, shape[dimension])
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128]))
+    count = torch.Size(shape).numel()
+    place = draw(st.sampled_from(list(Place)[1:]))
+    nbytes = count * dtype.itemsize
+    device = draw(st.sampled_from(["", "cuda:1"]))
+    segment, position = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**63))
+    return Item(place, segment, position, nbytes, dtype, tuple(shape), tuple(strides), device)
+
+
+@given(st.lists(dense_items(), max_size=6))
+def test_a_table_says_what_was_packed(tensors: list[Item]) -> None:
+    items = [PAYLOAD, *tensors]
+    assert unpack_table(pack_table(items), 10, 1 << 40) == items
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        unpack_table(data, 1000, 1 << 30)
+
+
+@given(st.data())
+def test_flipped_bits_are_refused_or_describe_something_possible(data: st.DataObject) -> None:
+    table = bytearray(pack_table([PAYLOAD, MATRIX, MATRIX._replace(device="cuda:0")]))
+    for bit in data.draw(st.lists(st.integers(0, 8 * len(table) - 1), min_size=1, max_size=4)):
+        table[bit // 8] ^= 1 << bit % 8
+    try:
+        items = unpack_table(bytes(table), 10, 1 << 20)
+    except FrameError:
+        return
+    assert sum(item.nbytes for item in items) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [MATRIX],
+        [PAYLOAD, PAYLOAD],
+        [PAYLOAD._replace(nbytes=11)],
+        [PAYLOAD._replace(position=1)],
+        [PAYLOAD, MATRIX._replace(nbytes=23)],
+        [PAYLOAD, MATRIX._replace(strides=(3, 2))],
+        [PAYLOAD, MATRIX._replace(strides=(0, 1))],
+        [PAYLOAD, MATRIX._replace(strides=(-3, 1))],
+        [PAYLOAD, MATRIX._replace(shape=(-2, -3))],
+        [PAYLOAD, MATRIX._replace(shape=(2**40, 2**40), nbytes=4 * 2**80 % 2**63)],
+        [PAYLOAD._replace(place=Place.STREAM, nbytes=1 << 41)],
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: list[Item]) -> None:
+    with pytest.raises(FrameError):
+        unpack_table(pack_table(wrong), 10, 1 << 40)
+
+
+def test_the_bytes_after_a_table_are_refused() -> None:
+    with pytest.raises(FrameError, match="wrong length"):
+        unpack_table(pack_table([PAYLOAD]) + b"x", 10, 100)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 4)[:, :2],
+        torch.zeros(3).expand(2, 3),
+        torch.zeros(2, 2, dtype=torch.complex64).conj(),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["gaps", "overlap", "conjugate", "sparse"],
+)
+def test_tensors_that_are_not_plain_and_dense_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(EncodeError):
+        check_sendable(tensor)
+
+
+def test_a_source_is_the_memory_itself() -> None:
+    tensor = torch.arange(4, dtype=torch.int16).reshape(2, 2).t()
+    assert bytes(source_of_tensor(tensor).view()) == bytes([0, 0, 1, 0, 2, 0, 3, 0])
+    view = source_of_tensor(tensor).view()
+    view[0] = 9
+    assert tensor[0, 0] == 9
+    assert bytes(source_of_payload(memoryview(b"abcd").cast("H")).view()) == b"abcd"
+
+
+def test_a_tensor_over_memory_shares_it() -> None:
+    memory = bytearray(40)
+    found = tensor_over(memory, MATRIX._replace(strides=(1, 2)), 16)
+    found.fill_(1.0)
+    assert found.stride() == (1, 2)
+    assert bytes(memory) == bytes(16) + b"\x00\x00\x80\x3f" * 6

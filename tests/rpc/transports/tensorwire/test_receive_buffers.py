@@ -1,0 +1,82 @@
+"""Mapped memory: reused when its array is dead, unmapped when nobody needs it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.regions import Region, view_of
+
+
+def mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
+
+
+def address_of(array: object) -> int:
+    return torch.frombuffer(array, dtype=torch.uint8, count=1).data_ptr()
+
+
+def test_memory_is_used_again_when_its_array_is_dead() -> None:
+    buffers = ReceiveBuffers(1 << 30)
+    first = buffers.take(100_000)
+    address = address_of(first)
+    second = buffers.take(100_000)
+    assert address_of(second) != address
+    tensor = torch.frombuffer(first, dtype=torch.uint8, count=100_000)
+    del first
+    assert address_of(buffers.take(100_000)) != address
+    del tensor
+    assert address_of(buffers.take(120_000)) == address
+    buffers.close()
+
+
+def test_idle_memory_is_bounded() -> None:
+    buffers = ReceiveBuffers(1 << 17)
+    addresses = []
+    for _ in range(2):
+        arrays = [buffers.take(1 << 16) for _ in range(4)]
+        addresses = [address_of(array) for array in arrays]
+        del arrays
+        gc.collect()
+    assert sum(map(mapped, addresses)) <= 2
+    buffers.close()
+    assert not any(map(mapped, addresses))
+
+
+def test_what_is_in_use_survives_closing() -> None:
+    buffers = ReceiveBuffers(1 << 20)
+    array = buffers.take(1000)
+    address = address_of(array)
+    buffers.close()
+    view_of(array, 1000)[:] = b"x" * 1000
+    assert mapped(address)
+    del array
+    assert not mapped(address)
+
+
+def test_a_region_stays_mapped_while_borrowed() -> None:
+    region = Region(8192)
+    address = region.address
+    assert region.borrow()
+    region.retire()
+    assert not region.borrow()
+    assert mapped(address)
+    region.give_back()
+    assert not mapped(address)
+
+
+def test_a_region_that_cannot_be_is_refused_and_leaves_nothing() -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+    with pytest.raises(OSError, match="mmap of"):
+        Region(1 << 62)
+    with pytest.raises(OSError, match="mmap of"):
+        Region(4096, 0 if Path("/dev/stdin").is_char_device() else 999)
+    assert Path("/proc/self/maps").read_text().count("\n") <= before + 2

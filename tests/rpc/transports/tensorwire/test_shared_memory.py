@@ -1,0 +1,186 @@
+"""Slots in shared segments: filled once, private to the receiver, back when it is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc.errors import FrameError
+from rpc.transports.tensorwire.regions import view_of
+from rpc.transports.tensorwire.shared_memory import (
+    BLOCK,
+    Budget,
+    ReceivedSegments,
+    SendPool,
+    Slot,
+)
+
+MIB = 1 << 20
+
+
+class Pair:
+    """A sender's pool and its receiver's segments, joined without sockets."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.budget = Budget(limit)
+        self.pool = SendPool(self.budget)
+        self.segments = ReceivedSegments()
+
+    def extend(self, length: int) -> bool:
+        offer = self.pool.offer(length)
+        if offer is None:
+            return False
+        self.segments.add(offer.segment, offer.size, offer.descriptor)
+        os.close(offer.descriptor)
+        self.pool.answered(offer.segment, True)
+        return True
+
+    def put(self, data: bytes) -> Slot | None:
+        return self.pool.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
+
+    def close(self) -> None:
+        self.pool.close()
+        self.segments.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_nothing_fits_before_a_segment_is_there_and_answered(pair: Pair) -> None:
+    assert pair.put(b"x") is None
+    offer = pair.pool.offer(100)
+    assert offer is not None
+    assert pair.put(b"x") is None
+    assert pair.pool.offer(100) is None, "one offer at a time"
+    pair.segments.add(offer.segment, offer.size, offer.descriptor)
+    os.close(offer.descriptor)
+    pair.pool.answered(offer.segment, True)
+    slot = pair.put(b"hello")
+    assert slot is not None
+    assert bytes(view_of(pair.segments.array(*slot, 5), 5)) == b"hello"
+
+
+def test_a_slot_is_used_again_only_when_the_receiver_is_done(pair: Pair) -> None:
+    pair.extend(16 * MIB)
+    data = bytes(10 * MIB)
+    first = pair.put(data)
+    assert first is not None
+    assert pair.put(data) is None
+    array = pair.segments.array(*first, len(data))
+    assert pair.put(data) is None
+    view = view_of(array, 10)
+    del array
+    assert pair.put(data) is None
+    del view
+    assert pair.put(data) == first
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.integers(0, 5)), max_size=60))
+def test_slots_never_overlap_and_all_come_back(steps: list[tuple[int, int]]) -> None:
+    pair = Pair()
+    try:
+        pair.extend(16 * MIB)
+        held: list[tuple[int, memoryview]] = []
+        for number, (length, release) in enumerate(steps):
+            mark = bytes([number % 251 + 1])
+            slot = pair.put(mark * length)
+            if slot is not None:
+                array = pair.segments.array(*slot, length)
+                held.append((number % 251 + 1, view_of(array, length)))
+                del array
+            if held and release < len(held):
+                del held[release]
+            assert all(view[0] == view[-1] == found for found, view in held)
+        held.clear()
+        assert pair.put(bytes(16 * MIB)) is not None
+    finally:
+        pair.close()
+
+
+def test_the_budget_bounds_all_pools_together_and_is_given_back() -> None:
+    budget = Budget(40 * MIB)
+    pools = [SendPool(budget) for _ in range(6)]
+    offers = [pool.offer(1000) for pool in pools]
+    made = [offer for offer in offers if offer is not None]
+    assert 2 <= len(made) < 6
+    assert sum(offer.size for offer in made) <= 40 * MIB
+    for offer in made:
+        os.close(offer.descriptor)
+    for pool in pools:
+        pool.close()
+    assert budget.take(40 * MIB)
+
+
+def test_something_larger_than_the_usual_segment_gets_its_own(pair: Pair) -> None:
+    assert pair.extend(50 * MIB)
+    assert pair.put(bytes(50 * MIB)) is not None
+
+
+def test_after_a_refusal_nothing_is_offered_any_more(pair: Pair) -> None:
+    offer = pair.pool.offer(1000)
+    assert offer is not None
+    os.close(offer.descriptor)
+    pair.pool.answered(offer.segment, False)
+    assert pair.pool.offer(1000) is None
+    assert pair.put(b"x") is None
+    assert pair.budget.take(1 << 30)
+
+
+@pytest.mark.parametrize("number", [0, 7])
+def test_an_answer_to_no_offer_is_refused(pair: Pair, number: int) -> None:
+    pair.extend(1000)
+    with pytest.raises(FrameError, match="not offered"):
+        pair.pool.answered(number, True)
+
+
+@pytest.mark.parametrize(
+    ("position", "length"),
+    [(0, 10), (BLOCK, 10), (1 << 40, 10), (16 * MIB, 64 * MIB), (16 * BLOCK + 1, 10)],
+)
+def test_tensors_outside_a_segment_are_refused(pair: Pair, position: int, length: int) -> None:
+    pair.extend(1000)
+    with pytest.raises(FrameError, match="outside"):
+        pair.segments.array(0, position, length)
+
+
+def test_a_segment_that_was_never_handed_over_is_refused(pair: Pair) -> None:
+    with pytest.raises(FrameError, match="never handed over"):
+        pair.segments.array(3, 4096, 10)
+
+
+def test_a_segment_that_can_shrink_is_refused(pair: Pair) -> None:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, MIB)
+        with pytest.raises(FrameError, match="for good"):
+            pair.segments.add(0, MIB, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_segment_shorter_than_announced_is_refused(pair: Pair) -> None:
+    offer = pair.pool.offer(1000)
+    assert offer is not None
+    with pytest.raises(FrameError, match="for good"):
+        pair.segments.add(offer.segment, offer.size * 2, offer.descriptor)
+    os.close(offer.descriptor)
+
+
+def test_received_bytes_outlive_both_pools(pair: Pair) -> None:
+    pair.extend(1000)
+    slot = pair.put(b"hello")
+    assert slot is not None
+    array = pair.segments.array(*slot, 5)
+    pair.close()
+    assert pair.put(b"x") is None
+    assert bytes(view_of(array, 5)) == b"hello"
