@@ -1,0 +1,217 @@
+"""Lets a test in one process use TensorPipe transports in others, as if they were its own.
+
+torch allows one TensorPipe agent per process, so each :class:`Workplace` is a
+process that runs one transport after the other; :class:`RemoteTransport` is a
+transport whose every method runs there, and which tells its receiver here what
+the real one is told there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rpc.options import TensorPipeRpcBackendOptions
+from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.tensorpipe import TensorPipeTransport
+from rpc.worker_info import WorkerInfo
+
+SECONDS = 60.0
+
+
+class Workplace:
+    """A process that runs TensorPipe transports, one at a time.
+
+    Args:
+        errors: the file that its stderr goes to.
+    """
+
+    def __init__(self, errors: Path) -> None:
+        self.errors = errors
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_work, args=(there, str(errors)), daemon=True)
+        self._process.start()
+        there.close()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.receiver: Receiver | None = None
+        self.busy = False
+        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._tell)]
+        for thread in self._threads:
+            thread.start()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Runs a method of the process's transport (or of ``_Bench``), and waits for it."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._pending[number] = future
+            self._here.send_bytes(pickle.dumps((number, method, arguments)))
+        return future.result(SECONDS)
+
+    def drain(self) -> None:
+        """Returns when the receiver was told everything so far."""
+        if threading.current_thread() is not self._threads[1]:
+            told = threading.Event()
+            self._events.put(told.set)
+            assert told.wait(SECONDS)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends the process as a crash would."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Lets the process end, and waits for it."""
+        try:
+            self._here.send_bytes(pickle.dumps((0, "exit", ())))
+        except OSError:
+            pass
+        self._process.join()
+        self._process.close()
+        for thread in self._threads:
+            thread.join()
+        self._here.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                kind, *what = pickle.loads(self._here.recv_bytes())
+            except (EOFError, OSError):
+                break
+            if kind == "result":
+                number, value, error = what
+                future = self._pending.pop(number)
+                future.set_exception(error) if error else future.set_result(value)
+            elif self.receiver is not None:
+                method = getattr(self.receiver, kind)
+                self._events.put(lambda method=method, what=what: method(*what))
+        for future in self._pending.values():
+            future.set_exception(ConnectionError("the process ended"))
+        self._events.put(None)
+
+    def _tell(self) -> None:
+        while (event := self._events.get()) is not None:
+            event()
+
+
+class RemoteTransport:
+    """A TensorPipe transport in a :class:`Workplace`."""
+
+    inline_handlers: ClassVar[int] = 0
+
+    def __init__(self, place: Workplace, **options: Any) -> None:
+        self.place = place
+        place.busy = True
+        place.call("make", options)
+
+    def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
+        self.place.receiver = receiver
+        address: bytes = self.place.call("start", info, incarnation)
+        return address
+
+    def add_peer(self, peer: Peer) -> None:
+        self.place.call("add_peer", peer)
+
+    def remove_peer(self, worker_id: int) -> None:
+        self.place.call("remove_peer", worker_id)
+
+    def watch(self, worker_id: int) -> None:
+        self.place.call("watch", worker_id)
+
+    def send(self, to: int, frame: Frame) -> None:
+        self.place.call("send", to, _plain(frame))
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        if not done():
+            block()
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, flush_seconds: float) -> None:
+        if self.place.busy:
+            self.place.call("close", flush_seconds)
+            self.place.drain()
+            self.place.busy = False
+
+
+def _plain(frame: Frame) -> Frame:
+    return frame._replace(payload=bytes(frame.payload))
+
+
+class _Bench:
+    """What a workplace's process does."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+        self.transport: TensorPipeTransport | None = None
+
+    def make(self, options: dict[str, Any]) -> None:
+        self.transport = TensorPipeTransport(TensorPipeRpcBackendOptions(**options))
+
+    def start(self, info: WorkerInfo, incarnation: int) -> bytes:
+        assert self.transport is not None
+        return self.transport.start(info, incarnation, self)
+
+    def deliver(self, sender: int, frame: Frame) -> None:
+        self.tell("deliver", sender, _plain(frame))
+
+    def peer_lost(self, worker_id: int, reason: str) -> None:
+        self.tell("peer_lost", worker_id, reason)
+
+    def native_threads(self) -> list[str]:
+        tasks = Path("/proc/self/task").iterdir()
+        return sorted((task / "comm").read_text().strip() for task in tasks)
+
+    def start_another(self) -> None:
+        another = TensorPipeTransport(TensorPipeRpcBackendOptions())
+        another.start(WorkerInfo("another", 9), 1, self)
+
+    def tell(self, *message: Any) -> None:
+        data = pickle.dumps(message)
+        with self.lock:
+            self.connection.send_bytes(data)
+
+    def run(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        owner = self if hasattr(_Bench, method) else self.transport
+        try:
+            value, error = getattr(owner, method)(*arguments), None
+        except Exception as raised:
+            value, error = None, raised
+        self.tell("result", number, value, error)
+
+
+def _work(connection: Connection, errors: str) -> None:
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    bench = _Bench(connection)
+    while True:
+        try:
+            number, method, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if method == "exit":
+            return
+        if method == "close":
+            threading.Thread(target=bench.run, args=(number, method, arguments)).start()
+        else:
+            bench.run(number, method, arguments)

@@ -1,0 +1,554 @@
+"""What TensorWire promises beyond other transports: strangers, roads, bounds, ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rpc.errors import (
+    AgentClosedError,
+    DeviceMapError,
+    EncodeError,
+    QueueFullError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
+from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.framing import pack_fixed
+from rpc.transports.tensorwire.handshake import (
+    ChannelKind,
+    HandshakeError,
+    Hello,
+    Identity,
+    Initiator,
+    derive_key,
+)
+from rpc.worker_info import WorkerInfo
+from tests.rpc.transports.conformance import SECONDS, Worker
+
+Maker = Callable[..., list[Worker]]
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    """Makes started workers that know each other; closes them."""
+    made: list[Worker] = []
+
+    def workers(*each: Settings, known: bool = True) -> list[Worker]:
+        found = [
+            Worker(TensorWireTransport(settings), WorkerInfo(f"worker{i}", i))
+            for i, settings in enumerate(each)
+        ]
+        made.extend(found)
+        for worker in found:
+            worker.start()
+        for worker in found:
+            for other in found if known else ():
+                worker.transport.add_peer(other.peer())
+        return found
+
+    yield workers
+    for worker in made:
+        worker.close(0.2)
+
+
+def connect(worker: Worker, *, unix: bool = True) -> socket.socket:
+    """A bare connection to a worker."""
+    address = Address.decode(worker.address)
+    if unix:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\0" + address.unix_name)
+    else:
+        sock = socket.create_connection(address.tcp[0])
+    sock.settimeout(SECONDS)
+    return sock
+
+
+def shake(
+    sock: socket.socket,
+    worker: Worker,
+    initiator: Identity,
+    *,
+    kind: ChannelKind = ChannelKind.MAIN,
+    key: bytes | None = None,
+) -> None:
+    """A handshake as a member of the group would make it."""
+    address = Address.decode(worker.address)
+    acceptor = Identity(worker.info.id, worker.incarnation)
+    hello = Hello(kind, initiator, acceptor, b"t" * 16, os.urandom(32))
+    side = Initiator(derive_key(b"", address.secret) if key is None else key, hello)
+    sock.sendall(side.begin())
+    while not side.accepted:
+        data = sock.recv(side.wanted)
+        if not data:
+            raise HandshakeError("closed")
+        answer = side.receive(data)
+        if answer:
+            sock.sendall(answer)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that nobody announces."""
+    deadline = time.monotonic() + SECONDS
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        pause.wait(0.005)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Strangers.
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.0\r\n\r\n", bytes(1000), os.urandom(4096)], ids=["http", "0", "random"]
+)
+def test_noise_is_sent_away_and_disturbs_nobody(make: Maker, data: bytes, unix: bool) -> None:
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    with connect(b, unix=unix) as sock:
+        sock.sendall(data)
+        answer = b""
+        try:
+            while piece := sock.recv(1000):
+                answer += piece
+        except ConnectionResetError:
+            pass
+        assert len(answer) < 300
+    assert a.call(b, b"still there").header == b"still there"
+    assert (a.lost, b.lost) == ([], [])
+
+
+def test_connections_that_say_nothing_hold_up_nobody(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    silent = [connect(b, unix=bool(number % 2)) for number in range(40)]
+    half = [connect(b) for _ in range(10)]
+    for sock in half:
+        sock.sendall(b"TWhs")
+    assert a.call(b, b"h").header == b"h"
+    assert b.call(a, b"h").header == b"h"
+    for sock in silent + half:
+        sock.close()
+
+
+def test_a_silent_connection_is_sent_away_in_time(make: Maker) -> None:
+    (a,) = make(Settings(connect_seconds=0.2))
+    with connect(a) as sock:
+        assert b"too long" in sock.recv(1000)
+        assert sock.recv(1000) == b""
+
+
+def test_without_the_key_nobody_gets_in(make: Maker) -> None:
+    (a,) = make(Settings())
+    with connect(a) as sock, pytest.raises(HandshakeError, match="acceptor does not hold"):
+        shake(sock, a, Identity(1, 1), key=b"wrong")
+
+
+def test_workers_with_different_group_keys_do_not_connect(make: Maker) -> None:
+    a, b = make(Settings(group_key=b"one"), Settings(group_key=b"other"))
+    a.notify(b, b"h")
+    a.until(lambda: bool(a.lost))
+    ((worker_id, reason),) = a.lost
+    assert worker_id == 1
+    assert "does not hold the group's key" in reason
+    assert b.received == []
+
+
+def test_a_worker_of_another_life_is_refused(make: Maker) -> None:
+    a, _ = make(Settings(), Settings())
+    with connect(a) as sock, pytest.raises(HandshakeError, match="history"):
+        shake(sock, a, Identity(1, 0))
+
+
+def test_a_life_that_was_lost_is_refused(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    b.close()
+    a.until(lambda: bool(a.lost))
+    with connect(a) as sock, pytest.raises(HandshakeError, match="declared lost"):
+        shake(sock, a, Identity(1, 1))
+
+
+def test_a_worker_may_connect_before_it_is_known(make: Maker) -> None:
+    a, b = make(Settings(), Settings(), known=False)
+    a.transport.add_peer(b.peer())
+    asked = a.ask(b, b"early")
+    with pytest.raises(UnknownWorkerError):
+        b.notify(a, b"h")
+    assert b.received == []
+    b.transport.add_peer(a.peer())
+    assert a.reply(asked).header == b"early"
+
+
+def test_a_worker_that_never_becomes_known_is_sent_away(make: Maker) -> None:
+    a, b = make(Settings(), Settings(connect_seconds=0.3), known=False)
+    a.transport.add_peer(b.peer())
+    a.notify(b, b"h")
+    a.until(lambda: bool(a.lost))
+    assert "has not heard of" in a.lost[0][1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 100,
+        pack_fixed(1, 1, 0, 1 << 31, 0, 1 << 40),
+        pack_fixed(1, 1, 0, 1, 8, 0) + b"h" + b"\xff" * 8,
+        pack_fixed(1, 1, 5, 0, 0, 0),
+        pack_fixed(1, 1, 0, 0, 0, 0)[:-1] + b"x",
+    ],
+    ids=["zeros", "oversize", "table", "sequence", "checksum"],
+)
+def test_a_peer_that_sends_malformed_frames_is_lost_and_no_other(make: Maker, data: bytes) -> None:
+    a, b, c = make(Settings(), Settings(), Settings())
+    a.call(c, b"h")
+    with connect(a) as sock:
+        shake(sock, a, Identity(1, 1))
+        sock.sendall(data)
+        a.until(lambda: bool(a.lost))
+        ((worker_id, reason),) = a.lost
+        assert worker_id == 1
+        assert "cannot be read" in reason
+    assert a.call(c, b"still there").header == b"still there"
+    assert c.call(a, b"still there").header == b"still there"
+    with pytest.raises(WorkerLostError, match="cannot be read"):
+        a.notify(b, b"h")
+
+
+def test_malformed_bulk_loses_its_peer_only(make: Maker) -> None:
+    a, _, c = make(Settings(), Settings(), Settings())
+    with connect(a) as main, connect(a) as bulk:
+        shake(main, a, Identity(1, 1))
+        shake(bulk, a, Identity(1, 1), kind=ChannelKind.BULK)
+        socket.send_fds(bulk, [b"\0" * 100], [main.fileno(), bulk.fileno()])
+        a.until(lambda: bool(a.lost))
+        assert "cannot be read" in a.lost[0][1]
+    assert a.call(c, b"h").header == b"h"
+
+
+def test_a_bulk_connection_without_its_link_is_refused(make: Maker) -> None:
+    a, _ = make(Settings(), Settings())
+    with connect(a) as sock, pytest.raises(HandshakeError, match="not there"):
+        shake(sock, a, Identity(1, 1), kind=ChannelKind.BULK)
+
+
+def test_a_first_attempt_that_came_to_nothing_is_no_loss(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    with connect(a) as sock:
+        shake(sock, a, Identity(1, 1))
+    assert b.call(a, b"h").header == b"h"
+    assert a.call(b, b"h").header == b"h"
+    assert a.lost == []
+
+
+# Roads.
+
+
+def spoil(worker: Worker, **fields: object) -> Peer:
+    """The worker as a peer whose address is partly wrong."""
+    address = replace(Address.decode(worker.address), **fields)  # type: ignore[arg-type]
+    return replace(worker.peer(), address=address.encode())
+
+
+def test_a_unix_socket_that_leads_elsewhere_falls_back_to_tcp_with_one_line(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, c = make(Settings(), Settings(), Settings(), known=False)
+    wrong = Address.decode(c.address).unix_name
+    a.transport.add_peer(spoil(b, unix_name=wrong))
+    b.transport.add_peer(a.peer())
+    with caplog.at_level(logging.WARNING, "rpc.transports.tensorwire"):
+        large = torch.arange(100_000)
+        for _ in range(3):
+            assert torch.equal(a.call(b, b"h", b"", large).tensors[0], large)
+    (record,) = caplog.records
+    assert "using TCP" in record.getMessage()
+    assert a.lost == b.lost == []
+
+
+def test_another_host_is_reached_by_tcp_without_a_word(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make(Settings(), Settings(), known=False)
+    a.transport.add_peer(spoil(b, host="another boot/4026531840", unix_name="nobody"))
+    b.transport.add_peer(a.peer())
+    with caplog.at_level(logging.WARNING, "rpc.transports.tensorwire"):
+        assert a.call(b, b"h").header == b"h"
+    assert caplog.records == []
+
+
+def test_addresses_are_tried_in_turn(make: Maker) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False), known=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[:2]
+    tcp = (nobody, *Address.decode(b.address).tcp)
+    a.transport.add_peer(spoil(b, tcp=tcp))
+    b.transport.add_peer(a.peer())
+    assert a.call(b, b"h").header == b"h"
+
+
+def test_a_peer_that_cannot_be_reached_is_lost_with_what_was_tried(make: Maker) -> None:
+    (a,) = make(Settings(local_paths=False))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[:2]
+    address = Address("", "", (nobody,), b"secret")
+    a.transport.add_peer(Peer(WorkerInfo("nobody", 5), 1, address.encode()))
+    a.transport.send(5, Frame(FrameKind.NOTICE, 0, b"h"))
+    a.until(lambda: bool(a.lost))
+    assert str(nobody[1]) in a.lost[0][1]
+    with pytest.raises(WorkerLostError):
+        a.transport.send(5, Frame(FrameKind.NOTICE, 0, b"h"))
+
+
+def test_a_frozen_peer_delays_neither_others_nor_closing(make: Maker) -> None:
+    a, b = make(Settings(local_paths=False, connect_seconds=60), Settings(local_paths=False))
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = Address("", "", (frozen.getsockname()[:2],), b"secret")
+        a.transport.add_peer(Peer(WorkerInfo("frozen", 5), 1, address.encode()))
+        a.transport.send(5, Frame(FrameKind.NOTICE, 0, b"h"))
+        assert a.call(b, b"h").header == b"h"
+        began = time.monotonic()
+        a.close(0.1)
+        assert time.monotonic() - began < 5
+
+
+def test_listening_stays_on_the_loopback_interface_unless_told_otherwise(make: Maker) -> None:
+    a, b = make(Settings(), Settings(bind_address="0.0.0.0"))
+    assert {host for host, _ in Address.decode(a.address).tcp} == {"127.0.0.1"}
+    reachable = {host for host, _ in Address.decode(b.address).tcp}
+    assert "127.0.0.1" in reachable
+    assert "0.0.0.0" not in reachable
+
+
+def test_large_tensors_take_shared_memory_and_give_it_back(make: Maker) -> None:
+    a, b = make(Settings(shared_memory_bytes=24 << 20), Settings())
+    large = torch.ones(1 << 20)
+
+    def both_ways_are_ready() -> bool:
+        b.received.clear()
+        answer = a.call(b, b"h", b"", large)
+        return is_mapped(answer.tensors[0]) and is_mapped(b.received[0][1].tensors[0])
+
+    until(both_ways_are_ready)
+    for _ in range(50):
+        b.received.clear()
+        assert is_mapped(a.call(b, b"h", b"", large).tensors[0])
+        assert is_mapped(b.received[0][1].tensors[0])
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lives in a shared segment."""
+    address = tensor.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if start <= address < end:
+                return "memfd:tensorwire" in line
+    return False
+
+
+def test_a_full_pool_falls_back_to_the_socket(make: Maker) -> None:
+    a, b = make(Settings(shared_memory_bytes=20 << 20), Settings())
+    large = torch.ones(1 << 20)
+
+    def is_ready() -> bool:
+        b.received.clear()
+        a.call(b, b"h", b"", large)
+        return is_mapped(b.received[0][1].tensors[0])
+
+    until(is_ready)
+    b.received.clear()
+    for number in range(20):
+        a.notify(b, b"%d" % number, large * number)
+    b.until(lambda: len(b.received) == 20)
+    found = {int(frame.header): frame.tensors[0] for _, frame in b.received}
+    assert all(set(found[number].tolist()) == {float(number)} for number in range(20))
+    roads = {is_mapped(tensor) for tensor in found.values()}
+    assert roads == {True, False}
+
+
+def test_small_calls_overtake_a_large_one_over_tcp(make: Maker) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    a.call(b, b"connect")
+    huge = torch.zeros(256 << 20, dtype=torch.uint8)
+    arrived = threading.Event()
+
+    def ask() -> None:
+        assert a.call(b, b"huge", b"", huge).tensors[0].nbytes == 256 << 20
+        arrived.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    overtaken = 0
+    while not arrived.is_set():
+        a.call(b, b"small")
+        overtaken += 1
+    asking.join()
+    assert overtaken > 5
+
+
+# Bounds.
+
+
+def test_at_the_bound_a_request_is_refused_if_asked_for(make: Maker) -> None:
+    settings = Settings(max_bytes_in_flight=64 << 10, when_full=WhenFull.RAISE)
+    a, b = make(settings, settings)
+    b.answer = lambda *_: None
+    for _ in range(16):
+        a.ask(b, b"h")
+    with pytest.raises(QueueFullError, match="max_bytes_in_flight"):
+        a.ask(b, b"h")
+    b.until(lambda: len(b.received) == 16)
+
+
+def test_at_the_bound_a_request_waits_for_replies(make: Maker) -> None:
+    a, b = make(Settings(max_bytes_in_flight=64 << 10), Settings())
+    b.answer = lambda *_: None
+    through = threading.Event()
+
+    def ask() -> None:
+        for _ in range(40):
+            a.ask(b, b"h")
+        through.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    b.until(lambda: len(b.received) == 16)
+    assert not through.wait(0.1)
+    assert len(b.received) == 16
+    answered = 0
+    while not through.is_set():
+        b.until(lambda seen=answered: len(b.received) > seen)  # type: ignore[misc]
+        sender, frame = b.received[answered]
+        b.transport.send(sender, frame._replace(kind=FrameKind.REPLY))
+        answered += 1
+    asking.join()
+
+
+def test_a_request_that_waits_at_the_bound_learns_of_the_loss(make: Maker) -> None:
+    a, b = make(Settings(max_bytes_in_flight=8192), Settings())
+    b.answer = lambda *_: None
+    a.ask(b, b"h")
+    a.ask(b, b"h")
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            a.ask(b, b"h")
+        except WorkerLostError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    b.until(lambda: len(b.received) == 2)
+    b.close()
+    asking.join(SECONDS)
+    assert len(errors) == 1
+
+
+def test_replies_to_someone_who_does_not_read_wait_without_filling_memory(make: Maker) -> None:
+    settings = Settings(max_bytes_in_flight=1 << 20, local_paths=False)
+    (a,) = make(settings)
+    a.transport.add_peer(Peer(WorkerInfo("reader", 1), 1, a.address))
+    a.answer = lambda w, s, f: w.transport.send(
+        s, Frame(FrameKind.REPLY, f.correlation, b"", bytes(10_000))
+    )
+    with connect(a, unix=False) as sock:
+        shake(sock, a, Identity(1, 1))
+        for number in range(3000):
+            sock.sendall(pack_fixed(1, number, number, 0, 0, 0))
+        a.until(lambda: len(a.received) > 100)
+        pause = threading.Event()
+        seen = -1
+        while len(a.received) != seen:
+            seen = len(a.received)
+            pause.wait(0.2)
+        total = 3000 * 10_040
+        got = 0
+        while got < total:
+            piece = sock.recv(1 << 20)
+            assert piece
+            got += len(piece)
+        a.until(lambda: len(a.received) == 3000)
+
+
+def test_a_message_beyond_the_limit_is_refused_by_its_sender(make: Maker) -> None:
+    a, b = make(Settings(max_message_bytes=1 << 20), Settings())
+    with pytest.raises(EncodeError, match="max_message_bytes"):
+        a.ask(b, b"h", bytes(1 << 20))
+    with pytest.raises(EncodeError, match="max_message_bytes"):
+        a.ask(b, b"h", b"", torch.zeros(1 << 18))
+    assert a.call(b, b"h").header == b"h"
+
+
+def test_a_message_beyond_the_receivers_limit_loses_the_sender(make: Maker) -> None:
+    a, b = make(Settings(), Settings(max_message_bytes=1 << 20))
+    a.ask(b, b"h", bytes(2 << 20))
+    b.until(lambda: bool(b.lost))
+    assert "max_message_bytes" in b.lost[0][1]
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_leaves(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    good, bad = torch.zeros(100_000), torch.zeros(4, 4)[:, :2]
+    with pytest.raises(EncodeError):
+        a.ask(b, b"h", b"", good, bad)
+    with pytest.raises(DeviceMapError, match="set_device_map"):
+        a.ask(b, b"h", b"", torch.zeros(2, device="meta"))
+    assert a.call(b, b"h").header == b"h"
+    assert len(b.received) == 1
+
+
+# Ends.
+
+
+def test_nothing_can_be_sent_after_close(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    a.close()
+    with pytest.raises(AgentClosedError):
+        a.notify(b, b"h")
+
+
+def test_threads_and_descriptors_are_gone_after_close(make: Maker) -> None:
+    threads, files = set(threading.enumerate()), descriptors()
+    workers = make(Settings(), Settings(), Settings(local_paths=False))
+    large = torch.ones(1 << 18)
+    for a in workers:
+        for b in workers:
+            for _ in range(5):
+                kept = a.call(b, b"h", b"x" * 100_000, large)
+    for worker in workers:
+        worker.close()
+        worker.received.clear()
+    assert set(threading.enumerate()) == threads
+    assert descriptors() == files
+    assert kept.tensors[0].sum() == 1 << 18
+
+
+def test_a_handler_may_close_its_own_transport(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    closed = threading.Event()
+
+    def answer(worker: Worker, sender: int, frame: Frame) -> None:
+        worker.transport.close(0.5)
+        closed.set()
+
+    b.answer = answer
+    a.ask(b, b"h")
+    assert closed.wait(SECONDS)
+    a.until(lambda: bool(a.lost))

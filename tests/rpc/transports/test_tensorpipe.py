@@ -1,0 +1,262 @@
+"""TensorPipe keeps the promises of every transport, and some of its own, between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
+from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.tensorpipe import available
+from rpc.worker_info import WorkerInfo
+from tests.rpc.transports.conformance import TransportConformance, Worker
+from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("tensorpipe"),
+    pytest.mark.skipif(not available(), reason="this torch has no TensorPipe"),
+]
+
+Maker = Callable[..., RemoteTransport]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Workplace]]:
+    folder = tmp_path_factory.mktemp("stderr")
+    made = [Workplace(folder / str(number)) for number in range(4)]
+    yield made
+    for place in made:
+        place.end()
+
+
+@pytest.fixture
+def transports(places: list[Workplace]) -> Maker:
+    """Makes transports, each in a process that has none."""
+
+    def make(**options: object) -> RemoteTransport:
+        free = next(place for place in places if not place.busy)
+        return RemoteTransport(free, **options)
+
+    return make
+
+
+@pytest.fixture
+def workers(transports: Maker) -> Iterator[Callable[..., list[Worker]]]:
+    """Makes workers that know each other unless told otherwise; closes them afterwards."""
+    made: list[Worker] = []
+
+    def make(count: int, introduce: bool = True, **options: object) -> list[Worker]:
+        for number in range(count):
+            made.append(Worker(transports(**options), WorkerInfo(f"worker{number}", number)))
+            made[-1].start()
+        for worker in made if introduce else []:
+            for other in made:
+                worker.transport.add_peer(other.peer())
+        return made
+
+    yield make
+    for worker in made:
+        with suppress(ConnectionError):
+            worker.close(0.5)
+
+
+class TestTensorPipeConformance(TransportConformance):
+    @pytest.fixture
+    def transports(self, places: list[Workplace]) -> Callable[[], RemoteTransport]:
+        def make() -> RemoteTransport:
+            return RemoteTransport(next(place for place in places if not place.busy))
+
+        return make
+
+
+class TestLossOfAPeer:
+    @pytest.fixture
+    def pair(
+        self, request: pytest.FixtureRequest, tmp_path: Path
+    ) -> Iterator[tuple[Worker, Worker]]:
+        places = [Workplace(tmp_path / str(number)) for number in range(2)]
+        transports = [RemoteTransport(place, _transports=request.param) for place in places]
+        both = [
+            Worker(transport, WorkerInfo(f"worker{number}", number))
+            for number, transport in enumerate(transports)
+        ]
+        for worker in both:
+            worker.start()
+        for worker in both:
+            for other in both:
+                worker.transport.add_peer(other.peer())
+        yield both[0], both[1]
+        for worker in both:
+            with suppress(ConnectionError, BrokenPipeError):
+                worker.close(0.5)
+        for place in places:
+            place.end()
+
+    @pytest.mark.parametrize("pair", [None, ["uv"]], ids=["shm", "uv"], indirect=True)
+    def test_a_killed_peer_is_lost_with_a_call_outstanding(
+        self, pair: tuple[Worker, Worker]
+    ) -> None:
+        a, b = pair
+        a.call(b, b"h")
+        b.answer = lambda *_: None
+        a.ask(b, b"never answered")
+        b.until(lambda: len(b.received) == 2)
+        b.transport.place.kill()
+        a.until(lambda: bool(a.lost))
+        assert [worker_id for worker_id, _ in a.lost] == [1]
+        assert "its connection broke" in a.lost[0][1]
+        with pytest.raises(WorkerLostError, match="worker1"):
+            a.notify(b, b"h")
+
+    @pytest.mark.parametrize("pair", [None, ["uv"]], ids=["shm", "uv"], indirect=True)
+    def test_a_killed_peer_is_lost_with_nothing_outstanding(
+        self, pair: tuple[Worker, Worker]
+    ) -> None:
+        a, b = pair
+        b.transport.watch(0)
+        b.notify(a, b"connected")
+        a.until(lambda: bool(a.received))
+        os.kill(a.transport.place.pid, signal.SIGKILL)
+        b.until(lambda: bool(b.lost))
+        assert [worker_id for worker_id, _ in b.lost] == [0]
+
+    @pytest.mark.parametrize("pair", [None], ids=["shm"], indirect=True)
+    def test_a_peer_is_watched_back(self, pair: tuple[Worker, Worker]) -> None:
+        a, b = pair
+        a.call(b, b"b sends nothing of its own")
+        a.transport.place.kill()
+        b.until(lambda: bool(b.lost))
+
+    @pytest.mark.parametrize("pair", [None], ids=["shm"], indirect=True)
+    def test_a_peer_that_cannot_be_reached_is_lost(self, pair: tuple[Worker, Worker]) -> None:
+        a, b = pair
+        b.transport.place.kill()
+        b.transport.place._process.join()
+        a.transport.watch(1)
+        a.until(lambda: bool(a.lost))
+
+
+class TestMembership:
+    def test_frames_that_come_before_their_sender_is_known_wait(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, introduce=False)
+        a.transport.add_peer(b.peer())
+        asked = [a.ask(b, b"%d" % number) for number in range(3)]
+        a.notify(b, b"notice")
+        b.transport.add_peer(a.peer())
+        assert {a.reply(correlation).header for correlation in asked} == {b"0", b"1", b"2"}
+        b.until(lambda: (0, b"notice") in [(s, frame.header) for s, frame in b.received])
+
+    def test_an_old_life_is_refused(self, workers: Callable[..., list[Worker]]) -> None:
+        a, b = workers(2, introduce=False)
+        a.transport.add_peer(b.peer())
+        b.transport.add_peer(Peer(a.info, a.incarnation + 1, a.address))
+        a.notify(b, b"from the dead")
+        a.until(lambda: bool(a.lost))
+        assert "it knows a later life of this worker" in a.lost[0][1]
+        assert b.received == []
+
+    def test_a_removed_worker_learns_of_it(self, workers: Callable[..., list[Worker]]) -> None:
+        a, b = workers(2)
+        a.call(b, b"h")
+        b.transport.remove_peer(0)
+        a.until(lambda: bool(a.lost))
+        assert "no longer counts this worker as a member" in a.lost[0][1]
+        assert b.lost == []
+
+    def test_torch_runs_one_agent_in_a_process(self, workers: Callable[..., list[Worker]]) -> None:
+        (a,) = workers(1)
+        with pytest.raises(BringUpError, match="one RPC agent per process"):
+            a.transport.place.call("start_another")
+        assert a.call(a, b"still here").header == b"still here"
+
+
+class TestDevices:
+    def test_a_request_with_a_tensor_that_has_no_place_is_not_sent(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2)
+        with pytest.raises(DeviceMapError, match="only supports CPU tensors by default") as raised:
+            a.ask(b, b"h", b"", torch.empty(3, device="meta"))
+        assert "Request device mapping is not available for destination worker1" in str(
+            raised.value
+        )
+        assert a.call(b, b"h").header == b"h"
+
+    def test_a_reply_with_a_tensor_that_has_no_place_can_be_replaced(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2)
+        seen: list[str] = []
+
+        def answer(worker: Worker, sender: int, frame: Frame) -> None:
+            reply = Frame(FrameKind.REPLY, frame.correlation, b"value")
+            try:
+                nowhere = torch.empty(3, device="meta")
+                worker.transport.send(sender, reply._replace(tensors=(nowhere,)))
+            except DeviceMapError as error:
+                seen.append(str(error))
+                worker.transport.send(sender, reply._replace(header=b"error"))
+
+        b.answer = answer
+        assert a.call(b, b"h").header == b"error"
+        assert "Response device mapping is not available for destination worker0" in seen[0]
+
+    def test_a_map_from_cpu_to_cpu_needs_no_gpu(self, workers: Callable[..., list[Worker]]) -> None:
+        a, b = workers(2, device_maps={"worker0": {"cpu": "cpu"}, "worker1": {"cpu": "cpu"}})
+        (found,) = a.call(b, b"h", b"", torch.ones(3)).tensors
+        assert found.tolist() == [1.0] * 3
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_tensors_go_from_gpu_to_gpu_and_back(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
+        (found,) = a.call(b, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
+        assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class TestLeaving:
+    def test_nothing_is_written_to_stderr_when_everyone_leaves(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        group = workers(3)
+        before = [worker.transport.place.errors.stat().st_size for worker in group]
+        for worker in group:
+            for other in group:
+                worker.call(other, b"h")
+        for worker in group:
+            worker.close(5.0)
+        after = [worker.transport.place.errors.stat().st_size for worker in group]
+        assert after == before, group[0].transport.place.errors.read_text()
+
+    def test_only_what_torch_keeps_is_left(self, workers: Callable[..., list[Worker]]) -> None:
+        a, b = workers(2)
+        a.call(b, b"h")
+        a.close()
+        threads = a.transport.place.call("native_threads")
+        assert not [name for name in threads if name.startswith("TP_")]
+        assert threads.count("pt_thread_pool") <= 1
+
+    def test_a_process_may_end_without_closing(self) -> None:
+        program = (
+            "from rpc.options import TensorPipeRpcBackendOptions as Options\n"
+            "from rpc.transports.tensorpipe import TensorPipeTransport\n"
+            "from rpc.worker_info import WorkerInfo\n"
+            "TensorPipeTransport(Options()).start(WorkerInfo('a', 0), 1, None)\n"
+        )
+        root = str(Path(__file__).parents[3])
+        ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True)
+        assert (ended.returncode, ended.stderr) == (0, b"")
