@@ -121,7 +121,18 @@ def test_a_call_to_oneself_copies_its_arguments(pair: list[Agent]) -> None:
         torch.randn(10, 10)[2:7, ::2],
         torch.eye(3).to_sparse(),
     ],
-    ids=str,
+    ids=[
+        "none",
+        "containers",
+        "numpy",
+        "transposed",
+        "large",
+        "bfloat16",
+        "empty",
+        "kinds",
+        "window",
+        "sparse",
+    ],
 )
 def test_a_value_arrives_as_it_was(pair: list[Agent], value: Any) -> None:
     answer = pair[0].rpc_sync("bob", identity, (value,))

@@ -10,6 +10,7 @@ import functools
 import json
 import operator
 import pickle
+import re
 import sys
 import threading
 import types
@@ -36,6 +37,11 @@ def round_trip(value: object) -> Any:
 
 def double(x: Any) -> Any:
     return 2 * x
+
+
+def label(value: object) -> str:
+    """A name for a parameter that is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 class Color(enum.Enum):
@@ -134,7 +140,7 @@ class Nested:
         Tensor.add,
         collections.OrderedDict,
     ],
-    ids=str,
+    ids=label,
 )
 def test_importable_callables_arrive_as_the_same_object(function: Callable[..., Any]) -> None:
     assert round_trip(function) == function
@@ -257,7 +263,7 @@ def test_a_function_missing_here_is_named(monkeypatch: pytest.MonkeyPatch, missi
         1 + 2j,
         ValueError("text").args,
     ],
-    ids=str,
+    ids=label,
 )
 def test_values_arrive_equal(value: object) -> None:
     assert round_trip(value) == value
@@ -372,7 +378,7 @@ def sparse_matrix(layout: torch.layout) -> Tensor:
 @pytest.mark.parametrize(
     "layout",
     [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc],
-    ids=str,
+    ids=label,
 )
 def test_sparse_tensors_travel_as_their_strided_parts(layout: torch.layout) -> None:
     sent = sparse_matrix(layout)
@@ -525,7 +531,7 @@ def test_native_values_and_names_are_plain(value: object) -> None:
         torch.ones(1).as_subclass(Labelled),
         lambda: 0,
     ],
-    ids=str,
+    ids=label,
 )
 def test_whatever_runs_code_on_arrival_is_not_plain(value: object) -> None:
     assert not encode(value).plain

@@ -35,6 +35,7 @@ VALUES = {
     control.REFERENCE: REFERENCES,
     control.TEXT: st.text("a \0é\u20ac\U0001f40d", max_size=50),
     control.NUMBER: U64,
+    control.NUMBERS: st.lists(U64, max_size=4).map(tuple),
 }
 MESSAGES = st.one_of(
     st.builds(layout.message, *(VALUES[field] for field in layout.fields))

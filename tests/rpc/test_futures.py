@@ -102,7 +102,7 @@ def test_a_future_is_completed_once(
             future.wait()
     del future
     gc.collect()
-    assert not caplog.records
+    assert not messages(caplog)
 
 
 def test_the_value_of_a_future_that_is_not_done_is_an_error_that_says_so():
@@ -278,7 +278,7 @@ def test_an_awaited_error_is_raised_in_the_coroutine(caplog: pytest.LogCaptureFi
         asyncio.run(_await(failed(error)))
     assert raised.value is error
     gc.collect()
-    assert not caplog.records
+    assert not messages(caplog)
 
 
 def test_a_cancelled_await_leaves_the_future_alone():
