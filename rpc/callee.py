@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc import codec, deadlines, packing
+from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.messages import Operation, Reply, Request, Status
 from rpc.method_names import method_name
+from rpc.observation import run_handler, wanted
 from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
 from rpc.rref import call_method
@@ -67,6 +68,8 @@ class Callee:
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
+        if service.request.extensions:
+            tracing.served(since, now, service.failed)
         self._agent.activity_changed()
 
     def quiet(self) -> bool:
@@ -184,7 +187,10 @@ class _Service:
         self.method = method_name(func, args)
         if func is call_method:
             func, args, kwargs = call_method(*args, **kwargs)
-        result = func(*args, **kwargs)
+        if wanted():
+            result = run_handler(self._agent, self.sender, self.method, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:

@@ -22,6 +22,7 @@ from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import method_name
+from rpc.observation import WatchedSink, wanted, watching
 from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
 from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
@@ -107,6 +108,10 @@ class Caller:
     ) -> None:
         """Sends a request whose payload is ``value``; its outcome goes to ``sink``."""
         agent = self._agent
+        if wanted() and type(sink) is not WatchedSink:
+            with watching(agent, operation, to, name, sink) as watched:
+                self.request(operation, to, value, timeout, watched, target, name, function)
+            return
         limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
         peer = to.id
         attach = agent.extensions.attach_request(peer) if agent.extensions else None

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from rpc.rref import call_method
 
 _TORCH_FUNCTIONS = "_VariableFunctionsClass."
@@ -38,7 +36,22 @@ def shown(name: str) -> str:
     return name
 
 
-def profiled_name(func: object, args: Sequence[Any]) -> str:
-    """The name the original's profiler gives: as :func:`method_name`, but ``aten::add``."""
-    operator = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
-    return method_name(func, args) if operator is None else str(operator)
+def operator_name(name: str) -> str:
+    """A method's name in profiles, which call operators by their torch name: ``aten::add``."""
+    if name.startswith(_TORCH_FUNCTIONS):
+        return "aten::" + name[len(_TORCH_FUNCTIONS) :]
+    return name
+
+
+def span_name(kind: str, name: str, here: str, there: str) -> str:
+    """The name of a call's span in profiles and traces; the same as in the original.
+
+    Args:
+        kind: ``sync``, ``async``, ``remote`` or ``to_here``.
+        name: of the function.
+        here: name of the calling worker.
+        there: name of the other.
+    """
+    if kind == "to_here":
+        return f"to_here#({here})->({there})"
+    return f"rpc_{kind}#{operator_name(name)}({here} -> {there})"

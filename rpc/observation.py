@@ -1,0 +1,212 @@
+"""What profilers and traces get to see of a call, at both ends.
+
+Nothing of this runs unless somebody looks: callers and callees ask :func:`wanted`
+of every call. Owns the spans that ``torch.profiler`` and ``torch.autograd.profiler``
+show: ``rpc_sync#func(worker0 -> worker1)`` at the caller, from the making of a call
+until its result is decoded, and ``rpc_handler#func(...)`` at the callee.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler
+
+from rpc import tracing
+from rpc.codec import ImportNeeded
+from rpc.messages import Operation, Reply, Status
+from rpc.method_names import operator_name, span_name
+from rpc.sinks import Decode, Sink, Unpack, WaitingCaller
+from rpc.trace_records import CallKind, CallRecord, HandlerRecord
+from rpc.transports.base import Frame
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+def profiling() -> bool:
+    """True if a profiler may be recording this thread."""
+    return profiler._is_profiler_enabled or _profiler_enabled()
+
+
+def wanted() -> bool:
+    """True if anybody looks at the calls of the running code."""
+    return profiler._is_profiler_enabled or tracing.active() is not None or _profiler_enabled()
+
+
+class Observer(Protocol):
+    """Looks at one call."""
+
+    def replied(self) -> None:
+        """The reply arrived, or it is known that none will."""
+
+    def ended(self, failed: bool) -> None:
+        """The result is there."""
+
+
+class WatchedSink:
+    """Passes a call's outcome on, and tells observers before anybody else learns of it."""
+
+    __slots__ = ("_kind", "_observers", "_over", "_sink")
+
+    def __init__(self, sink: Sink, kind: CallKind, observers: Sequence[Observer]) -> None:
+        self._sink = sink
+        self._kind = kind
+        self._observers = observers
+        self._over = False
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """The reply arrived. Whoever unpacks it ends the call; nobody does for ``remote``."""
+        for observer in self._observers:
+            observer.replied()
+        if self._kind is CallKind.REMOTE:
+            self.over(reply.status is Status.ERROR)
+            self._sink.replied(reply, frame, unpack)
+        else:
+            self._sink.replied(reply, frame, self._ending(unpack))
+
+    def failed(self, error: Exception) -> None:
+        """There will be no reply."""
+        for observer in self._observers:
+            observer.replied()
+        self.over(failed=True)
+        self._sink.failed(error)
+
+    def over(self, failed: bool) -> None:
+        """Tells the observers, once, that the call is over."""
+        if not self._over:
+            self._over = True
+            for observer in self._observers:
+                observer.ended(failed)
+
+    def _ending(self, unpack: Unpack) -> Unpack:
+        def unpack_and_end(reply: Reply, frame: Frame, decode: Decode) -> Any:
+            try:
+                value = unpack(reply, frame, decode)
+            except ImportNeeded:  # it will be unpacked again, where imports are allowed
+                raise
+            except BaseException:
+                self.over(failed=True)
+                raise
+            self.over(failed=False)
+            return value
+
+        return unpack_and_end
+
+
+@contextlib.contextmanager
+def watching(
+    agent: Agent, operation: Operation, to: WorkerInfo, name: str, sink: Sink
+) -> Iterator[WatchedSink]:
+    """Observes a request that is sent inside the block, and its outcome after it."""
+    kind = _kind_of(operation, sink)
+    observers: list[Observer] = []
+    with contextlib.ExitStack() as scopes:
+        if profiling():
+            observers.append(_ProfilerSpan(span_name(kind.value, name, agent.info.name, to.name)))
+        place = tracing.active()
+        if place is not None and place.recording.of(agent):
+            record = place.recording.begin_call(kind, operator_name(name), to.id)
+            observers.append(_TracedCall(record, place.recording.now))
+            scopes.enter_context(tracing.sending(place, record))
+        watched = WatchedSink(sink, kind, observers)
+        try:
+            yield watched
+        except BaseException:
+            watched.over(failed=True)
+            raise
+
+
+def run_handler(
+    agent: Agent,
+    sender: int,
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a handler and observes it; returns what it returned."""
+    place = tracing.active()
+    record = place.handler if place is not None else None
+    now = agent.clock.now
+    if record is not None:
+        record.running = now()
+    try:
+        if profiling():
+            key = f"rpc_handler#{operator_name(name)}"
+            caller = agent.group.peer(sender).info.name
+            with profiler.record_function(f"{key}({caller} -> {agent.info.name})"):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+    finally:
+        if record is not None:
+            record.returned = record.ran = now()
+    return result if record is None else _timed(result, record, now)
+
+
+def _timed(result: Any, record: HandlerRecord, now: Callable[[], float]) -> Any:
+    """The same result; notes when it is there, if that is later."""
+
+    def done(_: object = None) -> None:
+        record.ran = now()
+
+    if isinstance(result, torch._C.Future):
+        result.add_done_callback(done)
+    elif type(result) is CoroutineType:
+        return _awaited(result, done)
+    return result
+
+
+async def _awaited(coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]) -> Any:
+    try:
+        return await coroutine
+    finally:
+        done()
+
+
+class _ProfilerSpan:
+    """A span in the profile of the thread that makes a call; may be ended on any thread."""
+
+    def __init__(self, key: str) -> None:
+        span = profiler.record_function(key)
+        span.__enter__()  # type: ignore[no-untyped-call]
+        self._end: torch.futures.Future[None] = torch.futures.Future()
+        # torch runs the end of the span with the profiler state of this thread.
+        span._call_end_callbacks_on_future(self._end)
+        span.__exit__(None, None, None)
+
+    def replied(self) -> None:
+        return
+
+    def ended(self, failed: bool) -> None:
+        self._end.set_result(None)
+
+
+class _TracedCall:
+    """A call in a distributed trace."""
+
+    def __init__(self, record: CallRecord, now: Callable[[], float]) -> None:
+        self._record = record
+        self._now = now
+
+    def replied(self) -> None:
+        self._record.replied = self._now()
+
+    def ended(self, failed: bool) -> None:
+        self._record.ended = self._now()
+        self._record.failed = failed
+
+
+def _kind_of(operation: Operation, sink: Sink) -> CallKind:
+    if operation is Operation.CREATE:
+        return CallKind.REMOTE
+    if operation is Operation.FETCH:
+        return CallKind.TO_HERE
+    return CallKind.SYNC if isinstance(sink, WaitingCaller) else CallKind.ASYNC
