@@ -110,6 +110,11 @@ class Completions:
         self._lock = threading.Lock()
         self._left = 0
 
+    @property
+    def lends_delivery(self) -> bool:
+        """True if delivering threads may run user code too."""
+        return self._guests > 0
+
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""
         completion = self._counted(task)

@@ -3,8 +3,9 @@
 A sink is told once, by whatever thread learns of it, that the reply arrived or
 that the call failed. Unpacking a reply may run user code (``__setstate__``,
 callbacks), so a sink decides on which thread that happens: the waiting caller's
-own, or the system executor's; on the delivering thread only when it is certain
-that no user code can run.
+own, the system executor's, or a delivering thread that the transport can spare.
+Even a future that no Python code watches may have callbacks: torch's
+``collect_all`` leaves them where Python does not see them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from rpc.transports.base import Frame
 
 class Completions(Protocol):
     """Runs what completes a future, on a thread that may run user code."""
+
+    @property
+    def lends_delivery(self) -> bool:
+        """True if delivering threads may run user code too."""
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""
@@ -105,13 +110,14 @@ class FutureSink:
             self._completions.run_on_delivery(
                 lambda: self._complete(*_outcome(reply, frame, unpack, decode))
             )
-        elif not self._future.complete_unless_watched(*outcome):
+        elif not (
+            self._completions.lends_delivery and self._future.complete_unless_watched(*outcome)
+        ):
             self._completions.run_on_delivery(lambda: self._complete(*outcome))
 
     def failed(self, error: Exception) -> None:
-        """Fails the future."""
-        if not self._future.complete_unless_watched(None, error):
-            self._completions.submit(lambda: self._complete(None, error))
+        """Fails the future, off this thread, on which everybody's deadlines may depend."""
+        self._completions.submit(lambda: self._complete(None, error))
 
     def _complete(self, value: Any, error: Exception | None) -> None:
         if error is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from rpc import agent
 from rpc import executor as executor_module
@@ -17,6 +19,7 @@ from rpc.executor import Executor
 from rpc.futures import Future
 from rpc.messages import Reply, Status
 from rpc.sinks import Decode, FutureSink, WaitingCaller
+from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind
 
 SECONDS = 10.0
@@ -27,7 +30,8 @@ PLAIN = Reply(Status.OK)
 class Completions:
     """Keeps what it is given until the test runs it, with what it was given as."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends_delivery: bool = True) -> None:
+        self.lends_delivery = lends_delivery
         self.tasks: deque[tuple[str, Callable[[], None]]] = deque()
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -185,21 +189,28 @@ def test_callbacks_run_where_user_code_may_run(outcome: object):
     expect(future, outcome)
 
 
-def test_a_failure_completes_a_future_at_once():
-    future, completions, error = Future(), Completions(), ValueError("lost")
-    FutureSink(future, completions).failed(error)
-    assert not completions.tasks
-    expect(future, error)
+def test_nothing_is_completed_on_threads_that_the_transport_cannot_spare():
+    """Torch's ``collect_all`` adds callbacks that nobody can see, and they may block."""
+    future, completions = Future(), Completions(lends_delivery=False)
+    called: list[object] = []
+    torch.futures.collect_all([future]).add_done_callback(called.append)
+    FutureSink(future, completions).replied(PLAIN, FRAME, Unpack(7))
+    assert called == []
+    assert completions.run() == "run on delivery"
+    assert len(called) == 1
+    assert future.wait() == 7
 
 
-def test_a_failure_that_runs_callbacks_waits_for_a_thread_that_may_run_them():
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_failure_waits_for_a_thread_that_may_run_callbacks(watched: bool):
     future, completions, error = Future(), Completions(), ValueError("lost")
     called: list[object] = []
-    future.add_done_callback(called.append)
+    if watched:
+        future.add_done_callback(called.append)
     FutureSink(future, completions).failed(error)
-    assert called == []
+    assert not future.done()
     assert completions.run() == "submit"
-    assert called == [future]
+    assert called == [future] * watched
     expect(future, error)
 
 
@@ -235,3 +246,11 @@ def test_no_completion_is_dropped_when_its_worker_closes(monkeypatch: pytest.Mon
     assert ran == ["queued", "late", "delivered late"]
     assert completions.quiet()
     assert len(changes) == 4
+
+
+def test_a_callback_on_collected_futures_may_call_although_one_thread_delivers():
+    with local_group("alice", "bob") as (alice, _):
+        calls = [alice.rpc_async("bob", operator.add, (1, number)) for number in range(2)]
+        both = torch.futures.collect_all(calls)
+        chained = both.then(lambda _: alice.rpc_sync("bob", operator.add, (2, 3)))
+        assert chained.wait() == 5
