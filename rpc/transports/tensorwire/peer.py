@@ -312,10 +312,12 @@ class RemotePeer:
     def _incoming_ended(self, main: Sender, reader: MainReader, reason: str) -> None:
         """A link that was never used may have been a first attempt of the peer."""
         link = self._incoming
-        if reader.silent and link is not None and link.main is main:
+        unused = reader.silent and self._reason is None
+        if unused and link is not None and link.main is main:
             with self._lock:
                 self._incoming = None
             self._retire(link)
+            self._settle()
         self._channel_ended(main, reason)
 
     def _retire(self, link: Link) -> None:

@@ -32,6 +32,7 @@ class Settings:
             tensors it sends; what does not fit goes through sockets. 0 for none.
         max_bytes_in_flight: bound on unanswered requests, and on unsent replies
             and notices, per peer; each message counts for at least 4096 bytes.
+            Requests below and above 64 KiB are counted apart.
         when_full: see :class:`WhenFull`.
         bulk_connections: TCP connections per peer and direction for large tensors.
         connect_seconds: bound on connecting to a peer, handshake included.
