@@ -8,6 +8,12 @@ transport, and what its options mean to it.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import socket
+from dataclasses import replace
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import Store
 
@@ -18,8 +24,13 @@ from rpc.devices import DeviceInfo, validate_device_maps
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rendezvous import Record
 from rpc.transports.tensorpipe import TensorPipeTransport
+from rpc.transports.tensorpipe_torch import available as tensorpipe_available
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
 
 TENSORPIPE = "TENSORPIPE"
+TENSORWIRE = "TENSORWIRE"
+
+_logger = logging.getLogger("rpc")
 
 
 class TensorPipeAgent(Agent):
@@ -29,6 +40,7 @@ class TensorPipeAgent(Agent):
 def register_builtin_backends() -> None:
     """Makes the built-in backends known; does nothing the second time."""
     add_once(TENSORPIPE, BackendValue(TensorPipeRpcBackendOptions, _init_tensorpipe))
+    add_once(TENSORWIRE, BackendValue(TensorWireRpcBackendOptions, _init_tensorwire))
 
 
 def default_backend(options: RpcBackendOptions | None, preferred: str | None) -> BackendType:
@@ -43,14 +55,69 @@ def default_backend(options: RpcBackendOptions | None, preferred: str | None) ->
         ValueError: ``preferred`` names none.
     """
     if options is None:
-        name = preferred or TENSORPIPE
+        name = preferred or _original_or_ours()
         if not backend_registered(name):
             known = ", ".join(BackendType.__members__)
             raise ValueError(f"RPC_BACKEND={name!r} is no backend; there are: {known}")
         return BackendType[name]
+    if isinstance(options, TensorWireRpcBackendOptions):
+        return BackendType[TENSORWIRE]
     if isinstance(options, TensorPipeRpcBackendOptions):
         return BackendType[TENSORPIPE]
     raise TypeError(f"Could not infer backend for options {options!r}")
+
+
+def _original_or_ours() -> str:
+    if tensorpipe_available():
+        return TENSORPIPE
+    _logger.warning("this build of torch has no TensorPipe; the default backend is TENSORWIRE")
+    return TENSORWIRE
+
+
+def _init_tensorwire(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> Agent:
+    if not isinstance(rpc_backend_options, TensorWireRpcBackendOptions):
+        raise TypeError(
+            "`rpc_backend_options` must be a `TensorWireRpcBackendOptions`, but got "
+            f"{rpc_backend_options!r}"
+        )
+    settings = rpc_backend_options.settings()
+    if settings.bind_address is None:
+        settings = replace(settings, bind_address=_address_towards(rpc_backend_options.init_method))
+    return form_group(
+        TENSORWIRE,
+        store,
+        name,
+        rank,
+        world_size,
+        rpc_backend_options,
+        TensorWireTransport(settings),
+        lambda records: None,
+    )
+
+
+def _address_towards(init_method: str) -> str | None:
+    """This host's address on the network where the group's store is; None if that is here.
+
+    So a group on one host listens on the loopback interface only.
+    """
+    parts = urlsplit(init_method)
+    host = os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+    if not host:
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; makes the kernel choose our address
+            mine: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if ip_address(mine.partition("%")[0]).is_loopback else mine
 
 
 def _init_tensorpipe(

@@ -12,12 +12,12 @@ Example::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rpc.agent import Agent, AgentOptions
 from rpc.clock import Clock, VirtualClock
 from rpc.current import enter_agent, leave_agent
-from rpc.transports.base import Peer
+from rpc.transports.base import Peer, Transport
 from rpc.transports.memory import MemoryHub, MemoryTransport, NetworkScript
 from rpc.worker_info import WorkerInfo
 
@@ -37,14 +37,15 @@ def connect(
     hub: MemoryHub | None = None,
     clock: Clock | None = None,
     options: AgentOptions | None = None,
+    transport: Callable[[], Transport] | None = None,
 ) -> list[Agent]:
-    """Starts one agent per name, all connected through ``hub``; ids count from 0."""
-    network = hub or MemoryHub(clock)
+    """Starts one agent per name, all connected to each other; see :func:`local_group`."""
+    make = transport or (hub or MemoryHub(clock)).transport
     agents: list[Agent] = []
     peers: list[Peer] = []
     for rank, name in enumerate(names):
         info = WorkerInfo(name, rank)
-        agent = Agent(info, 0, network.transport(), options, clock)
+        agent = Agent(info, 0, make(), options, clock)
         peers.append(Peer(info, 0, agent.start()))
         agents.append(agent)
     for agent in agents:
@@ -58,6 +59,7 @@ def local_group(
     hub: MemoryHub | None = None,
     clock: Clock | None = None,
     options: AgentOptions | None = None,
+    transport: Callable[[], Transport] | None = None,
 ) -> Iterator[list[Agent]]:
     """A group of agents for the length of a ``with`` block, shut down at its end.
 
@@ -66,8 +68,10 @@ def local_group(
         hub: the network, if faults are wanted.
         clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
         options: of every agent.
+        transport: makes a transport for each worker, such as ``TensorWireTransport``;
+            default through ``hub``.
     """
-    agents = connect(*names, hub=hub, clock=clock, options=options)
+    agents = connect(*names, hub=hub, clock=clock, options=options, transport=transport)
     try:
         yield agents
     finally:

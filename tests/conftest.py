@@ -13,7 +13,7 @@ import multiprocessing.resource_tracker
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ import pytest
 import torch
 from hypothesis import settings
 from torch.distributed import TCPStore
+
+from rpc.transports.base import Transport
+from rpc.transports.tensorwire import TensorWireTransport
 
 # A slow example on a busy machine is no finding.
 settings.register_profile("tensorwire", deadline=None)
@@ -144,3 +147,9 @@ def _holds(process: Path, path: str) -> bool:
         return any(os.readlink(link) == path for link in (process / "fd").iterdir())
     except OSError:  # it ended, or it is not ours to look at
         return False
+
+
+@pytest.fixture(params=["memory", "tensorwire"])
+def make_transport(request: pytest.FixtureRequest) -> Callable[[], Transport] | None:
+    """What makes the transports of a group in this process; None means in memory."""
+    return TensorWireTransport if request.param == "tensorwire" else None

@@ -20,8 +20,9 @@ SECONDS = 10.0
 
 
 @pytest.fixture
-def workers():
-    with local_group("alice", "bob", "carol") as group, as_worker(group[0]):
+def workers(make_transport):
+    names = ("alice", "bob", "carol")
+    with local_group(*names, transport=make_transport) as group, as_worker(group[0]):
         yield group
 
 

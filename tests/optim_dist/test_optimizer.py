@@ -21,6 +21,7 @@ import rpc
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
+from rpc.transports.base import Transport
 
 OWNERS = ("first", "second")
 
@@ -116,9 +117,10 @@ def weight_of(table: rpc.RRef[nn.Embedding]) -> rpc.RRef[torch.Tensor]:
 
 
 @pytest.fixture
-def agents() -> Iterator[list[Agent]]:
+def agents(make_transport: Callable[[], Transport] | None) -> Iterator[list[Agent]]:
     """A trainer, two owners and another trainer; the test's thread is the first trainer."""
-    with local_group("trainer", *OWNERS, "other") as agents, as_worker(agents[0]):
+    names = ("trainer", *OWNERS, "other")
+    with local_group(*names, transport=make_transport) as agents, as_worker(agents[0]):
         yield agents
 
 

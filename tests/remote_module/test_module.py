@@ -8,7 +8,7 @@ import io
 import operator
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from optim_dist import DistributedOptimizer
 from remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, RemoteModule, _RemoteModule
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
+from rpc.transports.base import Transport
 
 NOT_PICKLABLE = (
     "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
@@ -90,9 +91,10 @@ def same(module: RemoteModule) -> RemoteModule:
 
 
 @pytest.fixture
-def agents() -> Iterator[list[Agent]]:
+def agents(make_transport: Callable[[], Transport] | None) -> Iterator[list[Agent]]:
     """Three workers; the test's thread belongs to the first, ``here``."""
-    with local_group("here", "there", "third") as agents, as_worker(agents[0]):
+    names = ("here", "there", "third")
+    with local_group(*names, transport=make_transport) as agents, as_worker(agents[0]):
         yield agents
 
 
