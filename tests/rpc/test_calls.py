@@ -257,7 +257,7 @@ def agree(calls: CallTable[int], model: Model) -> None:
 
 
 def test_every_call_ends_exactly_once_whatever_happens():
-    for seed in range(100):
+    for seed in range(60):
         try:
             run(seed)
         except BaseException:
@@ -269,7 +269,7 @@ def test_every_call_ends_exactly_once_whatever_happens():
 
 
 def test_a_call_costs_the_same_however_many_are_open():
-    def cost(calls: CallTable[int], count: int = 2000) -> float:
+    def cost(calls: CallTable[int], count: int = 500) -> float:
         best = math.inf
         for _ in range(5):
             start = time.perf_counter()

@@ -101,7 +101,7 @@ def test_a_future_is_completed_once(
         with pytest.raises(ValueError, match="first"):
             future.wait()
     del future
-    gc.collect()
+    gc.collect(1)
     assert not messages(caplog)
 
 
@@ -277,7 +277,7 @@ def test_an_awaited_error_is_raised_in_the_coroutine(caplog: pytest.LogCaptureFi
     with pytest.raises(ValueError, match="no") as raised:
         asyncio.run(_await(failed(error)))
     assert raised.value is error
-    gc.collect()
+    gc.collect(1)
     assert not messages(caplog)
 
 
@@ -365,7 +365,7 @@ def test_a_handler_that_waits_is_replaced(monkeypatch: pytest.MonkeyPatch):
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    gc.collect()
+    gc.collect(1)
     return [record.getMessage() for record in caplog.records if record.name == "rpc"]
 
 
@@ -453,12 +453,12 @@ def test_a_failed_future_is_freed_although_its_error_knows_the_frames_it_was_rai
         wait(future)
     dead = weakref.ref(future)
     del future
-    gc.collect()
+    gc.collect(1)
     assert dead() is None
 
 
 def test_a_waited_for_failure_is_freed_without_the_garbage_collector():
-    gc.collect()
+    gc.collect(1)
     gc.disable()
     try:
         future = failed(ValueError("no"))
@@ -477,7 +477,7 @@ def test_who_collected_futures_gets_their_error_although_they_are_gone(error: Ex
     both = torch.futures.collect_all([done(), future])
     text = str(error)
     del future
-    gc.collect()
+    gc.collect(1)
     for _ in range(2):
         with pytest.raises(type(error)) as raised:
             both.wait()

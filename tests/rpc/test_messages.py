@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import EncodeError, FrameError
@@ -91,7 +91,6 @@ def test_arbitrary_bytes_are_a_message_or_a_frame_error(data: bytes):
 
 
 @given(messages, st.data())
-@settings(max_examples=300)
 def test_damaged_messages_are_a_message_or_a_frame_error(
     message: Request | Reply, data: st.DataObject
 ):

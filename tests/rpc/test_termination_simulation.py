@@ -317,9 +317,9 @@ def test_a_group_finishes_when_all_is_done_and_not_before():
 
 
 def test_a_group_finishes_whoever_dies_whenever():
-    simulate(range(600), deaths=True)
+    simulate(range(500), deaths=True)
 
 
 def test_a_group_finishes_whoever_joins_or_comes_back():
-    simulate(range(400), joins=True)
-    simulate(range(400), deaths=True, joins=True)
+    simulate(range(300), joins=True)
+    simulate(range(300), deaths=True, joins=True)
