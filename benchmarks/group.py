@@ -17,7 +17,7 @@ from benchmarks.commands import Answer, Column, Command, Place
 from benchmarks.workloads import PEER_RANK, Row
 
 _SECONDS_TO_LEAVE = 10.0
-_LOG_LINES_SHOWN = 30
+_LOG_LINES_SHOWN = 80
 
 
 class MemberFailed(RuntimeError):
