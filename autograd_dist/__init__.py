@@ -14,6 +14,12 @@ Example::
 from autograd_dist.api import _current_context as _current_context
 from autograd_dist.api import _retrieve_context as _retrieve_context
 from autograd_dist.api import backward, context, get_gradients, grad_fields, is_available
+from autograd_dist.compat import _get_debug_info as _get_debug_info
+from autograd_dist.compat import _get_max_id as _get_max_id
+from autograd_dist.compat import _init as _init
+from autograd_dist.compat import _is_valid_context as _is_valid_context
+from autograd_dist.compat import _new_context as _new_context
+from autograd_dist.compat import _release_context as _release_context
 from autograd_dist.contexts import DistAutogradContext
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.extension import AutogradExtension

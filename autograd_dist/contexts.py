@@ -40,6 +40,16 @@ def entered(context_id: int) -> Iterator[None]:
         _current_id.reset(token)
 
 
+def make_current(context_id: int | None) -> None:
+    """Lets the running code belong to a context, or to none, from now on."""
+    _current_id.set(context_id)
+
+
+def highest_context_id(worker_id: int) -> int:
+    """The highest id that a context created by a worker can have."""
+    return (worker_id + 1 << _CREATOR_SHIFT) - 1
+
+
 def creator_of(context_id: int) -> int:
     """The worker that created a context."""
     return context_id >> _CREATOR_SHIFT

@@ -46,6 +46,11 @@ class AutogradExtension:
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
 
+    @property
+    def worker_id(self) -> int:
+        """The worker that this belongs to."""
+        return self._me
+
     # --- What user programs ask
 
     def release(self, context_id: int) -> None:

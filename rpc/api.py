@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
@@ -94,7 +95,20 @@ def init_rpc(
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
     store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
-    _set_and_start_rpc_agent(init_backend(chosen, store, name, rank, size, options))
+    _init_rpc_backend(chosen, store, name, rank, size, options)
+
+
+def _init_rpc_backend(
+    backend: BackendType,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> None:
+    """Joins the group that meets at ``store``; see :func:`init_rpc`."""
+    agent = init_backend(backend, store, name, rank, world_size, rpc_backend_options)
+    _set_and_start_rpc_agent(agent)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

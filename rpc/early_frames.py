@@ -30,8 +30,9 @@ class EarlyFrames:
 
     def keep(self, sender: int, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
-        if self._held is None:
-            return False
+        return self._held is not None and self._append(sender, frame)
+
+    def _append(self, sender: int, frame: Frame) -> bool:
         with self._lock:
             if self._held is None:
                 return False

@@ -1,0 +1,83 @@
+"""Every worker gives an object and gets all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rpc.agent import Agent, AgentOptions
+from rpc.errors import RpcTimeoutError
+from rpc.gathering import all_gather, barrier
+from rpc.testing import as_worker, local_group
+
+
+def _on_all(agents: list[Agent], act: Callable[[Agent], Any]) -> list[Any]:
+    """Runs ``act`` for all workers at once."""
+
+    def run(agent: Agent) -> Any:
+        with as_worker(agent):
+            return act(agent)
+
+    with ThreadPoolExecutor(len(agents)) as pool:
+        return list(pool.map(run, agents))
+
+
+def test_every_worker_gets_what_all_gave():
+    with local_group("carol", "alice", "bob") as agents:
+        got = _on_all(agents, lambda agent: all_gather(agent.info.id))
+    assert got == [{"alice": 1, "bob": 2, "carol": 0}] * 3
+
+
+def test_successive_gatherings_are_told_apart():
+    with local_group("alice", "bob") as agents:
+        got = _on_all(agents, lambda agent: [all_gather(number) for number in range(20)])
+    assert got[0] == got[1] == [{"alice": n, "bob": n} for n in range(20)]
+
+
+def test_only_the_workers_named_take_part():
+    with local_group("alice", "bob", "carol") as agents:
+        names = ["carol", "alice"]
+        got = _on_all([agents[0], agents[2]], lambda agent: all_gather(agent.info.id, names))
+    assert got == [{"alice": 0, "carol": 2}] * 2
+
+
+def test_nobody_passes_a_barrier_before_all_have_come():
+    came: list[str] = []
+
+    def pass_barrier(agent: Agent) -> int:
+        came.append(agent.info.name)
+        barrier(["alice", "bob", "carol"])
+        return len(came)
+
+    with local_group("alice", "bob", "carol") as agents:
+        assert _on_all(agents, pass_barrier) == [3, 3, 3]
+
+
+def test_those_that_do_not_come_are_named():
+    with (
+        local_group("alice", "bob", "carol") as (alice, _, _),
+        as_worker(alice),
+        pytest.raises(RpcTimeoutError, match=r"\['bob', 'carol'\] timed out in _all_gather"),
+    ):
+        all_gather(1, timeout=0.05)
+
+
+class _SlowToUnpack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.sleep, (0.3,)
+
+
+def test_a_follower_that_does_not_answer_in_time_is_named():
+    def gather(agent: Agent) -> Any:
+        try:
+            return all_gather(_SlowToUnpack() if agent.info.id == 0 else None)
+        except RuntimeError as error:
+            return str(error)
+
+    with local_group("alice", "bob", options=AgentOptions(rpc_timeout=0.1)) as agents:
+        leader, _ = _on_all(agents, gather)
+    assert leader.startswith("Followers ['bob'] timed out in _all_gather after 0.10 seconds")

@@ -1,0 +1,104 @@
+"""Picklers that programs look at or replace."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import rpc
+from rpc import api, internal
+from rpc.agent import Agent
+from rpc.functions import async_execution
+from rpc.testing import as_worker, local_group
+
+
+@pytest.fixture
+def alice() -> Iterator[Agent]:
+    with local_group("alice", "bob") as (alice, _), as_worker(alice):
+        yield alice
+
+
+def test_a_value_comes_back_from_its_bytes_and_tensors():
+    value = {"a": torch.arange(3), "b": [1, "x"]}
+    data, tensors = internal.serialize(value)
+    assert tensors[0] is value["a"]
+    again = internal.deserialize(data, tensors)
+    assert again["a"] is value["a"]
+    assert again["b"] == value["b"]
+
+
+class _Nested:
+    def __getstate__(self) -> tuple[bytes, list[torch.Tensor]]:
+        return internal.serialize(internal.PythonUDF(operator.add, (torch.ones(2), 1), None))
+
+    def __setstate__(self, state: tuple[bytes, list[torch.Tensor]]) -> None:
+        call = internal.deserialize(*state)
+        self.result = call.func(*call.args)
+
+
+def _result_of(nested: _Nested) -> torch.Tensor:
+    return nested.result
+
+
+def test_a_value_may_serialize_another_while_it_is_serialized(alice: Agent):
+    assert rpc.rpc_sync("bob", _result_of, (_Nested(),)).tolist() == [2, 2]
+
+
+def test_a_reference_cannot_be_serialized_outside_of_a_call(alice: Agent):
+    with pytest.raises(RuntimeError, match="only in the arguments or the result of a call"):
+        internal.serialize([rpc.RRef(1)])
+
+
+def test_a_deleted_reference_says_that_it_was_deleted(alice: Agent):
+    rref = rpc.remote("bob", operator.add, (1, 2))
+    rref.to_here()
+    api._delete_all_user_and_unforked_owner_rrefs()
+    with pytest.raises(RuntimeError, match="Cannot call fork an UserRRef after deletion"):
+        rref._serialize()
+
+
+class _Counting(internal._InternalRPCPickler):
+    def __init__(self) -> None:
+        self.functions: list[object] = []
+
+    def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
+        assert isinstance(obj, internal.PythonUDF)
+        self.functions.append(obj.func)
+        return super().serialize(obj)
+
+
+@async_execution
+def _async_add(a: int, b: int) -> torch.futures.Future[int]:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_result(a + b)
+    return future
+
+
+def test_calls_are_serialized_by_the_pickler_in_use(alice: Agent):
+    pickler = _Counting()
+    with api._use_rpc_pickler(pickler):
+        assert rpc.rpc_sync("bob", operator.sub, (3, 1)) == 2
+        assert rpc.rpc_async("bob", _async_add, (3, 1)).wait() == 4
+        assert rpc.remote("bob", max, ([1, 2],), {"key": operator.neg}).to_here() == 1
+    assert rpc.rpc_sync("bob", operator.sub, (3, 1)) == 2
+    assert pickler.functions == [operator.sub, _async_add, max]
+
+
+def test_the_names_of_calls_in_profiles_are_the_originals():
+    key = internal._build_rpc_profiling_key(internal.RPCExecMode.ASYNC, "f", "alice", "bob")
+    assert key == "rpc_async#f(alice -> bob)"
+
+
+def test_calls_of_a_block_are_waited_for_at_its_end(alice: Agent):
+    with api._wait_all():
+        futures = [rpc.rpc_async("bob", operator.add, (n, 1)) for n in range(10)]
+    assert [future.done() for future in futures] == [True] * 10
+
+
+def test_a_failed_call_of_a_block_raises_at_its_end(alice: Agent):
+    with pytest.raises(ZeroDivisionError), api._wait_all():
+        rpc.rpc_async("bob", operator.truediv, (1, 0))
+    assert not hasattr(api._thread_local_var, "future_list")
