@@ -8,6 +8,8 @@ the real one is told there.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -19,6 +21,8 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.base import Frame, Peer, Receiver
@@ -58,7 +62,7 @@ class Workplace:
         with self._lock:
             number = next(self._numbers)
             self._pending[number] = future
-            self._here.send_bytes(pickle.dumps((number, method, arguments)))
+            self._here.send_bytes(_pack((number, method, arguments)))
         return future.result(SECONDS)
 
     def drain(self) -> None:
@@ -79,10 +83,8 @@ class Workplace:
 
     def end(self) -> None:
         """Lets the process end, and waits for it."""
-        try:
-            self._here.send_bytes(pickle.dumps((0, "exit", ())))
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            self._here.send_bytes(_pack((0, "exit", ())))
         self._process.join()
         self._process.close()
         for thread in self._threads:
@@ -156,6 +158,39 @@ def _plain(frame: Frame) -> Frame:
     return frame._replace(payload=bytes(frame.payload))
 
 
+class _Pickler(pickle.Pickler):
+    """Takes tensors of every dtype and device, which torch's own pickling does not."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.is_meta:
+            return _unpickle, (b"", value.dtype, value.shape, value.stride(), "meta")
+        flat = (
+            value.cpu()
+            .clone(memory_format=torch.preserve_format)
+            .as_strided((value.numel(),), (1,))
+        )
+        data = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        return _unpickle, (data, value.dtype, value.shape, value.stride(), str(value.device))
+
+
+def _unpickle(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], device: str
+) -> torch.Tensor:
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if data:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        tensor.copy_(flat.as_strided(shape, stride))
+    return tensor
+
+
+def _pack(message: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(message)
+    return buffer.getvalue()
+
+
 class _Bench:
     """What a workplace's process does."""
 
@@ -186,7 +221,7 @@ class _Bench:
         another.start(WorkerInfo("another", 9), 1, self)
 
     def tell(self, *message: Any) -> None:
-        data = pickle.dumps(message)
+        data = _pack(message)
         with self.lock:
             self.connection.send_bytes(data)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +36,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Workplace]
         place.end()
 
 
+@pytest.fixture(scope="module")
+def victims(
+    places: list[Workplace], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Workplace]]:
+    """Processes to kill; a test that kills one takes it out of the list and ends it."""
+    folder = tmp_path_factory.mktemp("victims")
+    made = [Workplace(folder / str(number)) for number in range(2)]
+    yield made
+    for place in made:
+        place.end()
+
+
 @pytest.fixture
 def transports(places: list[Workplace]) -> Maker:
     """Makes transports, each in a process that has none."""
@@ -59,15 +68,19 @@ def workers(transports: Maker) -> Iterator[Callable[..., list[Worker]]]:
         for number in range(count):
             made.append(Worker(transports(**options), WorkerInfo(f"worker{number}", number)))
             made[-1].start()
-        for worker in made if introduce else []:
-            for other in made:
-                worker.transport.add_peer(other.peer())
+        if introduce:
+            _introduce(made)
         return made
 
     yield make
     for worker in made:
-        with suppress(ConnectionError):
-            worker.close(0.5)
+        worker.close(0.5)
+
+
+def _introduce(group: list[Worker]) -> None:
+    for worker in group:
+        for other in group:
+            worker.transport.add_peer(other.peer())
 
 
 class TestTensorPipeConformance(TransportConformance):
@@ -80,68 +93,38 @@ class TestTensorPipeConformance(TransportConformance):
 
 
 class TestLossOfAPeer:
-    @pytest.fixture
-    def pair(
-        self, request: pytest.FixtureRequest, tmp_path: Path
-    ) -> Iterator[tuple[Worker, Worker]]:
-        places = [Workplace(tmp_path / str(number)) for number in range(2)]
-        transports = [RemoteTransport(place, _transports=request.param) for place in places]
-        both = [
-            Worker(transport, WorkerInfo(f"worker{number}", number))
-            for number, transport in enumerate(transports)
-        ]
-        for worker in both:
-            worker.start()
-        for worker in both:
-            for other in both:
-                worker.transport.add_peer(other.peer())
-        yield both[0], both[1]
-        for worker in both:
-            with suppress(ConnectionError, BrokenPipeError):
-                worker.close(0.5)
-        for place in places:
-            place.end()
-
-    @pytest.mark.parametrize("pair", [None, ["uv"]], ids=["shm", "uv"], indirect=True)
-    def test_a_killed_peer_is_lost_with_a_call_outstanding(
-        self, pair: tuple[Worker, Worker]
+    @pytest.mark.parametrize("transport", [None, ["uv"]], ids=["shm", "uv"])
+    def test_a_killed_peer_is_lost_to_everyone_once(
+        self,
+        workers: Callable[..., list[Worker]],
+        victims: list[Workplace],
+        transport: list[str] | None,
     ) -> None:
-        a, b = pair
-        a.call(b, b"h")
-        b.answer = lambda *_: None
-        a.ask(b, b"never answered")
-        b.until(lambda: len(b.received) == 2)
-        b.transport.place.kill()
-        a.until(lambda: bool(a.lost))
-        assert [worker_id for worker_id, _ in a.lost] == [1]
-        assert "its connection broke" in a.lost[0][1]
-        with pytest.raises(WorkerLostError, match="worker1"):
-            a.notify(b, b"h")
+        caller, called = workers(2, _transports=transport)
+        place = victims.pop()
+        victim = Worker(RemoteTransport(place, _transports=transport), WorkerInfo("victim", 7))
+        victim.start()
+        _introduce([caller, called, victim])
+        victim.answer = lambda *_: None
+        caller.ask(victim, b"never answered")
+        victim.call(called, b"which never calls back")
+        victim.until(lambda: bool(victim.received))
+        place.kill()
+        for worker in (caller, called):
+            worker.until(lambda worker=worker: bool(worker.lost))
+            ((worker_id, reason),) = worker.lost
+            assert worker_id == 7
+            assert "its connection broke" in reason
+            with pytest.raises(WorkerLostError, match="victim"):
+                worker.notify(victim, b"h")
+        assert caller.call(called, b"h").header == b"h"
+        place.end()
 
-    @pytest.mark.parametrize("pair", [None, ["uv"]], ids=["shm", "uv"], indirect=True)
-    def test_a_killed_peer_is_lost_with_nothing_outstanding(
-        self, pair: tuple[Worker, Worker]
+    def test_a_peer_that_was_never_reached_is_lost_when_watched(
+        self, workers: Callable[..., list[Worker]]
     ) -> None:
-        a, b = pair
-        b.transport.watch(0)
-        b.notify(a, b"connected")
-        a.until(lambda: bool(a.received))
-        os.kill(a.transport.place.pid, signal.SIGKILL)
-        b.until(lambda: bool(b.lost))
-        assert [worker_id for worker_id, _ in b.lost] == [0]
-
-    @pytest.mark.parametrize("pair", [None], ids=["shm"], indirect=True)
-    def test_a_peer_is_watched_back(self, pair: tuple[Worker, Worker]) -> None:
-        a, b = pair
-        a.call(b, b"b sends nothing of its own")
-        a.transport.place.kill()
-        b.until(lambda: bool(b.lost))
-
-    @pytest.mark.parametrize("pair", [None], ids=["shm"], indirect=True)
-    def test_a_peer_that_cannot_be_reached_is_lost(self, pair: tuple[Worker, Worker]) -> None:
-        a, b = pair
-        b.transport.place.kill()
-        b.transport.place._process.join()
+        a, b = workers(2)
+        b.close()
         a.transport.watch(1)
         a.until(lambda: bool(a.lost))
 
