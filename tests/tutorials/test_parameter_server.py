@@ -70,6 +70,7 @@ def _running(log: Path, command: list[str]) -> Iterator[Job]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
         "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(log.parent),  # what a killed launcher leaves goes with the test
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
