@@ -1,0 +1,153 @@
+"""TensorWire between processes: killed, frozen, idle and busy ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rpc.errors import QueueFullError, WorkerLostError
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
+from rpc.worker_info import WorkerInfo
+from tests.rpc.transports.conformance import Worker
+from tests.rpc.transports.tensorwire.echo_process import EchoProcess, start_echo_process
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+
+
+class Caller(Worker):
+    """A worker that keeps count of replies to pipelined requests only."""
+
+    def expect(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.replies) >= count, 60)
+            self.replies.clear()
+
+
+_LIVES = itertools.count(1)
+
+
+def start_caller(settings: Settings) -> Caller:
+    info = WorkerInfo("caller", 0)
+    caller = Caller(TensorWireTransport(settings), info, incarnation=next(_LIVES))
+    caller.start()
+    return caller
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["unix", "tcp"])
+def local(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def echo(local: bool) -> Iterator[EchoProcess]:
+    process = start_echo_process(Settings(local_paths=local))
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def caller(local: bool, echo: EchoProcess) -> Iterator[Caller]:
+    made = start_caller(Settings(local_paths=local))
+    echo.add(made)
+    yield made
+    made.close()
+
+
+def ask(caller: Caller, payload: bytes = b"", *tensors: torch.Tensor) -> int:
+    correlation = next(caller.correlations)
+    frame = Frame(FrameKind.REQUEST, correlation, b"header", payload, tensors)
+    caller.transport.send(1, frame)
+    return correlation
+
+
+def test_a_frozen_peer_bounds_what_is_sent_to_it(local: bool, echo: EchoProcess) -> None:
+    settings = Settings(local_paths=local, max_bytes_in_flight=4 * MIB, when_full=WhenFull.RAISE)
+    caller = start_caller(settings)
+    try:
+        echo.add(caller)
+        caller.reply(ask(caller))
+        assert echo.process.pid is not None
+        os.kill(echo.process.pid, signal.SIGSTOP)
+        sent = 0
+        with contextlib.suppress(QueueFullError):
+            while sent < 1000:
+                ask(caller, bytes(100_000))
+                sent += 1
+        assert sent <= 4 * MIB // 100_000
+        os.kill(echo.process.pid, signal.SIGCONT)
+        caller.expect(sent)
+        assert caller.lost == []
+    finally:
+        caller.close()
+
+
+def test_an_idle_worker_uses_next_to_no_processor_time(caller: Caller, echo: EchoProcess) -> None:
+    for _ in range(200):
+        caller.reply(ask(caller, b"", torch.zeros(MIB // 8)))
+    pause = threading.Event()
+    pause.wait(0.3)
+    before, mine = echo.cpu_seconds(), time.process_time()
+    pause.wait(2.0)
+    assert echo.cpu_seconds() - before < 0.005 * 2.0
+    assert time.process_time() - mine < 0.005 * 2.0
+
+
+def test_memory_stays_flat_over_many_small_requests(caller: Caller, echo: EchoProcess) -> None:
+    levels = []
+    for _ in range(5):
+        for _ in range(10_000):
+            ask(caller)
+        caller.expect(10_000)
+        levels.append(echo.resident_bytes())
+    assert levels[-1] - levels[0] < 20 * MIB
+
+
+def test_memory_stays_flat_over_many_large_requests(caller: Caller, echo: EchoProcess) -> None:
+    levels = []
+    tensor = torch.zeros(MIB // 4)
+    for _ in range(5):
+        for _ in range(8):
+            for _ in range(20):
+                ask(caller, b"", tensor)
+            caller.expect(20)
+        levels.append(echo.resident_bytes())
+    assert levels[-1] - levels[0] < 20 * MIB
+
+
+def test_a_killed_peer_is_lost_at_once_and_leaves_nothing(
+    caller: Caller, echo: EchoProcess
+) -> None:
+    """The last of the module: the process is gone afterwards."""
+    large = torch.arange(MIB)
+    kept = [caller.reply(ask(caller, b"", large)).tensors[0] for _ in range(8)]
+    ask(caller, bytes(MIB), large)
+    shared = set(os.listdir("/dev/shm"))
+    process = echo.process
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    caller.until(lambda: bool(caller.lost))
+    assert time.monotonic() - began < 2
+    assert [worker_id for worker_id, _ in caller.lost] == [1]
+    with pytest.raises(WorkerLostError):
+        ask(caller)
+    assert all(torch.equal(tensor, large) for tensor in kept)
+    assert set(os.listdir("/dev/shm")) <= shared
+    names = [os.readlink(f"/proc/self/fd/{n}") for n in _descriptors()]
+    assert not [name for name in names if "memfd" in name]
+
+
+def _descriptors() -> list[str]:
+    found = os.listdir("/proc/self/fd")
+    return [number for number in found if os.path.exists(f"/proc/self/fd/{number}")]
