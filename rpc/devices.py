@@ -175,7 +175,7 @@ def _check_end(
     device_map: DeviceMap,
 ) -> None:
     if info.devices:
-        if not set(used) <= set(info.devices):
+        if not set(used) - {_CPU} <= set(info.devices):
             raise ValueError(
                 f"Node {name} has unexpected {side} devices in its device map for {to}\n"
                 f"device map = {device_map}\ndevices = {list(info.devices)}"

@@ -1,0 +1,152 @@
+"""What is packed is what is unpacked; what torch would load is what we made."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rpc.errors import FrameError
+from rpc.transports import tensorpipe_wire as wire
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.tensorpipe_wire import Answer, Envelope
+
+ENVELOPE = Envelope(FrameKind.REQUEST, 3, 2**63 + 1, 2**64 - 1)
+
+
+class Recorder:
+    """A bus that remembers."""
+
+    def __init__(self) -> None:
+        self.questions: list[tuple[Envelope, Frame]] = []
+        self.answers: list[tuple[Envelope, Frame]] = []
+
+    def question(self, envelope: Envelope, frame: Frame) -> Answer:
+        self.questions.append((envelope, frame))
+        return Answer(*wire.pack(envelope, frame))
+
+    def answer(self, envelope: Envelope, frame: Frame) -> None:
+        self.answers.append((envelope, frame))
+
+
+@pytest.fixture
+def tables() -> threading.local:
+    return threading.local()
+
+
+@pytest.fixture
+def bus(tables: threading.local) -> Iterator[Recorder]:
+    recorder = Recorder()
+    wire.attach(recorder, tables)
+    yield recorder
+    wire.detach(recorder)
+
+
+def round_trip(frame: Frame) -> Frame:
+    envelope, found = wire.unpack(*wire.pack(ENVELOPE, frame))
+    assert envelope == ENVELOPE
+    return found
+
+
+class TestPacking:
+    @pytest.mark.parametrize("size", [0, 1, 100, wire.TENSOR_PAYLOAD_MIN, 1 << 20])
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_frames_survive(self, size: int, kind: type) -> None:
+        payload = bytes(range(256)) * (size // 256 + 1)
+        tensor = torch.arange(3)
+        frame = Frame(FrameKind.REQUEST, 2**64 - 1, b"header", kind(payload[:size]), (tensor,))
+        found = round_trip(frame)
+        assert (found.kind, found.correlation) == (frame.kind, frame.correlation)
+        assert (found.header, bytes(found.payload)) == (b"header", payload[:size])
+        assert found.tensors == (tensor,)
+
+    def test_large_payloads_are_lent_not_copied(self) -> None:
+        payload = bytearray(wire.TENSOR_PAYLOAD_MIN)
+        _, (carrier,) = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", payload))
+        payload[5] = 77
+        assert carrier[5] == 77
+
+    def test_a_payload_lives_as_long_as_the_tensor_that_carries_it(self) -> None:
+        def pack() -> torch.Tensor:
+            payload = b"\x07" * wire.TENSOR_PAYLOAD_MIN
+            return wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", payload))[1][0]
+
+        assert set(pack().tolist()) == {7}
+
+    def test_only_what_a_view_shows_leaves(self) -> None:
+        view = torch.arange(1000.0)[10:20]
+        _, (sent,) = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", b"", (view,)))
+        assert sent.untyped_storage().nbytes() == 40
+        assert torch.equal(sent, view)
+
+    def test_the_order_of_strides_is_kept_when_a_view_is_copied(self) -> None:
+        view = torch.arange(24.0).reshape(4, 6)[:2].t()
+        _, (sent,) = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", b"", (view,)))
+        assert sent.stride() == view.stride()
+
+    @pytest.mark.parametrize("data", [b"", b"\x00" * 10, b"\xff" * 28, b"\x01" * 40])
+    def test_other_bytes_are_refused(self, data: bytes) -> None:
+        with pytest.raises(FrameError):
+            wire.unpack(data, [])
+
+    def test_notices_share_a_payload(self) -> None:
+        frames = [Frame(FrameKind.NOTICE, 0, b"h" * n, b"p" * (5 - n)) for n in range(6)]
+        assert wire.split_notices(wire.join_notices(frames)) == frames
+
+
+class TestPickles:
+    """Loaded the way torch's deserializer does: plain ``pickle`` beside a table of tensors."""
+
+    def test_a_call_reaches_the_bus(self, bus: Recorder, tables: threading.local) -> None:
+        sent = Frame(FrameKind.REQUEST, 2**64 - 1, b"h", b"p", (torch.ones(2),))
+        data, tables.recv_tables = wire.pack(ENVELOPE, sent)
+        call = pickle.loads(wire.call_pickle(data))
+        call.func(*call.args, **call.kwargs)
+        ((envelope, found),) = bus.questions
+        assert envelope == ENVELOPE
+        assert (found.header, found.payload) == (b"h", b"p")
+        assert found.tensors[0] is sent.tensors[0]
+
+    def test_an_answer_delivers_itself(self, bus: Recorder, tables: threading.local) -> None:
+        tensor = torch.ones(2)
+        sent = Frame(FrameKind.REPLY, 5, b"h", b"p", (tensor,))
+        answer = Answer(*wire.pack(ENVELOPE._replace(kind=FrameKind.REPLY), sent))
+        tables.send_tables = []
+        data = pickle.dumps(answer)
+        tables.recv_tables = tables.send_tables
+        del tables.send_tables
+        assert pickle.loads(data) is None
+        ((envelope, found),) = bus.answers
+        assert envelope.kind == FrameKind.REPLY
+        assert found.tensors[0] is tensor
+
+    def test_an_answer_lets_go_of_its_tensors_when_torch_has_them(
+        self, bus: Recorder, tables: threading.local
+    ) -> None:
+        answer = Answer(b"", [torch.ones(2)])
+        tables.send_tables = []
+        pickle.dumps(answer)
+        assert answer.tensors == []
+
+    def test_an_answer_shows_its_tensors_when_torch_only_looks_for_them(
+        self, bus: Recorder
+    ) -> None:
+        tensor = torch.ones(2)
+        assert Answer(b"", [tensor]).__reduce__() == (tuple, ([tensor],))
+
+    def test_without_a_transport_a_call_is_refused_and_an_answer_dropped(self) -> None:
+        data, _ = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b""))
+        with pytest.raises(FrameError, match="no TensorWire transport"):
+            pickle.loads(wire.call_pickle(data))
+        wire.receive_answer(data)
+
+    def test_another_transport_is_not_detached(self, bus: Recorder) -> None:
+        wire.detach(Recorder())
+        data, _ = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b""))
+        wire.attach(bus, SimpleNamespace(recv_tables=[]))
+        wire.receive_answer(data)
+        assert len(bus.answers) == 1
