@@ -1,0 +1,98 @@
+"""Addresses: what is published is understood, and says where to connect."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc.errors import FrameError
+from rpc.transports.tensorwire.address import (
+    Address,
+    address_facing,
+    host_identity,
+    listen_tcp,
+    listen_unix,
+    reachable_at,
+    unix_path,
+)
+
+
+@given(
+    st.text(max_size=50),
+    st.text(max_size=50),
+    st.lists(st.tuples(st.text(max_size=30), st.integers(0, 65535)), max_size=4),
+    st.binary(max_size=40),
+)
+def test_an_address_is_read_as_it_was_written(
+    host: str, unix: str, tcp: list[tuple[str, int]], secret: bytes
+) -> None:
+    address = Address(host, unix, tuple(tcp), secret, {"worker1": {"cuda:0": "cuda:1"}})
+    assert Address.decode(address.encode()) == address
+
+
+@given(st.binary(max_size=100))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        Address.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{}",
+        b"[]",
+        b'{"version": 2}',
+        b'{"version": 1, "host": "", "unix": "", "tcp": 5, "secret": "", "device_maps": {}}',
+        b'{"version": 1, "host": "", "unix": "", "tcp": [], "secret": "x", "device_maps": {}}',
+        b'{"version": 1, "host": "", "unix": "", "tcp": [], "secret": "", "device_maps": []}',
+    ],
+)
+def test_what_is_not_an_address_is_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        Address.decode(data)
+
+
+def test_a_host_knows_itself() -> None:
+    assert host_identity() == host_identity() != ""
+
+
+def test_a_unix_socket_leaves_nothing_in_the_file_system() -> None:
+    with listen_unix() as listener, socket.socket(socket.AF_UNIX) as client:
+        name = listener.getsockname()
+        assert isinstance(name, bytes)
+        assert name.startswith(b"\0")
+        client.connect(unix_path(name[1:].decode()))
+
+
+@pytest.mark.parametrize(
+    ("bind", "expected"), [(None, "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+)
+def test_a_listener_is_reachable_where_it_is_bound(bind: str | None, expected: str) -> None:
+    (listener,) = listen_tcp(bind)
+    with listener:
+        ((host, port),) = reachable_at(listener)
+        assert host == expected
+        socket.create_connection((host, port)).close()
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+def test_a_wildcard_is_published_as_addresses_that_lead_here(wildcard: str) -> None:
+    (listener,) = listen_tcp(wildcard)
+    with listener:
+        addresses = reachable_at(listener)
+        assert not {"0.0.0.0", "::"} & {host for host, _ in addresses}
+        for host, port in addresses:
+            socket.create_connection((host, port), timeout=10).close()
+
+
+def test_an_address_that_is_not_ours_cannot_be_bound() -> None:
+    with pytest.raises(OSError, match="assign"):
+        listen_tcp("192.0.2.77")
+
+
+def test_traffic_to_this_host_leaves_from_the_loopback_interface() -> None:
+    assert address_facing("127.0.0.1") == "127.0.0.1"
+    assert address_facing("no such host.invalid") is None

@@ -1,0 +1,72 @@
+"""The options of TENSORWIRE: a superset of TENSORPIPE's, with bounds that make sense."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions, WhenFull
+
+
+def test_the_defaults_are_those_of_the_settings() -> None:
+    assert TensorWireRpcBackendOptions().settings() == Settings()
+
+
+def test_all_that_tensorpipe_accepts_is_accepted() -> None:
+    theirs = inspect.signature(TensorPipeRpcBackendOptions).parameters
+    ours = inspect.signature(TensorWireRpcBackendOptions).parameters
+    assert set(theirs) <= set(ours)
+    assert {name: p.default for name, p in theirs.items()} == {
+        name: ours[name].default for name in theirs
+    }
+    options = TensorWireRpcBackendOptions(_transports=["uv"], _channels=["basic"], rpc_timeout=5)
+    assert isinstance(options, RpcBackendOptions)
+    assert options.rpc_timeout == 5
+
+
+def test_options_become_settings() -> None:
+    options = TensorWireRpcBackendOptions(
+        bind_address="::1",
+        group_key=b"key",
+        shared_memory=0,
+        max_bytes_in_flight=10,
+        when_full=WhenFull.RAISE,
+        local_paths=False,
+        tcp_connections=4,
+        max_message_bytes=100,
+    )
+    options.set_device_map("other", {"cuda:0": "cuda:1"})
+    assert options.settings() == Settings(
+        bind_address="::1",
+        group_key=b"key",
+        shared_memory_bytes=0,
+        max_bytes_in_flight=10,
+        when_full=WhenFull.RAISE,
+        local_paths=False,
+        bulk_connections=4,
+        max_message_bytes=100,
+        device_maps={"other": {torch.device("cuda:0"): torch.device("cuda:1")}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"group_key": "text"}, TypeError),
+        ({"bind_address": 5}, TypeError),
+        ({"when_full": "raise"}, TypeError),
+        ({"shared_memory": -1}, ValueError),
+        ({"shared_memory": 1.5}, TypeError),
+        ({"max_bytes_in_flight": 0}, ValueError),
+        ({"tcp_connections": 0}, ValueError),
+        ({"tcp_connections": True}, TypeError),
+        ({"max_message_bytes": 0}, ValueError),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(arguments)).replace("tcp", "bulk")):
+        TensorWireRpcBackendOptions(**arguments)

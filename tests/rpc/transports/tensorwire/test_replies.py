@@ -1,0 +1,166 @@
+"""Who reads replies: the thread that waits, or the background thread when none does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rpc.transports.base import Frame
+from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.framing import pack_fixed
+from rpc.transports.tensorwire.link import Link, Resources
+from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
+from rpc.transports.tensorwire.shared_memory import Budget
+
+SECONDS = 20.0
+
+
+class Side:
+    """A reply side with one channel, whose other end the test writes to."""
+
+    def __init__(self) -> None:
+        self.replies = ReplySide("test-replies")
+        self.replies.start()
+        self.mine, self.other = socket.socketpair()
+        self.mine.setblocking(False)
+        link = Link(
+            Resources(Budget(0), ReceiveBuffers(0), 1 << 30),
+            "peer",
+            DeviceMap("peer", {}),
+            shared=False,
+        )
+        self.changed = threading.Condition()
+        self.arrived: dict[int, int] = {}
+        self.ended: list[str] = []
+        self.sequence = 0
+        reader = MainReader(self.mine, link, 1 << 30)
+        self.replies.add(self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end))
+
+    def deliver(self, frame: Frame) -> None:
+        with self.changed:
+            self.arrived[frame.correlation] = threading.get_ident()
+            self.changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        self.replies.remove(self.mine)
+        with self.changed:
+            self.ended.append(reason)
+            self.changed.notify_all()
+
+    def reply(self, correlation: int) -> None:
+        self.other.sendall(pack_fixed(2, correlation, self.sequence, 0, 0, 0))
+        self.sequence += 1
+
+    def block(self, correlation: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: correlation in self.arrived, SECONDS)
+
+    def wait(self, correlation: int) -> None:
+        self.replies.wait(lambda: correlation in self.arrived, lambda: self.block(correlation))
+
+    def close(self) -> None:
+        self.replies.close()
+        self.mine.close()
+        self.other.close()
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    made = Side()
+    yield made
+    made.close()
+
+
+def test_replies_are_read_when_nobody_waits(side: Side) -> None:
+    for number in range(100):
+        side.reply(number)
+    side.block(99)
+    assert threading.get_ident() not in side.arrived.values()
+
+
+def test_a_waiting_thread_reads_its_reply_itself(side: Side) -> None:
+    mine = 0
+    for number in range(50):
+        timer = threading.Timer(0.005, side.reply, (number,))
+        timer.start()
+        side.wait(number)
+        timer.join()
+        mine += side.arrived[number] == threading.get_ident()
+    assert mine > 25
+
+
+def test_every_waiter_gets_its_reply_whoever_reads_it(side: Side) -> None:
+    threads = [threading.Thread(target=side.wait, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for number in reversed(range(8)):
+        side.reply(number)
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def test_hammering_from_many_threads_loses_no_wake_up(side: Side) -> None:
+    def calls(thread: int) -> None:
+        for step in range(200):
+            number = thread * 1000 + step
+            with lock:
+                side.reply(number)
+            side.wait(number)
+
+    lock = threading.Lock()
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert len(side.arrived) == 800
+
+
+def test_a_callback_on_the_background_thread_may_wait_for_a_reply(side: Side) -> None:
+    nested = threading.Event()
+    plain = side.deliver
+
+    def deliver(frame: Frame) -> None:
+        plain(frame)
+        if frame.correlation == 1:
+            side.reply(2)
+            side.wait(2)
+            nested.set()
+
+    side.replies._channels[side.mine.fileno()]._deliver = deliver
+    side.reply(1)
+    assert nested.wait(SECONDS)
+
+
+def test_the_end_of_a_channel_is_told_once(side: Side) -> None:
+    side.reply(1)
+    side.other.close()
+    with side.changed:
+        assert side.changed.wait_for(lambda: bool(side.ended), SECONDS)
+    assert 1 in side.arrived
+    assert len(side.ended) == 1
+
+
+def test_closing_releases_a_waiting_thread(side: Side) -> None:
+    released = threading.Event()
+    began = threading.Event()
+
+    def done() -> bool:
+        began.set()
+        return released.is_set()
+
+    waiter = threading.Thread(target=side.replies.wait, args=(done, released.wait))
+    waiter.start()
+    assert began.wait(SECONDS)
+    side.replies.close()
+    released.set()
+    waiter.join(SECONDS)
+    assert not waiter.is_alive()
+    side.replies = ReplySide("unused")

@@ -1,0 +1,162 @@
+"""The baton: quick deliveries keep it, slow and blocked ones delay no other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rpc.transports.tensorwire.channel import Sender, Unsent
+from rpc.transports.tensorwire.requests import RequestSide
+
+SECONDS = 20.0
+
+
+class Side:
+    """A request side, and what was swept."""
+
+    def __init__(self) -> None:
+        self.swept = threading.Event()
+        self.requests = RequestSide("test", self.sweep)
+        self.requests.start()
+
+    def sweep(self) -> None:
+        self.requests.sweeping = False
+        self.swept.set()
+
+    def run(self, function: object) -> None:
+        self.requests.push((lambda _: function(), None))  # type: ignore[operator]
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    made = Side()
+    yield made
+    made.requests.close()
+
+
+def test_quick_deliveries_stay_on_one_thread(side: Side) -> None:
+    threads: list[int] = []
+    done = threading.Event()
+    for _ in range(50):
+        side.run(lambda: threads.append(threading.get_ident()))
+    side.run(done.set)
+    assert done.wait(SECONDS)
+    assert len(set(threads)) <= 2
+
+
+def test_a_delivery_that_does_not_return_holds_up_no_other(side: Side) -> None:
+    release, quick = threading.Event(), threading.Event()
+    side.run(lambda: release.wait(SECONDS))
+    side.run(quick.set)
+    assert quick.wait(SECONDS)
+    release.set()
+
+
+def test_many_blocked_deliveries_all_run(side: Side) -> None:
+    meeting = threading.Barrier(30, timeout=SECONDS)
+    met = threading.Semaphore(0)
+
+    def meet() -> None:
+        meeting.wait()
+        met.release()
+
+    for _ in range(30):
+        side.run(meet)
+    for _ in range(30):
+        assert met.acquire(timeout=SECONDS)
+
+
+def test_whoever_is_about_to_block_passes_the_baton_first(side: Side) -> None:
+    answered = threading.Event()
+    waited: list[bool] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        side.run(answered.set)
+        side.requests.about_to_block()
+        waited.append(answered.wait(SECONDS))
+        done.set()
+
+    side.run(ask)
+    assert done.wait(SECONDS)
+    assert waited == [True]
+
+
+def test_about_to_block_means_nothing_elsewhere(side: Side) -> None:
+    side.requests.about_to_block()
+    done = threading.Event()
+    side.run(done.set)
+    assert done.wait(SECONDS)
+
+
+def test_replies_of_a_batch_leave_even_if_a_handler_among_them_blocks(side: Side) -> None:
+    mine, other = socket.socketpair()
+    mine.setblocking(False)
+    other.settimeout(SECONDS)
+    sender = Sender(mine, Unsent(), lambda _: None)
+    gathered, release = threading.Event(), threading.Event()
+
+    def reply() -> None:
+        sender.queue_small(2, 0, b"header", b"")
+        side.requests.flush_soon(sender)
+
+    side.run(lambda: gathered.wait(SECONDS))
+    side.run(reply)
+    side.run(lambda: release.wait(SECONDS))
+    side.run(reply)
+    gathered.set()
+    assert other.recv(46, socket.MSG_WAITALL).endswith(b"header")
+    release.set()
+    assert other.recv(46, socket.MSG_WAITALL).endswith(b"header")
+    sender.close()
+    other.close()
+
+
+def test_sockets_are_served_until_they_are_removed(side: Side) -> None:
+    one, other = socket.socketpair()
+    found = threading.Semaphore(0)
+
+    def handle(_: int) -> None:
+        one.recv(10)
+        found.release()
+
+    side.requests.add(one, handle)
+    for _ in range(3):
+        other.send(b"x")
+        assert found.acquire(timeout=SECONDS)
+    side.requests.remove(one)
+    other.send(b"x")
+    done = threading.Event()
+    side.run(done.set)
+    assert done.wait(SECONDS)
+    assert not found.acquire(timeout=0.05)
+    one.close()
+    other.close()
+
+
+def test_sweeping_happens_while_it_is_asked_for(side: Side) -> None:
+    side.requests.sweeping = True
+    side.run(lambda: None)
+    assert side.swept.wait(SECONDS)
+
+
+def test_closing_waits_for_the_delivery_under_way() -> None:
+    side = Side()
+    began, release = threading.Event(), threading.Event()
+    finished: list[bool] = []
+
+    def deliver() -> None:
+        began.set()
+        release.wait(SECONDS)
+        finished.append(True)
+
+    side.run(deliver)
+    assert began.wait(SECONDS)
+    timer = threading.Timer(0.05, release.set)
+    timer.start()
+    side.requests.close()
+    assert finished == [True]
+    timer.join()
