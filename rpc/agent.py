@@ -8,7 +8,6 @@ leaving the group ``departure``'s. Several agents can live in one process.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
 from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
+from rpc.completions import Completions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.control import Leaving, encode_passed
 from rpc.current import context_of
@@ -70,86 +70,6 @@ class AgentOptions:
     shutdown_timeout: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Completion:
-    """What completes a future, as a task of an executor."""
-
-    task: Callable[[], None]
-    owner: Completions
-
-    def __call__(self) -> None:
-        try:
-            self.task()
-        finally:
-            self.owner.ended()
-
-    def run(self) -> None:
-        """As the executor would."""
-        try:
-            self()
-        except Exception:
-            _logger.exception("a callback of a future raised an error that nobody handles")
-
-
-class Completions:
-    """Runs callbacks of futures on the system executor, and knows if any are left.
-
-    None is ever dropped, or somebody might wait forever: what the executor does not
-    run because it closes runs on the thread that closes it.
-
-    Args:
-        executor: of the agent's own tasks.
-        guests: how many may run on delivering threads.
-        changed: called whenever one has ended.
-    """
-
-    def __init__(self, executor: Executor, guests: int, changed: Callable[[], None]) -> None:
-        self._executor = executor
-        self._guests = guests
-        self._changed = changed
-        self._lock = threading.Lock()
-        self._left = 0
-
-    @property
-    def lends_delivery(self) -> bool:
-        """True if delivering threads may run user code too."""
-        return self._guests > 0
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queues ``task``."""
-        completion = self._counted(task)
-        if not self._executor.submit(completion):
-            completion.run()
-
-    def run_on_delivery(self, task: Callable[[], None]) -> None:
-        """Runs ``task`` on the calling, delivering thread if the transport can spare it."""
-        completion = self._counted(task)
-        if not self._executor.run_here(completion, self._guests):
-            completion.run()
-
-    def close(self) -> None:
-        """Closes the executor."""
-        for task in self._executor.close():
-            if isinstance(task, _Completion):
-                task.run()
-
-    def ended(self) -> None:
-        """One has run."""
-        with self._lock:
-            self._left -= 1
-        self._changed()
-
-    def _counted(self, task: Callable[[], None]) -> _Completion:
-        with self._lock:
-            self._left += 1
-        return _Completion(task, self)
-
-    def quiet(self) -> bool:
-        """True if none is queued or running."""
-        with self._lock:
-            return not self._left
-
-
 class Agent:
     """One worker of a group.
 
@@ -180,9 +100,7 @@ class Agent:
         name = f"rpc-{info.name}"
         self.executor = Executor(name, self.options.num_worker_threads, context)
         self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context)
-        self.completions = Completions(
-            self.system_executor, transport.inline_completions, self.activity_changed
-        )
+        self.completions = Completions(self.system_executor, transport, self.activity_changed)
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
         self.notices = Notices(self)
         self.references = ReferenceKeeper(self, self.life)
@@ -412,12 +330,14 @@ class Agent:
 
     def _control_arrived(self, sender: int, frame: Frame) -> None:
         life = self.group.life(sender)
-        for message in self.notices.arrived(life, frame):
+        messages = self.notices.arrived(life, frame)
+        for message in messages:
             if isinstance(message, Leaving) and not message.phase:
                 self.transport.remove_peer(sender)
                 self.peer_lost(sender, "it left the group")
             elif not self.departure.control_arrived(sender, message):
                 self.references.control_arrived(life, message)
+        self.notices.acted_upon(life, messages)
         self.activity_changed()
 
     def activity_changed(self) -> None:

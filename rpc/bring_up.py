@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from rpc import rendezvous
 from rpc.agent import Agent, AgentOptions
+from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.membership import Membership, peer_of
 from rpc.options import RpcBackendOptions
 from rpc.rendezvous import Record
@@ -68,7 +69,7 @@ def form_group(
 
 
 def _agent_options(options: RpcBackendOptions) -> AgentOptions:
-    threads = getattr(options, "num_worker_threads", AgentOptions.num_worker_threads)
+    threads = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
     return AgentOptions(
         num_worker_threads=threads,
         rpc_timeout=options.rpc_timeout,

@@ -18,12 +18,13 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.messages import Operation, Reply, Request, Status
-from rpc.method_names import method_name
-from rpc.observation import run_handler, wanted
+from rpc.method_names import MethodName, method_name, text_of
+from rpc.observation import run_handler
 from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
 from rpc.rref import call_method
@@ -122,7 +123,7 @@ class _Service:
         self._frame = frame
         self.sender = sender
         self.request = request
-        self.method = _UNKNOWN_METHOD
+        self.method: MethodName = _UNKNOWN_METHOD
         self.received = len(frame.header) + len(frame.payload)
         if frame.tensors:
             self.received += tensor_bytes(frame.tensors)
@@ -141,7 +142,11 @@ class _Service:
             return
         context = contextvars.copy_context()
         executor = self._agent.executor
-        adopted.when_confirmed(lambda: executor.submit(lambda: context.run(self._serve, adopted)))
+
+        def go_on() -> None:
+            executor.submit(lambda: context.run(self._serve, adopted))
+
+        adopted.when_confirmed(go_on)
 
     def _serve(self, adopted: Adopted) -> None:
         operation = self.request.operation
@@ -184,11 +189,13 @@ class _Service:
         else:
             func, args, kwargs = self._unpack(adopted, scopes)
         del adopted
-        self.method = method_name(func, args)
+        self.method = request.function or method_name(func, args)
         if func is call_method:
+            self.method = method_name(func, args)
             func, args, kwargs = call_method(*args, **kwargs)
-        if wanted():
-            result = run_handler(self._agent, self.sender, self.method, func, args, kwargs)
+        if scopes is not None or profiler._is_profiler_enabled:
+            name = text_of(self.method)
+            result = run_handler(self._agent, self.sender, name, func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if getattr(func, _ASYNC_MARK, None) is not None:

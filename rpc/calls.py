@@ -80,14 +80,26 @@ class CallTable(Generic[T]):
             self._buckets.setdefault(bucket, set()).add(call_id)
         return call_id
 
-    def close(self, call_id: int) -> Ended[T] | None:
-        """A reply arrived; None if the call already ended and left no ghost."""
-        entry = self._open.pop(call_id, None)
+    def close(self, call_id: int, sender: int | None = None) -> Ended[T] | None:
+        """A reply arrived; None if the call already ended and left no ghost.
+
+        Also None if it came from a ``sender`` that was not called.
+        """
+        entry = self._open.get(call_id)
         if entry is None:
-            ghost = self._ghosts.pop(call_id, None)
-            return None if ghost is None else Ended(Ending.LATE_REPLY, ghost[0])
+            return self._close_ghost(call_id, sender)
+        if sender is not None and sender != entry.to:
+            return None
+        del self._open[call_id]
         self._unbucket(call_id, entry.bucket)
         return Ended(Ending.REPLY, entry.call)
+
+    def _close_ghost(self, call_id: int, sender: int | None) -> Ended[T] | None:
+        ghost = self._ghosts.get(call_id)
+        if ghost is None or (sender is not None and sender != ghost[1]):
+            return None
+        del self._ghosts[call_id]
+        return Ended(Ending.LATE_REPLY, ghost[0])
 
     def withdraw(self, call_id: int) -> bool:
         """The request could not be sent: forget the call. False if it ended meanwhile."""

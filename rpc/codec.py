@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.errors import DecodeError, EncodeError, RpcError
+from rpc.tensor_reductions import reduce_sparse, reduce_tensor_subclass
 from rpc.worker_info import WorkerInfo
 
 _PROTOCOL: Final = 5
@@ -116,14 +117,14 @@ def _is_simple(tensor: Tensor) -> bool:
 
 def name_of(func: object) -> bytes | None:
     """How to find a function at any worker by its name; None if it must be encoded."""
-    if type(func) is not FunctionType and type(func) is not BuiltinFunctionType:
+    if not isinstance(func, FunctionType | BuiltinFunctionType):
         return None
-    module = sys.modules.get(func.__module__)
-    if module is None or getattr(module, func.__name__, None) is not func:
+    module, name = func.__module__ or "", func.__name__
+    if getattr(sys.modules.get(module), name, None) is not func:
         return None
-    if func.__module__ == "__main__" and _main_is_interactive():
+    if module == "__main__" and _main_is_interactive():
         return None
-    return f"{func.__module__}\0{func.__name__}".encode()
+    return f"{module}\0{name}".encode()
 
 
 def find(name: bytes) -> Any:
@@ -272,50 +273,6 @@ def mark_buffer(tensor: Tensor, persistent: bool) -> None:
     tensor.persistent = persistent  # type: ignore[attr-defined]
 
 
-def build_coo(
-    kind: type[Tensor],
-    grad: bool,
-    size: tuple[int, ...],
-    coalesced: bool,
-    indices: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Puts a COO tensor, or a Parameter of that layout, together again."""
-
-    def build(values: Tensor) -> Tensor:
-        return torch.sparse_coo_tensor(
-            indices, values, size, is_coalesced=coalesced, check_invariants=True
-        )
-
-    return _with_grad(values, kind, grad, build)
-
-
-def build_compressed(
-    kind: type[Tensor],
-    grad: bool,
-    size: tuple[int, ...],
-    layout: torch.layout,
-    compressed: Tensor,
-    plain: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Puts a CSR, CSC, BSR or BSC tensor, or a Parameter of that layout, together again."""
-
-    def build(values: Tensor) -> Tensor:
-        return torch.sparse_compressed_tensor(
-            compressed, plain, values, size, layout=layout, check_invariants=True
-        )
-
-    return _with_grad(values, kind, grad, build)
-
-
-def build_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
-    """Gives ``tensor`` back its class."""
-    if tensor.grad_fn is not None:
-        return tensor.as_subclass(kind)
-    return Tensor._make_subclass(kind, tensor.detach(), tensor.requires_grad)
-
-
 def load_script(data: bytes) -> Any:
     """Loads what ``torch.jit.save`` wrote."""
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
@@ -326,19 +283,6 @@ def load_operator(name: str, overload: str | None) -> Any:
     namespace, _, operator_name = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), operator_name)
     return packet if overload is None else getattr(packet, overload)
-
-
-def _with_grad(
-    values: Tensor, kind: type[Tensor], grad: bool, build: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Builds a leaf, unless ``values`` became part of a graph."""
-    if values.grad_fn is None:
-        tensor = build(values.detach())
-        return Parameter(tensor, grad) if kind is Parameter else tensor.requires_grad_(grad)
-    tensor = build(values)
-    if kind is Parameter:
-        tensor._is_param = True
-    return tensor
 
 
 class _ByValue(Exception):
@@ -363,9 +307,6 @@ _SAFE_TYPES: Final[frozenset[type]] = frozenset(
 
 _SAFE_OWNERS: Final = (ModuleType, type(None))
 _VARIABLE_FUNCTIONS: Final = getattr(torch.add, "__self__", None)
-_NO_DISPATCH: Final = getattr(Tensor, "__torch_dispatch__", None)
-_COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _MAIN_MODULES: Final = ("__main__", "__mp_main__")
 
 
@@ -384,7 +325,7 @@ class _Lifter:
 
     def _lift_tensor(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided:
-            return _reduce_sparse(tensor)
+            return reduce_sparse(tensor)
         if tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             self.plain = False
             return NotImplemented
@@ -478,27 +419,9 @@ def _reduce_overload(overload: Any) -> Any:
     return load_operator, (overload.overloadpacket._qualified_op_name, overload._overloadname)
 
 
-def _reduce_tensor_subclass(tensor: Any) -> Any:
-    """One that only adds Python state travels as a tensor; the others reduce themselves."""
-    kind: Any = type(tensor)
-    if (
-        kind.__reduce_ex__ is not Tensor.__reduce_ex__
-        or kind.__setstate__ is not Tensor.__setstate__
-        or kind.__torch_dispatch__ is not _NO_DISPATCH
-        or tensor.layout is not torch.strided
-    ):
-        return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.as_subclass(Tensor)
-        state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
-    if not state:
-        return build_subclass, (plain, kind)
-    return build_subclass, (plain, kind), state, None, None, torch._utils._set_obj_state
-
-
 _SPECIAL_REDUCTIONS: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (torch._C.Future, _refuse_future),
-    (Tensor, _reduce_tensor_subclass),
+    (Tensor, reduce_tensor_subclass),
     (torch.jit.ScriptModule, _reduce_script_module),
     (torch._C.ScriptFunction, _reduce_script_function),
     (torch._ops.OpOverloadPacket, _reduce_operator),
@@ -568,25 +491,6 @@ def _is_global_of_script(obj: Any) -> bool:
     except (KeyError, AttributeError):
         return False
     return found is obj
-
-
-def _reduce_sparse(tensor: Tensor) -> Any:
-    layout, size = tensor.layout, tuple(tensor.shape)
-    head = type(tensor), tensor.requires_grad, size
-    if layout is torch.sparse_coo:
-        coalesced = tensor.is_coalesced()
-        if tensor.requires_grad and torch.is_grad_enabled():
-            # Only these two lead gradients back; repeated entries arrive summed up.
-            tensor = tensor.coalesce()
-            return build_coo, (*head, coalesced, tensor.indices(), tensor.values())
-        return build_coo, (*head, coalesced, tensor._indices(), tensor._values())
-    if layout in _COMPRESSED_BY_ROW:
-        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    elif layout in _COMPRESSED_BY_COLUMN:
-        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    else:
-        raise EncodeError(f"a tensor of layout {layout} cannot be sent; convert it to dense first")
-    return build_compressed, (*head, layout, *parts)
 
 
 def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence[object]) -> Any:

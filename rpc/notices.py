@@ -46,6 +46,7 @@ class Notices:
         """Queues a message; :meth:`flush` sends it."""
         with self._lock:
             self._queued.setdefault(to, []).append(message)
+            self._sent[to.worker] += 1
 
     def flush(self) -> None:
         """Sends what is queued; what is meant for a worker that is gone is dropped."""
@@ -56,9 +57,9 @@ class Notices:
                 to, messages = self._queued.popitem()
                 sequence = self._sequences[to.worker]
                 self._sequences[to.worker] += 1
-            if self._send(to, sequence, messages):
+            if not self._send(to, sequence, messages):
                 with self._lock:
-                    self._sent[to.worker] += 1
+                    self._sent[to.worker] -= len(messages)
 
     def tell(self, to: Life, message: ControlMessage) -> None:
         """Sends a message about the group itself at once; such are not counted."""
@@ -83,11 +84,14 @@ class Notices:
         """The messages of a batch; none if it came before."""
         sequence, messages = decode_batch(frame.payload)
         with self._lock:
-            if not self._seen[sender].accept(sequence):
-                return []
-            if messages and not isinstance(messages[0], UNCOUNTED):
-                self._received[sender.worker] += 1
-        return messages
+            return messages if self._seen[sender].accept(sequence) else []
+
+    def acted_upon(self, sender: Life, messages: list[ControlMessage]) -> None:
+        """What a batch asks for was done; only now does it count as received."""
+        counted = sum(not isinstance(message, UNCOUNTED) for message in messages)
+        if counted:
+            with self._lock:
+                self._received[sender.worker] += counted
 
     def forget(self, worker_id: int) -> None:
         """A worker is gone: what was exchanged with it does not count any more."""
@@ -100,6 +104,6 @@ class Notices:
                 counters.pop(worker_id, None)
 
     def totals(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Batches sent to and received from the living, by worker."""
+        """Messages queued for and received from the living, by worker."""
         with self._lock:
             return dict(self._sent), dict(self._received)

@@ -24,9 +24,8 @@ from rpc.transports.base import Frame
 class Completions(Protocol):
     """Runs what completes a future, on a thread that may run user code."""
 
-    @property
-    def lends_delivery(self) -> bool:
-        """True if delivering threads may run user code too."""
+    lends_delivery: bool
+    """True if delivering threads may complete a future that has no callbacks we know of."""
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues ``task``."""

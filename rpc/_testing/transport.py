@@ -76,6 +76,7 @@ class FaultyTransport:
 
     inline_handlers: ClassVar[int] = 0
     inline_completions: ClassVar[int] = 0
+    delivers_while_waiting: ClassVar[bool] = True
 
     def __init__(self, inner: TensorPipeTransport, faults: Faults, callables: Callables) -> None:
         self.callables = callables

@@ -97,6 +97,9 @@ class Transport(Protocol):
     inline_completions: ClassVar[int]
     """How many replies may run what follows on them, and block, on delivering threads."""
 
+    delivers_while_waiting: ClassVar[bool]
+    """True if delivery goes on while a delivering thread waits for a reply itself."""
+
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Begins to listen; returns the address to publish to the other workers."""
 

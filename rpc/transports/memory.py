@@ -130,6 +130,7 @@ class MemoryTransport:
 
     inline_handlers: ClassVar[int] = 0
     inline_completions: ClassVar[int] = 0
+    delivers_while_waiting: ClassVar[bool] = False
 
     def __init__(self, hub: MemoryHub) -> None:
         self.worker_id = -1

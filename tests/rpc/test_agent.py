@@ -209,6 +209,13 @@ def test_a_callback_may_block_on_another_call(make_group: Any) -> None:
     assert chained.wait() == 2
 
 
+def test_a_callback_that_torch_hides_may_block_on_another_call(pair: list[Agent]) -> None:
+    alice = pair[0]
+    both = torch.futures.collect_all([alice.rpc_async("bob", identity, (i,)) for i in range(2)])
+    chained = both.then(lambda _: alice.rpc_sync("bob", operator.add, (1, 2)))
+    assert chained.wait() == 3
+
+
 # --- Errors
 
 

@@ -22,6 +22,15 @@ def table(*calls: tuple[str, int, float]) -> tuple[CallTable[str], list[int]]:
 # --- One transition at a time
 
 
+def test_a_reply_from_a_worker_that_was_not_called_ends_nothing() -> None:
+    calls: CallTable[str] = CallTable()
+    a = calls.open("a", to=1, now=0.0, timeout=1.0)
+    assert calls.close(a, sender=2) is None
+    calls.expire(2.0)
+    assert calls.close(a, sender=2) is None
+    assert calls.close(a, sender=1) == Ended(Ending.LATE_REPLY, "a")
+
+
 def test_ids_are_never_used_twice():
     calls, (first, second) = table(("a", 1, 0), ("b", 1, 0))
     calls.close(first)

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from rpc import agent
 from rpc import executor as executor_module
 from rpc.codec import ImportNeeded, decode, decode_loaded
+from rpc.completions import Completions as RealCompletions
 from rpc.executor import Executor
 from rpc.futures import Future
 from rpc.messages import Reply, Status
 from rpc.sinks import Decode, FutureSink, WaitingCaller
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind
+from rpc.transports.memory import MemoryHub, MemoryTransport
 
 SECONDS = 10.0
 FRAME = Frame(FrameKind.REPLY, 1, b"")
@@ -230,7 +231,7 @@ def test_no_completion_is_dropped_when_its_worker_closes(monkeypatch: pytest.Mon
     monkeypatch.setattr(executor_module, "_STALL_SECONDS", 3600.0)  # no second thread
     pool = Executor("test", 1, contextvars.Context())
     changes: list[None] = []
-    completions = agent.Completions(pool, 0, lambda: changes.append(None))
+    completions = RealCompletions(pool, MemoryTransport(MemoryHub()), lambda: changes.append(None))
     running, let_go = threading.Event(), threading.Event()
     ran: list[str] = []
     completions.submit(lambda: (running.set(), let_go.wait(SECONDS)))

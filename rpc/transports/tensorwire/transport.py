@@ -67,6 +67,7 @@ class TensorWireTransport:
 
     inline_handlers: ClassVar[int] = 1 << 30
     inline_completions: ClassVar[int] = 0
+    delivers_while_waiting: ClassVar[bool] = True
 
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
