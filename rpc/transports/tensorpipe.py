@@ -53,7 +53,7 @@ __all__ = ["TensorPipeTransport", "available"]
 
 _log = logging.getLogger(__name__)
 
-_EARLY_LIMIT = 4096
+_EARLY_LIMIT = 65_536
 _ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.LIFELINE, wire.FAREWELL})
 _SHUT_DOWN = "it shut down"
 _REMOVED = "it no longer counts this worker as a member"
@@ -79,6 +79,7 @@ class TensorPipeTransport:
 
     inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free
     inline_completions: ClassVar[int] = inline_handlers
+    delivers_while_waiting: ClassVar[bool] = True
 
     _agent: TorchAgent
     _info: WorkerInfo
@@ -125,6 +126,9 @@ class TensorPipeTransport:
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known, and takes what it sent before that."""
         self._check_open()
+        known = self._links.get(peer.info.id)
+        if known is not None and known.lost is None and known.peer == peer:
+            return
         address = json.loads(peer.address)
         maps = DeviceInfo.from_json(address["devices"]).maps
         replies = reverse(maps.get(self._info.name, {}))
@@ -336,7 +340,7 @@ class TensorPipeTransport:
         """Takes a peer's call."""
         kind = envelope.kind
         if kind in _ANSWERED_LATER:
-            future = self._agent.future()
+            future: AnswerFuture = self._agent.future()
             self._take(envelope, frame, future)
             return future
         refusal = None if kind == wire.PRIMER else self._take(envelope, frame, None)
@@ -416,11 +420,12 @@ class TensorPipeTransport:
 
     def _of_sender(self, envelope: Envelope) -> Link | None:
         """The link to the very life that sent this, removed or not."""
-        for links in (self._links, self._removed):
-            link = links.get(envelope.sender)
-            if link is not None and link.peer.incarnation == envelope.incarnation:
-                return link
-        return None
+        link = self._links.get(envelope.sender)
+        if link is None or link.peer.incarnation != envelope.incarnation:
+            link = self._removed.get(envelope.sender)
+        if link is None or link.peer.incarnation != envelope.incarnation:
+            return None
+        return link
 
     def _refusal(self, link: Link | None, envelope: Envelope) -> str | None:
         """Why nothing is taken from a sender. Needs the lock."""

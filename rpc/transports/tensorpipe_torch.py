@@ -10,9 +10,13 @@ peers are added to its tables by hand and its store is private to the process.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._autograd import _profiler_type
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc.devices import DeviceMap
@@ -27,6 +31,7 @@ SELF_ID = 0
 """What every process calls itself; torch's ids never leave the process."""
 
 _LAST_ID = 32_767
+_LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 POOL_THREADS = 16
 _NO_TIMEOUT = 0.0
 _PRIMING_SECONDS = 60.0
@@ -129,15 +134,24 @@ class TorchAgent:
 
     def ask(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
         """Calls; the callee answers later, through a future."""
-        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, True)
+        if profiler_enabled() and _profiler_type() == _LEGACY:
+            return _unprofiled(lambda: self._invoke(to, pickle, tensors, True))
+        return self._invoke(to, pickle, tensors, True)
 
     def tell(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
         """Calls; the callee answers at once."""
-        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, False)
+        if profiler_enabled() and _profiler_type() == _LEGACY:
+            return _unprofiled(lambda: self._invoke(to, pickle, tensors, False))
+        return self._invoke(to, pickle, tensors, False)
 
-    def future(self) -> torch.futures.Future[Any]:
+    def _invoke(
+        self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor], later: bool
+    ) -> Any:
+        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, later)
+
+    def future(self) -> Any:
         """A future that may be answered with tensors on any device in use."""
-        return torch.futures.Future(devices=list(self._devices))
+        return torch._C.Future(self._devices)
 
     def stop(self) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped."""
@@ -153,6 +167,14 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+
+
+def _unprofiled(send: Callable[[], Any]) -> Any:
+    """Sends on a thread without profiler: under its legacy one torch wants the name of a call
+    of its own, and would send our frame as a call to be profiled.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(send).result()
 
 
 def _make(
