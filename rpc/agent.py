@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc import deadlines
+from rpc import deadlines, profiling
 from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
 from rpc.caller import Caller
@@ -182,6 +182,8 @@ class Agent:
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         _require_callable(func)
+        if profiling.wanted():
+            return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
         self.caller.call(self.find(to, timeout), func, args or (), kwargs or {}, timeout, sink)
         return self.caller.sync(sink)
@@ -196,6 +198,8 @@ class Agent:
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
         _require_callable(func)
+        if profiling.wanted():
+            return profiling.rpc_async(self, to, func, args, kwargs, timeout)
         name = getattr(func, "__qualname__", repr(func))
         future = self.caller.future(f"the call of {name} on {to}")
         try:
@@ -215,6 +219,8 @@ class Agent:
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
         _require_callable(func)
+        if profiling.wanted():
+            return profiling.remote(self, to, func, args, kwargs, timeout)
         owner = self.find(to, timeout)
         rref, passed, sink = self.references.create(owner)
         target = encode_passed((passed,))

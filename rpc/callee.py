@@ -22,7 +22,7 @@ from torch.autograd import profiler
 
 from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
-from rpc.messages import Operation, Reply, Request, Status
+from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
 from rpc.reference_keeper import Adopted
@@ -256,11 +256,18 @@ class _Service:
         try:
             if self.request.operation is Operation.CREATE:
                 self._agent.references.created(self.request.target, result)
-                self._send(Reply(Status.OK))
+                self._send(Reply(Status.OK, extensions=self._metadata(())))
             else:
                 self._reply(result)
         except BaseException as error:
             self._fail(error)
+
+    def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
+        """What extensions have to say about a reply that carries no value."""
+        extensions = self.request.extensions
+        if not extensions:
+            return ()
+        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors)
 
     def _reply(self, result: object) -> None:
         agent = self._agent

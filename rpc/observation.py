@@ -21,6 +21,7 @@ from rpc import tracing
 from rpc.codec import ImportNeeded
 from rpc.messages import Operation, Reply, Status
 from rpc.method_names import operator_name, span_name
+from rpc.profiling import followed
 from rpc.sinks import Decode, Sink, Unpack, WaitingCaller
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord
 from rpc.transports.base import Frame
@@ -108,7 +109,7 @@ def watching(
     kind = _kind_of(operation, sink)
     observers: list[Observer] = []
     with contextlib.ExitStack() as scopes:
-        if profiling():
+        if profiling() and not followed():
             observers.append(_ProfilerSpan(span_name(kind.value, name, agent.info.name, to.name)))
         place = tracing.active()
         if place is not None and place.recording.of(agent):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rpc import codec
 from rpc.control import (
     ControlMessage,
     Passage,
@@ -49,7 +48,7 @@ from rpc.reference_terms import (
     UserHandle,
 )
 from rpc.references import ReferenceTable
-from rpc.rref import RRef, run_backward, type_of_value
+from rpc.rref import RRef, _rref_typeof_on_owner, run_backward
 from rpc.sinks import Unpack, WaitingCaller
 from rpc.slot import Slot
 from rpc.transports.base import Frame
@@ -124,13 +123,13 @@ class _CreationSink:
         self._holding = holding
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        if reply.status is Status.OK:
-            self._keeper.creation_replied(self._holding)
-            return
         try:
-            unpack(reply, frame, codec.decode)
+            if reply.status is not Status.OK or reply.extensions:
+                unpack(reply, frame, _decode_nothing)
         except Exception as error:
             self.failed(error)
+        else:
+            self._keeper.creation_replied(self._holding)
 
     def failed(self, error: Exception) -> None:
         self._keeper.creation_gone(self._holding, error)
@@ -423,10 +422,10 @@ class ReferenceKeeper:
         """The type of the value, asked of its owner."""
         if rref.is_owner():
             known: Future[type] = Future()
-            known.set_result(type_of_value(rref))
+            known.set_result(_rref_typeof_on_owner(rref))
             return known
         self.require_usable(rref._holding)
-        return self.agent.rpc_async(rref.owner(), type_of_value, (rref,), None, timeout)
+        return self.agent.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
 
     def backward(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         """A backward pass from the value; see ``RRef.backward``."""
@@ -556,6 +555,10 @@ class ReferenceKeeper:
             name = self.owner_of(holding).name
             return WorkerLostError(name, owner.incarnation, failure.reason)
         return StaleRRefError(f"{holding.reference.rref} is stale: {failure.reason}")
+
+
+def _decode_nothing(*_: object) -> None:
+    """A creation that succeeded brings no value back."""
 
 
 class _Countdown:

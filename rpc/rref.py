@@ -70,7 +70,7 @@ class RRef(Handle, Generic[T]):
     def _bind(self, keeper: ReferenceKeeper, holding: Holding) -> None:
         self._keeper = keeper
         self._holding = holding
-        self._type: type | None = None
+        self._type: Future[type] | None = None
 
     def is_owner(self) -> bool:
         """True if the value lives on this worker."""
@@ -137,17 +137,11 @@ class RRef(Handle, Generic[T]):
         self._keeper.backward(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The value's type, fetched from the owner once; a future if not ``blocking``."""
-        if self._type is None:
-            future = self._keeper.type_of(self, timeout)
-            if not blocking:
-                return future
-            self._type = future.wait()
-        if blocking:
-            return self._type
-        known: Future[type] = Future()
-        known.set_result(self._type)
-        return known
+        """The value's type, asked of the owner once; a future of it if not ``blocking``."""
+        future = self._type
+        if future is None or _has_failed(future):
+            future = self._type = self._keeper.type_of(self, timeout)
+        return future.wait() if blocking else future
 
     def _get_future(self) -> Future[None]:
         """Done when the owner has run the function that makes the value."""
@@ -193,6 +187,16 @@ class RRef(Handle, Generic[T]):
             self._keeper.dropped(holding)
 
 
+def _has_failed(future: Future[Any]) -> bool:
+    if not future.done():
+        return False
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
+
+
 def call_method(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -201,7 +205,7 @@ def call_method(
     return getattr(value, name), args, kwargs
 
 
-def type_of_value(rref: RRef[Any]) -> type:
+def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
     """At the owner: the type of the value."""
     return type(rref._keeper.await_local(rref._holding))
 
