@@ -58,6 +58,7 @@ from rpc.errors import (
 from rpc.futures import Future
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rref import RRef
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
 
 PyRRef = RRef
@@ -88,6 +89,7 @@ __all__ = [
     "StaleRRefError",
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
+    "TensorWireRpcBackendOptions",
     "UnknownWorkerError",
     "WorkerInfo",
     "WorkerLostError",
