@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from rpc.method_names import shown
+from rpc.method_names import MethodName, text_of
 
 BUCKET_BOUNDS: Final = tuple(1e-5 * 2**k for k in range(24))
 """Upper bounds of the histograms' buckets in seconds, 10 µs to 84 s; one more is without."""
@@ -102,6 +102,23 @@ class CallMetrics:
     bytes_out: int
     bytes_in: int
 
+    def __add__(self, other: CallMetrics) -> CallMetrics:
+        """Both together, under this one's names."""
+        counts = zip(self.latency.counts, other.latency.counts, strict=True)
+        return CallMetrics(
+            self.method,
+            self.peer,
+            self.calls + other.calls,
+            self.in_flight + other.in_flight,
+            {
+                kind: self.errors.get(kind, 0) + other.errors.get(kind, 0)
+                for kind in self.errors | other.errors
+            },
+            Histogram(tuple(map(sum, counts)), self.latency.sum + other.latency.sum),
+            self.bytes_out + other.bytes_out,
+            self.bytes_in + other.bytes_in,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -171,13 +188,13 @@ class Series:
         )
 
 
-class Book(dict[tuple[str, int], Series]):
+class Book(dict[tuple[MethodName, int], Series]):
     """The series of one side, by method and peer: of the calls made, or of those served.
 
     A series comes into being when it is asked for, on any thread.
     """
 
-    def __missing__(self, key: tuple[str, int]) -> Series:
+    def __missing__(self, key: tuple[MethodName, int]) -> Series:
         if len(self) >= MAX_SERIES:
             key = (OVERFLOW_METHOD, key[1])
         return self.setdefault(key, Series())
@@ -194,11 +211,13 @@ class Book(dict[tuple[str, int], Series]):
         sent: dict[int, list[int]] = {}
         for series, size in open_calls:
             sent.setdefault(id(series), []).append(size)
-        rows = [
-            series.read(shown(method), name_of(peer), sent.get(id(series), ()))
-            for (method, peer), series in list(self.items())
-        ]
-        return tuple(sorted(rows, key=lambda row: (row.method, row.peer)))
+        rows: dict[tuple[str, str], CallMetrics] = {}
+        for (method, peer), series in list(self.items()):
+            key = text_of(method), name_of(peer)
+            row = series.read(*key, sent.get(id(series), ()))
+            known = rows.get(key)
+            rows[key] = row if known is None else known + row
+        return tuple(row for _, row in sorted(rows.items()))
 
 
 def tensor_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from rpc import codec, deadlines, packing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
@@ -21,10 +22,11 @@ from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
-from rpc.method_names import method_name
-from rpc.observation import WatchedSink, wanted, watching
+from rpc.method_names import MethodName, method_name, text_of
+from rpc.observation import WatchedSink, profiler_enabled, traced, watching
 from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
+from rpc.rref import call_method
 from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
@@ -41,7 +43,7 @@ class Call:
     """One outgoing request, from before it is sent until nothing of it is under way.
 
     Args:
-        description: what it is, for errors and dumps.
+        method: what it is.
         sink: takes the outcome.
         timeout: seconds it was given, 0 for none.
         loan: references lent to it, alive at least as long as this.
@@ -51,7 +53,7 @@ class Call:
         opened_at: when it was sent.
     """
 
-    description: str
+    method: MethodName
     sink: Sink
     timeout: float
     loan: Loan
@@ -59,6 +61,11 @@ class Call:
     series: Series
     sent: int = 0
     opened_at: float = 0.0
+
+    @property
+    def description(self) -> str:
+        """What it is, for errors and dumps."""
+        return text_of(self.method)
 
 
 class Caller:
@@ -86,8 +93,9 @@ class Caller:
     ) -> None:
         """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef."""
         operation = Operation.CALL if target is None else Operation.CREATE
-        name = method_name(func, args)
         function = b"" if kwargs else codec.name_of(func) or b""
+        by_name = function and func is not call_method
+        name = function if by_name else method_name(func, args)
         value = tuple(args) if function else (func, args, kwargs)
         try:
             self.request(operation, to, value, timeout, sink, target or b"", name, function)
@@ -103,18 +111,21 @@ class Caller:
         timeout: float,
         sink: Sink,
         target: bytes,
-        name: str,
+        name: MethodName,
         function: bytes = b"",
     ) -> None:
         """Sends a request whose payload is ``value``; its outcome goes to ``sink``."""
         agent = self._agent
-        if wanted() and type(sink) is not WatchedSink:
-            with watching(agent, operation, to, name, sink) as watched:
+        extended = agent.extensions.used
+        if (
+            profiler._is_profiler_enabled or profiler_enabled() or (extended and traced())
+        ) and type(sink) is not WatchedSink:
+            with watching(agent, operation, to, text_of(name), sink) as watched:
                 self.request(operation, to, value, timeout, watched, target, name, function)
             return
         limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
         peer = to.id
-        attach = agent.extensions.attach_request(peer) if agent.extensions else None
+        attach = agent.extensions.attach_request(peer) if extended else None
         packed = packing.pack(value, peer, agent.references, attach, borrow=True)
         series = self._book[name, peer]
         call = Call(name, sink, limit, packed.loan, packed.extensions, series)
@@ -127,8 +138,13 @@ class Caller:
             packed.loan.table,
             packed.tensor_table,
             function,
-        ).encode()
-        self._send(call, to, header, packed.payload, packed.slots)
+        )
+        try:
+            encoded = header.encode()
+        except EncodeError as error:
+            agent.references.unsent(packed.loan, str(error))
+            raise
+        self._send(call, to, encoded, packed.payload, packed.slots)
 
     def message(
         self,
@@ -177,7 +193,7 @@ class Caller:
             size += tensor_bytes(frame.tensors)
         now = self._agent.clock.now()
         with self._lock:
-            ended = self._table.close(frame.correlation)
+            ended = self._table.close(frame.correlation, sender)
             self._processing += 1
             if ended is not None:
                 call = ended.call

@@ -26,15 +26,20 @@ AUTOGRAD = "autograd_dist"
 
 
 class ExtensionSet:
-    """The extensions of one agent; false while none is loaded."""
+    """The extensions of one agent.
+
+    Args:
+        agent: theirs.
+    """
+
+    __slots__ = ("_agent", "_loaded", "_lock", "used")
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._loaded: dict[str, CallExtension] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._loaded)
+        self.used = False
+        """True once any is loaded."""
 
     def load(self, name: str) -> CallExtension:
         """The extension of module ``name``, imported and made if need be.
@@ -54,6 +59,7 @@ class ExtensionSet:
             ) from error
         made = cast(CallExtension, kind(self._agent))
         with self._lock:
+            self.used = True
             return self._loaded.setdefault(name, made)
 
     def backward(self, context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:

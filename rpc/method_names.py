@@ -10,6 +10,9 @@ from typing import Any
 
 from rpc.rref import call_method
 
+MethodName = bytes | str
+"""A method's name, or, to save time, how the codec names a function that is found by name."""
+
 _TORCH_FUNCTIONS = "_VariableFunctionsClass."
 
 
@@ -29,18 +32,19 @@ def method_name(func: object, args: Sequence[Any]) -> str:
     return name if type(name) is str else type(func).__qualname__
 
 
-def shown(name: str) -> str:
-    """A method's name as people know it: ``torch.add``, not the class torch keeps it in."""
+def text_of(name: MethodName) -> str:
+    """A method's name as people know it: its ``__qualname__``, or ``torch.add``."""
+    if isinstance(name, bytes):
+        module, _, name = name.decode("utf-8", "replace").rpartition("\0")
+        return f"torch.{name}" if module == "torch" else name
     if name.startswith(_TORCH_FUNCTIONS):
         return "torch." + name[len(_TORCH_FUNCTIONS) :]
     return name
 
 
 def operator_name(name: str) -> str:
-    """A method's name in profiles, which call operators by their torch name: ``aten::add``."""
-    if name.startswith(_TORCH_FUNCTIONS):
-        return "aten::" + name[len(_TORCH_FUNCTIONS) :]
-    return name
+    """A name in profiles, which call torch's operators as the dispatcher does: ``aten::add``."""
+    return f"aten::{name[6:]}" if name.startswith("torch.") else name
 
 
 def span_name(kind: str, name: str, here: str, there: str) -> str:

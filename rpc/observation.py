@@ -1,7 +1,7 @@
 """What profilers and traces get to see of a call, at both ends.
 
-Nothing of this runs unless somebody looks: callers and callees ask :func:`wanted`
-of every call. Owns the spans that ``torch.profiler`` and ``torch.autograd.profiler``
+Nothing of this runs unless somebody looks, which callers and callees check for
+every call. Owns the spans that ``torch.profiler`` and ``torch.autograd.profiler``
 show: ``rpc_sync#func(worker0 -> worker1)`` at the caller, from the making of a call
 until its result is decoded, and ``rpc_handler#func(...)`` at the callee.
 """
@@ -14,7 +14,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import profiler
 
 from rpc import tracing
@@ -30,15 +30,14 @@ from rpc.worker_info import WorkerInfo
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
+__all__ = ["WatchedSink", "profiler_enabled", "profiling", "run_handler", "traced", "watching"]
+
+traced = tracing.active
+
 
 def profiling() -> bool:
     """True if a profiler may be recording this thread."""
-    return profiler._is_profiler_enabled or _profiler_enabled()
-
-
-def wanted() -> bool:
-    """True if anybody looks at the calls of the running code."""
-    return profiler._is_profiler_enabled or tracing.active() is not None or _profiler_enabled()
+    return profiler._is_profiler_enabled or profiler_enabled()
 
 
 class Observer(Protocol):

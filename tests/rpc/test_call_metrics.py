@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import rpc
+from rpc import codec
 from rpc.agent import Agent
 from rpc.call_metrics import (
     BUCKET_BOUNDS,
@@ -28,7 +29,7 @@ from rpc.call_metrics import (
     Snapshot,
 )
 from rpc.errors import EncodeError, RpcTimeoutError, WorkerLostError
-from rpc.method_names import method_name, operator_name, shown
+from rpc.method_names import method_name, operator_name, text_of
 from rpc.rref import RRef, call_method
 from rpc.sinks import WaitingCaller
 from rpc.testing import VirtualClock, as_worker, local_group
@@ -248,12 +249,17 @@ class TestMethodNames:
         assert method_name(torch.nn.Linear(1, 1), ()) == "Linear"
         assert method_name(operator.itemgetter(1), ()) == "itemgetter"
         assert method_name(call_method, (RRef, "forward", (), {})) == "RRef.forward"
-        assert shown(method_name(torch.add, ())) == "torch.add"
+        assert text_of(method_name(torch.add, ())) == "torch.add"
+
+    def test_functions_found_by_name_are_called_the_same(self) -> None:
+        for function in (torch.add, operator.add, identity):
+            named = codec.name_of(function)
+            assert named is None or text_of(named) == text_of(method_name(function, ()))
 
     def test_profiles_name_operators_as_the_original_does(self) -> None:
         for function in (torch.add, identity):
             name = torch.jit._builtins._find_builtin(function) or function.__qualname__
-            assert operator_name(method_name(function, ())) == name
+            assert operator_name(text_of(method_name(function, ()))) == name
 
 
 class TestHistogram:
