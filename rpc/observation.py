@@ -138,7 +138,7 @@ def run_handler(
     if record is not None:
         record.running = now()
     try:
-        if profiling():
+        if profiling() and not followed():
             key = f"rpc_handler#{operator_name(name)}"
             caller = agent.group.peer(sender).info.name
             with profiler.record_function(f"{key}({caller} -> {agent.info.name})"):

@@ -190,8 +190,8 @@ def wanted() -> bool:
 
 
 def followed() -> bool:
-    """True if the call being made is recorded, and needs no other place in a profile."""
-    return _recording.get() is not None
+    """True if the call being made or served is recorded, and needs no other place in a profile."""
+    return _recording.get() is not None or _session.get() is not None
 
 
 @contextmanager
@@ -272,8 +272,7 @@ class profile(profiler_legacy.profile):
             settings = (self.record_shapes, self.with_flops, self.profile_memory, self.with_stack)
             self._collector = Collector(Settings(*settings))
             self._token: Token[Collector | None] | None = _collector.set(self._collector)
-            with record_function(_CLOCK_MARK):
-                self._marked = time.perf_counter_ns()
+            self._marked = _mark_clock()
         return entered
 
     def __exit__(self, *exc_info: object) -> bool | None:
@@ -291,7 +290,7 @@ class profile(profiler_legacy.profile):
         self._token = None
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         events: list[FunctionEvent] = list(self.function_events or ())
-        mark = next(event for event in events if event.name == _CLOCK_MARK)
+        mark = next(event for event in reversed(events) if event.name == _CLOCK_MARK)
         self._offset = mark.time_range.start - self._marked / 1e3
         self._local = [event for event in events if event.name != _CLOCK_MARK]
 
@@ -309,6 +308,15 @@ class profile(profiler_legacy.profile):
         )
         merged._build_tree()  # type: ignore[no-untyped-call]
         return merged
+
+
+def _mark_clock() -> int:
+    """Leaves a mark in the profile; returns its time in nanoseconds, at most a little early."""
+    for _ in range(2):  # the first time everything takes longer
+        marked = time.perf_counter_ns()
+        with record_function(_CLOCK_MARK):
+            pass
+    return marked
 
 
 class _Session:
@@ -388,6 +396,7 @@ class ProfilingExtension:
         with self._lock:
             recording = self._under_way.pop((collector, number), None)
         if recording is not None:
+            recording.end()  # before anybody who waits for the call goes on
             recording.remote += [RemoteEvent(*event) for event in _decoded(metadata)]
         return tensors
 

@@ -35,6 +35,7 @@ MODULES: Mapping[str, str] = {
 NAMES: Mapping[tuple[str, str], str] = {
     ("torch.distributed.nn", "RemoteModule"): "remote_module",
     ("torch.distributed.optim", "DistributedOptimizer"): "optim_dist",
+    ("torch.autograd.profiler_legacy", "profile"): "rpc.profiling",
     # These took their copies of the names when torch was imported.
     ("torch._jit_internal", "RRef"): "rpc",
     ("torch.nn.parallel.distributed", "RRef"): "rpc",
