@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -36,7 +36,16 @@ def async_execution(
         return fn(*args, **kwargs)
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
+    if isinstance(fn, torch.jit.ScriptFunction):
+        _name_after(wrapper, fn)
     return wrapper
+
+
+def _name_after(wrapper: Callable[..., object], script: Any) -> None:
+    """Gives a wrapper the place of a TorchScript function, which has no Python names."""
+    module, _, name = script.qualified_name.removeprefix("__torch__.").rpartition(".")
+    wrapper.__module__ = module or "__main__"
+    wrapper.__name__ = wrapper.__qualname__ = name
 
 
 def is_async_execution(func: object) -> bool:

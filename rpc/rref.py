@@ -56,7 +56,10 @@ class RRef(Handle, Generic[T]):
             )
         scripted = isinstance(value, torch.jit.ScriptModule)
         if scripted and type_hint is None:
-            raise RpcError("a ScriptModule needs a type_hint: the interface it is used through")
+            raise RpcError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface "
+                "type hint. Pass the interface it is used through as type_hint"
+            )
         if type_hint is not None and not scripted:
             raise RpcError(f"type_hint goes with a ScriptModule, not with {type(value).__name__}")
         self._bind(agent.references, agent.references.own(value))
