@@ -12,10 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from autograd_dist.border import SentTensor
 from autograd_dist.errors import UnknownContextError
 from autograd_dist.gradients import LeafGradients
+from autograd_dist.recv_node import Node
 
 _CREATOR_SHIFT = 48
 _RELEASED_IDS_KEPT = 4096
@@ -55,6 +57,27 @@ def creator_of(context_id: int) -> int:
     return context_id >> _CREATOR_SHIFT
 
 
+class SendFunction:
+    """The tensors of one message as an autograd node would show them; for people and programs
+    that look at a context.
+
+    Args:
+        sent: the tensors.
+    """
+
+    def __init__(self, sent: Sequence[SentTensor]) -> None:
+        self._sent = sent
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]:
+        """Where gradients for the tensors enter the graph: node and number of its output."""
+        return tuple((each.edge.node, each.edge.output_nr) for each in self._sent)
+
+    def name(self) -> str:
+        """What it is."""
+        return "SendRpcBackward"
+
+
 class DistAutogradContext:
     """What one autograd context has recorded on one worker.
 
@@ -67,6 +90,7 @@ class DistAutogradContext:
         self.leaves = LeafGradients()
         self._lock = threading.Lock()
         self._sends: dict[int, Sequence[SentTensor]] = {}
+        self._receipts: WeakValueDictionary[tuple[int, int], Node] = WeakValueDictionary()
         self._workers: set[int] = set()
 
     def add_send(self, tensors: Sequence[SentTensor]) -> int:
@@ -80,6 +104,11 @@ class DistAutogradContext:
         """Everything sent so far, by message."""
         with self._lock:
             return dict(self._sends)
+
+    def add_receipt(self, sender: int, message_id: int, node: Node) -> None:
+        """Notes the node through which a message's tensors entered the graph."""
+        with self._lock:
+            self._receipts[sender, message_id] = node
 
     def add_worker(self, worker_id: int) -> None:
         """Notes another worker that takes part."""
@@ -99,6 +128,13 @@ class DistAutogradContext:
 
     def _context_id(self) -> int:
         return self.context_id
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        return {number: SendFunction(sent) for number, sent in self.sends().items()}
+
+    def _recv_functions(self) -> dict[tuple[int, int], Node]:
+        with self._lock:
+            return dict(self._receipts)
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.workers())

@@ -89,7 +89,7 @@ class AutogradExtension:
             # Its context ended before the call arrived.
             return tensors, nullcontext()
         context.add_worker(sender)
-        return _attach_received(received, sender, tensors), entered(context.context_id)
+        return _attach_received(context, received, sender, tensors), entered(context.context_id)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -106,9 +106,10 @@ class AutogradExtension:
     ) -> list[torch.Tensor]:
         """Lets gradients find the way back to a result's sender."""
         received = CallMetadata.decode(metadata, len(tensors))
-        if self.contexts.join(received.context_id) is None:
+        context = self.contexts.join(received.context_id)
+        if context is None:
             return tensors
-        return _attach_received(received, sender, tensors)
+        return _attach_received(context, received, sender, tensors)
 
     def on_message(
         self, sender: int, body: bytes, tensors: list[torch.Tensor]
@@ -159,12 +160,16 @@ def _record_sent(context: DistAutogradContext, tensors: Sequence[torch.Tensor]) 
 
 
 def _attach_received(
-    received: CallMetadata, sender: int, tensors: list[torch.Tensor]
+    context: DistAutogradContext,
+    received: CallMetadata,
+    sender: int,
+    tensors: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     if not received.positions:
         return tensors
     origin = Origin(received.context_id, sender, received.message_id)
     tracked = attach_recv(origin, [tensors[i] for i in received.positions])
+    context.add_receipt(sender, received.message_id, tracked[0].grad_fn)
     result = list(tensors)
     for position, tensor in zip(received.positions, tracked, strict=True):
         result[position] = tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -71,3 +72,24 @@ def test_init_checks_whose_worker_it_is(alice: Agent):
     autograd_dist._init(0)
     with pytest.raises(RuntimeError, match="id is 0, not 3"):
         autograd_dist._init(3)
+
+
+def test_a_context_shows_what_was_sent_and_received_in_it(alice: Agent):
+    with autograd_dist.context():
+        x = torch.ones(2, requires_grad=True)
+        plain = rpc.rpc_sync("bob", torch.mul, (torch.ones(2), 3))
+        context = autograd_dist._current_context()
+        assert (context._send_functions(), context._recv_functions()) == ({}, {})
+        y = rpc.rpc_sync("bob", torch.mul, (x, plain))
+        (sent,) = context._send_functions().values()
+        assert sent.next_functions[0][0].variable is x
+        assert list(context._recv_functions().values()) == [y.grad_fn]
+
+
+def test_looking_at_a_context_keeps_no_graph_alive(alice: Agent):
+    with autograd_dist.context():
+        x = torch.ones(2, requires_grad=True)
+        y = rpc.rpc_sync("bob", torch.mul, (x, 3))
+        del y
+        gc.collect()
+        assert autograd_dist._current_context()._recv_functions() == {}
