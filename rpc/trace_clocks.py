@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from rpc.trace_records import WorkerTrace
 
@@ -57,10 +58,14 @@ class Offset:
 
 
 def samples_of(workers: Iterable[WorkerTrace]) -> list[ClockSample]:
-    """The samples in the records of traced calls."""
+    """The samples in the records of traced calls; workers in one process share its clock."""
     traces = list(workers)
     handlers = {h.span: (trace.worker, h) for trace in traces for h in trace.handlers}
-    found = []
+    found = [
+        ClockSample(one.worker, other.worker, 0.0, 0.0, 0.0, 0.0)
+        for one, other in combinations(traces, 2)
+        if one.process == other.process
+    ]
     for trace in traces:
         for call in trace.calls:
             there, handler = handlers.get(call.span, (-1, None))

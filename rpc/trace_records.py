@@ -110,7 +110,7 @@ class WorkerTrace:
     Args:
         worker: its id.
         name: its name.
-        process: the same for workers in one process, which share threads.
+        process: the same for workers in one process, which share threads and clock.
         threads: names of its threads by native id.
         dropped: records that were too many.
     """

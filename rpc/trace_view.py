@@ -146,11 +146,8 @@ class _Painter:
             for handler in trace.handlers:
                 mine += self._handler(trace, handler)
             for operator in trace.operators:
-                worker = self._runs.worker_of(trace, operator)
-                row = operator.device or _thread(trace, operator.thread)
-                found[worker].append(
-                    Slice(row, operator.name, "operator", operator.began, operator.ended)
-                )
+                run = self._runs.around(trace, operator)
+                found[run.trace.worker].append(_operator(run, operator))
         return found
 
     def _call(self, trace: WorkerTrace, call: CallRecord) -> Slice:
@@ -209,23 +206,42 @@ class _Painter:
         return self._names.get(worker, f"worker {worker}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A stretch of a thread in which one worker used it."""
+
+    trace: WorkerTrace
+    begin: float
+    end: float
+
+
 class _Runs:
-    """Which worker ran something on a thread at a time; workers may share a process."""
+    """What ran on each thread; workers in one process share threads and profiler."""
 
     def __init__(self, workers: Sequence[WorkerTrace]) -> None:
-        self._by_thread: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
+        self._by_thread: dict[tuple[str, int], list[_Run]] = {}
         for trace in workers:
             for h in trace.handlers:
                 runs = self._by_thread.setdefault((trace.process, h.thread), [])
-                runs.append((h.running, h.returned, trace.worker))
+                runs.append(_Run(trace, h.running, h.returned))
         for runs in self._by_thread.values():
-            runs.sort()
+            runs.sort(key=lambda run: run.begin)
 
-    def worker_of(self, reporter: WorkerTrace, operator: OperatorRecord) -> int:
+    def around(self, reporter: WorkerTrace, operator: OperatorRecord) -> _Run:
+        """The handler an operator ran in; else all of the worker that reports it."""
         runs = self._by_thread.get((reporter.process, operator.thread), ())
-        index = bisect_right(runs, (operator.began, float("inf"), 0)) - 1
-        inside = index >= 0 and operator.ended <= runs[index][1]
-        return runs[index][2] if inside and not operator.device else reporter.worker
+        middle = (operator.began + operator.ended) / 2
+        index = bisect_right(runs, middle, key=lambda run: run.begin) - 1
+        if operator.device or index < 0 or runs[index].end < middle:
+            return _Run(reporter, operator.began, operator.ended)
+        return runs[index]
+
+
+def _operator(run: _Run, operator: OperatorRecord) -> Slice:
+    """An operator; the profiler's clock is not quite ours, so it is fitted into its handler."""
+    row = operator.device or _thread(run.trace, operator.thread)
+    began, ended = max(operator.began, run.begin), min(operator.ended, run.end)
+    return Slice(row, operator.name, "operator", began, ended)
 
 
 def _thread(trace: WorkerTrace, thread: int) -> str:
@@ -240,23 +256,27 @@ class _Rows:
 
     def __init__(self) -> None:
         self.lanes: list[list[Slice]] = []
-        self._open: list[list[float]] = []
+        self._open: list[list[Slice]] = []
 
     def place(self, item: Slice) -> None:
         """Puts a slice on the first row where it fits; to be called in order of begin."""
-        lane = next((i for i, ends in enumerate(self._open) if _fits(item, ends)), -1)
+        lane = next((i for i, opened in enumerate(self._open) if _fits(item, opened)), -1)
         if lane < 0:
             self.lanes.append([])
             self._open.append([])
         self.lanes[lane].append(item)
-        self._open[lane].append(item.end)
+        self._open[lane].append(item)
 
 
-def _fits(item: Slice, ends: list[float]) -> bool:
-    """True if a slice may go on a row, where slices with these ends are still open."""
-    while ends and ends[-1] <= item.begin:
-        ends.pop()
-    return not ends or (item.nests and item.end <= ends[-1])
+def _fits(item: Slice, opened: list[Slice]) -> bool:
+    """True if a slice may go on a row where these are still open, the innermost last."""
+    while opened and opened[-1].end <= item.begin:
+        opened.pop()
+    if not opened:
+        return True
+    within = opened[-1]
+    crosses = any(item.begin < end < item.end for _, end in within.stages)
+    return item.nests and item.end <= within.end and not crosses
 
 
 def _lay_out(worker: int, slices: Sequence[Slice]) -> tuple[list[Event], list[Placed]]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 import os
 import random
 import struct
 import threading
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from rpc.clock import MonotonicClock
 from rpc.current import current_agent
 from rpc.errors import FrameError
 from rpc.trace_clocks import ClockSample, Offset, estimate, samples_of
@@ -82,7 +85,7 @@ class Recording:
         self.trace = trace
         self.owner = owner
         self.now = agent.clock.now
-        self.records = WorkerTrace(agent.info.id, agent.info.name, str(os.getpid()))
+        self.records = WorkerTrace(agent.info.id, agent.info.name, _process(agent))
 
     def begin_call(self, kind: CallKind, name: str, to: int) -> CallRecord:
         """A call of this worker begins."""
@@ -376,6 +379,18 @@ def trace(
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(result.chrome_trace(), file)
+
+
+@functools.cache
+def _token(process: int) -> str:
+    return f"{process}-{uuid.uuid4().hex}"
+
+
+def _process(agent: Agent) -> str:
+    """The same for workers of this process, if their clocks tell the same time."""
+    clock = agent.clock
+    which = "" if type(clock) is MonotonicClock else f"-{id(clock):x}"
+    return _token(os.getpid()) + which
 
 
 def _extension_of(agent: Agent) -> Tracing:
