@@ -80,6 +80,7 @@ class WaitingCaller:
             assert self._error is not None
             raise self._error
         reply, frame, unpack = self._outcome
+        self._outcome = None  # it refers to the call, which refers to this
         return unpack(reply, frame, decode)
 
     def _done(self) -> bool:
