@@ -109,6 +109,7 @@ class BackwardPasses:
             passes = self._passes.pop(context_id, _OfContext())
         for driver in passes.drivers.values():
             driver.failed(f"Error on Node {self._me}: {reason}")
+            driver.abandon()
 
     def root_lost(self, worker_id: int) -> None:
         """Forgets the passes that a lost worker started."""

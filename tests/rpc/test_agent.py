@@ -24,6 +24,8 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.messages import Operation
+from rpc.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")
@@ -313,28 +315,15 @@ def test_a_future_cannot_be_sent(pair: list[Agent]) -> None:
         pair[0].rpc_sync("bob", torch.futures.Future)
 
 
-def test_a_function_missing_at_the_callee_is_named(
-    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    future = pair[0].caller.future("x")
-    from rpc.sinks import FutureSink
-
-    sink = FutureSink(future, pair[0].completions)
-    blocked = threading.Event()
-    pair[0].rpc_async("bob", identity, (1,)).wait()
-    original = pair[1].deliver
-
-    def late(sender: int, frame: Any) -> None:
-        blocked.wait(10)
-        original(sender, frame)
-
-    monkeypatch.setattr(pair[1], "deliver", late)
-    pair[0].caller.call(pair[1].info, whoami, (), {}, -1, sink)
-    monkeypatch.delattr(__import__(__name__), "whoami", raising=False)
-    monkeypatch.delitem(globals(), "whoami")
-    blocked.set()
-    with pytest.raises(DecodeError, match="RPC pickler does not serialize"):
+def test_a_function_missing_at_the_callee_is_named(pair: list[Agent]) -> None:
+    alice, bob = pair
+    future = alice.caller.future("a call")
+    sink = FutureSink(future, alice.completions)
+    name = b"only_at_the_caller\0helper"
+    alice.caller.request(Operation.CALL, bob.info, (), -1, sink, b"", "helper", name)
+    with pytest.raises(DecodeError, match=r"RPC pickler does not serialize.*'helper'.*only_at"):
         future.wait()
+    assert alice.rpc_sync("bob", whoami) == "bob"
 
 
 # --- Time and loss

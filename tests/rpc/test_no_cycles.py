@@ -1,0 +1,67 @@
+"""What a call leaves behind is freed at once, not when the garbage collector comes by.
+
+Large tensors in a cycle would stay for as long as the collector likes.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import autograd_dist
+import rpc
+from rpc.agent import Agent
+from rpc.testing import as_worker
+
+
+def identity(value: object) -> object:
+    return value
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def tensors_in_cycles(act: Callable[[], object]) -> int:
+    """How many tensors only the garbage collector can free after ``act`` ran a few times."""
+    for _ in range(5):
+        act()
+    threading.Event().wait(0.1)  # what other threads still hold is no cycle
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) for found in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_calls_and_references_leave_no_tensor_in_a_cycle(pair: list[Agent]) -> None:
+    alice, x = pair[0], torch.ones(3)
+    assert tensors_in_cycles(lambda: alice.rpc_sync("bob", identity, (x,))) == 0
+    assert tensors_in_cycles(lambda: alice.rpc_async("bob", identity, (x,)).wait()) == 0
+    assert tensors_in_cycles(lambda: alice.remote("bob", identity, (x,)).to_here()) == 0
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_a_backward_pass_leaves_no_tensor_in_a_cycle(pair: list[Agent]) -> None:
+    with as_worker(pair[0]):
+        layer = rpc.remote("bob", nn.Linear, (3, 2))
+        x = torch.ones(4, 3)
+
+        def step() -> None:
+            with autograd_dist.context() as context:
+                autograd_dist.backward(context, [layer.rpc_sync().forward(x).sum()])
+
+        step()
+        assert tensors_in_cycles(step) == 0
