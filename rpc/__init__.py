@@ -5,7 +5,7 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 :func:`shutdown`.
 """
 
-from rpc import api, backend_registry, constants, functions, internal, options
+from rpc import api, backend_registry, constants, functions, internal, options, tracing
 from rpc.agent import Agent
 from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
 from rpc.api import _init_rpc_backend as _init_rpc_backend
@@ -36,6 +36,7 @@ from rpc.builtin_backends import TensorPipeAgent
 from rpc.debug import _get_debug_info as _get_debug_info
 from rpc.debug import _rref_context_get_debug_info as _rref_context_get_debug_info
 from rpc.debug import enable_gil_profiling
+from rpc.debug_dump import install_debug_signal
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
@@ -106,6 +107,7 @@ __all__ = [
     "get_worker_info",
     "init_backend",
     "init_rpc",
+    "install_debug_signal",
     "internal",
     "is_available",
     "metrics",
@@ -115,4 +117,5 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "tracing",
 ]

@@ -95,7 +95,12 @@ class Callee:
         with self._lock:
             rows = list(self._serving.items())
         return [
-            {"operation": s.request.operation.name, "from": s.sender, "age": now - since}
+            {
+                "operation": s.request.operation.name,
+                "call": text_of(s.method),
+                "from": s.sender,
+                "age": now - since,
+            }
             for s, since in rows
         ]
 

@@ -502,6 +502,18 @@ class ReferenceKeeper:
             found = self._table.leaks()
         return [f"{leak.rref}, used by {', '.join(map(str, leak.users))}" for leak in found]
 
+    def inventory(self) -> tuple[list[str], list[str]]:
+        """This worker's shared values with their holders, and its handles to others' values."""
+        with self._lock:
+            lent, values = self._table.leaks(), dict(self._values)
+            users = self._table.users()
+        owned = [
+            f"{leak.rref}: {_contents(values.get(leak.rref))}, "
+            f"held by {', '.join(map(str, leak.users))}"
+            for leak in lent
+        ]
+        return owned, [f"{h.reference.rref} on {h.reference.owner}: {how}" for h, how in users]
+
     # --- Shared by the above
 
     def _bury(self, dead: list[Holding]) -> None:
@@ -591,3 +603,13 @@ def _require_created(holding: Holding) -> None:
 def _creation(target: bytes) -> Passed:
     (passed,) = decode_passed(target)
     return passed
+
+
+def _contents(slot: Slot | None) -> str:
+    """What a place for a value holds, in a word."""
+    if slot is None or not slot.done():
+        return "not there yet"
+    try:
+        return type(slot.value()).__qualname__
+    except BaseException as error:
+        return f"failed with {type(error).__qualname__}"

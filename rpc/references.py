@@ -485,6 +485,10 @@ class ReferenceTable:
             if entry.forks
         ]
 
+    def users(self) -> list[tuple[UserHandle, str]]:
+        """The handles of this worker to others' values, and how far each got; for dumps."""
+        return [(user.handle, user.state.name.lower()) for user in self._users.values()]
+
     # --- Shared by the above
 
     def _new_id(self) -> GlobalId:
