@@ -172,7 +172,7 @@ class _Service:
         if operation is Operation.FETCH:
             self._fetch(adopted, scopes)
         elif operation is Operation.EXTENSION:
-            self._extension(adopted)
+            self._extension(adopted, scopes)
         else:
             self._call(adopted, scopes)
 
@@ -246,16 +246,21 @@ class _Service:
         # Whoever fills the slot is a handler, which may as well encode the replies.
         slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))
 
-    def _extension(self, adopted: Adopted) -> None:
+    def _extension(self, adopted: Adopted, scopes: ExitStack | None) -> None:
         request = self.request
         self.method = f"{request.target.decode()} message"
+        if scopes is not None:
+            self._agent.extensions.on_request(self.sender, request.extensions, scopes)([])
         body, tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, list(tensors))
         if isinstance(answer, bytes):
             self._succeed(answer)
         else:
-            answer.add_done_callback(lambda done: self._settle(done.value, self._reply_error))
+            context = contextvars.copy_context()
+            answer.add_done_callback(
+                lambda done: context.copy().run(self._settle, done.value, self._reply_error)
+            )
 
     def _succeed(self, result: object) -> None:
         try:

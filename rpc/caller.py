@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from rpc import codec, deadlines, packing
+from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
@@ -155,26 +155,35 @@ class Caller:
         timeout: float,
     ) -> Future[bytes]:
         """Sends an extension's own message; the future holds the answer's bytes."""
-        packed = packing.pack(
-            (body, tuple(tensors)), to.id, self._agent.references, None, borrow=True
-        )
-        if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self._agent.rpc_timeout
         name = f"{extension} message"
         future = self.future(f"{name} to {to.name}")
         sink = FutureSink(future, self._agent.completions)
-        call = Call(name, sink, timeout, packed.loan, (), self._book[name, to.id])
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self._agent.rpc_timeout
+        if traced() is None or extension == tracing.Tracing.name:
+            self._message(to, extension, (body, tuple(tensors)), timeout, sink)
+        else:
+            with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
+                self._message(to, extension, (body, tuple(tensors)), timeout, watched)
+        return future
+
+    def _message(
+        self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
+    ) -> None:
+        packed = packing.pack(value, to.id, self._agent.references, None, borrow=True)
+        riding = tracing.riding()
+        name = f"{extension} message"
+        call = Call(name, sink, timeout, packed.loan, riding, self._book[name, to.id])
         header = Request(
             Operation.EXTENSION,
             packed.plain,
             timeout,
             extension.encode(),
-            (),
+            riding,
             packed.loan.table,
             packed.tensor_table,
         ).encode()
         self._send(call, to, header, packed.payload, packed.slots)
-        return future
 
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""

@@ -51,11 +51,13 @@ def span_name(kind: str, name: str, here: str, there: str) -> str:
     """The name of a call's span in profiles and traces; the same as in the original.
 
     Args:
-        kind: ``sync``, ``async``, ``remote`` or ``to_here``.
+        kind: ``sync``, ``async``, ``remote``, ``to_here``, or ``message`` for an extension's.
         name: of the function.
         here: name of the calling worker.
         there: name of the other.
     """
     if kind == "to_here":
         return f"to_here#({here})->({there})"
+    if kind == "message":
+        return f"{name}({here} -> {there})"
     return f"rpc_{kind}#{operator_name(name)}({here} -> {there})"

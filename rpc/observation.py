@@ -108,7 +108,7 @@ def watching(
     kind = _kind_of(operation, sink)
     observers: list[Observer] = []
     with contextlib.ExitStack() as scopes:
-        if profiling() and not followed():
+        if profiling() and not followed() and kind is not CallKind.MESSAGE:
             observers.append(_ProfilerSpan(span_name(kind.value, name, agent.info.name, to.name)))
         place = tracing.active()
         if place is not None and place.recording.of(agent):
@@ -209,4 +209,6 @@ def _kind_of(operation: Operation, sink: Sink) -> CallKind:
         return CallKind.REMOTE
     if operation is Operation.FETCH:
         return CallKind.TO_HERE
+    if operation is Operation.EXTENSION:
+        return CallKind.MESSAGE
     return CallKind.SYNC if isinstance(sink, WaitingCaller) else CallKind.ASYNC

@@ -23,6 +23,8 @@ class CallKind(str, Enum):
     ASYNC = "async"
     REMOTE = "remote"
     TO_HERE = "to_here"
+    MESSAGE = "message"
+    """An extension's own, e.g. gradients of a distributed backward pass."""
 
 
 @dataclass(slots=True)

@@ -189,8 +189,8 @@ class _Painter:
         begun = ("decode", handler.running)
         finish = (("encode", handler.encoded), ("replying", handler.replied))
         stages: tuple[tuple[str, float], ...]
-        if not handler.running:  # it only waited for a value, on no thread
-            row, stages = "values fetched", (("wait and encode", handler.encoded), finish[1])
+        if not handler.running:  # not a function: it may have waited for a value, on no thread
+            row, stages = "values and messages", (("answering", handler.encoded), finish[1])
             yield Slice(row, title, "handler", started, over, stages, span, failed, nests=False)
             return
         if handler.ran <= returned:

@@ -30,6 +30,7 @@ import torch
 from rpc.clock import MonotonicClock
 from rpc.current import current_agent
 from rpc.errors import FrameError
+from rpc.messages import Extensions
 from rpc.trace_clocks import ClockSample, Offset, estimate, samples_of
 from rpc.trace_records import (
     CallKind,
@@ -148,6 +149,16 @@ def sending(place: Place, record: CallRecord) -> Iterator[None]:
         _sending.reset(token)
 
 
+def riding() -> Extensions:
+    """What a traced message carries that no other extension has anything to say about."""
+    current = _sending.get()
+    if current is None:
+        return ()
+    recording, record = current
+    record.sent = recording.now()
+    return ((Tracing.name, recording.metadata(record)),)
+
+
 def served(arrived: float, replied: float, failed: bool) -> None:
     """The reply to the request that the running code serves was sent."""
     place = _place.get()
@@ -190,12 +201,9 @@ class Tracing:
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Notes that the arguments are encoded."""
-        current = _sending.get()
-        if current is None:
-            return None
-        recording, record = current
-        record.sent = recording.now()
-        return recording.metadata(record)
+        for _, metadata in riding():
+            return metadata
+        return None
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]

@@ -151,6 +151,12 @@ def test_calls_that_overlap_get_rows_of_their_own() -> None:
     assert_rows_nest(events)
 
 
+def test_messages_of_extensions_are_named_after_them() -> None:
+    message = CallRecord(1, CallKind.MESSAGE, "autograd_dist message", 1, 5, 1.0, 1.1, 1.9, 2.0)
+    (item,) = slices(draw(alice(message)), "call")
+    assert item["name"] == "autograd_dist message(alice -> worker 1)"
+
+
 def test_an_unanswered_call_ends_where_it_was_last_seen() -> None:
     events = draw(alice(CallRecord(1, CallKind.SYNC, "f", 1, 5, 1.0, 1.1, 1.6, 1.6, True)))
     (call,) = slices(events, "call")
@@ -210,9 +216,9 @@ def test_fetching_a_value_occupies_no_thread() -> None:
     events = draw(alice(call), bob(fetch))
     assert slices(events, "call")[0]["name"] == "to_here#(alice)->(bob)"
     (item,) = slices(events, "handler")
-    assert row(events, item) == "values fetched"
+    assert row(events, item) == "values and messages"
     stages = [e["name"] for e in slices(events, "stage") if e["pid"] == 1]
-    assert stages == ["wait and encode", "replying"]
+    assert stages == ["answering", "replying"]
 
 
 @pytest.mark.parametrize("seed", range(20))

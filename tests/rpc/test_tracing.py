@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import autograd_dist
 import rpc
 from rpc.agent import Agent
 from rpc.clock import MonotonicClock
@@ -58,6 +59,10 @@ def add_up(count: int) -> torch.Tensor:
     for _ in range(count):
         total = total + 1
     return total
+
+
+def multiply_at(worker: str, value: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync(worker, operator.mul, (value, value))
 
 
 _gate = threading.Event()
@@ -134,6 +139,19 @@ class TestRecording:
         call, handler = pair_of(found, "bob", "carol")
         assert asked.running < call.begun < asked.returned
         assert handler.replied < asked.replied
+
+    def test_messages_of_extensions_are_followed_too(self, group: Group) -> None:
+        leaf = torch.ones(2, requires_grad=True)
+        with trace() as found, autograd_dist.context() as context:
+            loss = rpc.rpc_sync("bob", multiply_at, ("carol", leaf))
+            autograd_dist.backward(context, [loss.sum()])
+            assert autograd_dist.get_gradients(context)[leaf].tolist() == [2.0, 2.0]
+        names = {h.name for h in of(found, "carol").handlers}
+        assert names == {"mul", "autograd_dist message"}
+        messages = {
+            c.to for c in of(found, "bob").calls if c.kind is CallKind.MESSAGE and c.replied
+        }
+        assert {0, 2} <= messages
 
     def test_a_failed_call_is_marked_at_both_ends(self, group: Group) -> None:
         with trace() as found, pytest.raises(ZeroDivisionError):
