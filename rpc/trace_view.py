@@ -340,26 +340,35 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _arrows(placed: Sequence[Placed], origin: float) -> Iterator[Event]:
-    """From each call through the queue to its handler, and from there back."""
+    """From each call through the queue to its handler, and from there back.
+
+    Both ends lie within their slices, and never back in time, though clocks are
+    only nearly aligned and a reply may arrive before its sender knows it has left.
+    """
     by_kind: dict[tuple[str, int], Placed] = {(p.item.category, p.item.span): p for p in placed}
     for (category, span), call in by_kind.items():
         handler = by_kind.get(("handler", span))
         if category != "call" or handler is None:
             continue
         queue = by_kind.get(("queue", span))
-        first = queue or handler
         last = by_kind.get(("unfinished", span), handler)
-        sent = dict(call.item.stages).get("encode", 0.0) or call.item.begin
-        replied = dict(call.item.stages).get("on the wire back", 0.0)
-        leave = min(sent, max(first.item.begin, call.item.begin))
-        yield _arrow("s", "request", f"{span:x}", call, leave, origin)
+        stages = dict(call.item.stages)
+        arrived = (queue or handler).item.begin
+        leaves = _within(call, min(stages.get("encode", 0.0), arrived))
+        yield _arrow("s", "request", f"{span:x}", call, leaves, origin)
         if queue is not None:
-            yield _arrow("t", "request", f"{span:x}", queue, queue.item.begin, origin)
+            yield _arrow("t", "request", f"{span:x}", queue, arrived, origin)
         yield _arrow("f", "request", f"{span:x}", handler, handler.item.begin, origin)
+        replied = stages.get("on the wire back", 0.0)
         if replied:
-            back = max(replied, min(last.item.end, call.item.end))
-            yield _arrow("s", "reply", f"{span:x}r", last, last.item.end, origin)
-            yield _arrow("f", "reply", f"{span:x}r", call, back, origin)
+            returns = _within(last, min(last.item.end, replied))
+            yield _arrow("s", "reply", f"{span:x}r", last, returns, origin)
+            replied = _within(call, max(replied, returns))
+            yield _arrow("f", "reply", f"{span:x}r", call, replied, origin)
+
+
+def _within(placed: Placed, when: float) -> float:
+    return min(max(when, placed.item.begin), placed.item.end)
 
 
 def _arrow(phase: str, name: str, key: str, at: Placed, when: float, origin: float) -> Event:

@@ -125,6 +125,17 @@ def test_arrows_lead_from_the_call_through_the_queue_to_the_handler_and_back() -
         )
 
 
+@pytest.mark.parametrize("seconds", [-0.5, -0.05, 0.0, 0.05, 0.5])
+def test_arrows_never_lead_back_in_time_if_they_can_help_it(seconds: float) -> None:
+    events = draw(alice(CALL), bob(HANDLER), offsets={1: Offset(seconds, 0.5)})
+    handler, call = slices(events, "handler")[0], slices(events, "call")[0]
+    times = {(e["name"], e["ph"]): e["ts"] for e in events if e["ph"] in "stf"}
+    if handler["ts"] >= call["ts"] + 100_000:  # the request can have come from the call
+        assert times["request", "s"] <= times["request", "t"] <= times["request", "f"]
+    if handler["ts"] <= call["ts"] + call["dur"]:
+        assert times["reply", "s"] <= times["reply", "f"]
+
+
 def test_clocks_are_aligned() -> None:
     late = HandlerRecord(
         1, "aten::add", 0, 6, *(t + 50.0 for t in (1.3, 1.2, 1.4, 1.6, 1.6, 1.7, 1.8))
