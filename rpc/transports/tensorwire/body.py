@@ -22,6 +22,7 @@ INLINE_ALIGNMENT = 16
 _COUNT = struct.Struct("<I")
 _ROW = struct.Struct("<BBBxIQQ")
 _MAX_DIMENSIONS = 64
+_LAYOUTS = tuple(struct.Struct(f"<{2 * count}qB") for count in range(_MAX_DIMENSIONS + 1))
 
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"),
@@ -31,6 +32,7 @@ _DTYPE_NAMES = (
 )
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, n, None) for n in _DTYPE_NAMES)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+_ITEM_SIZES = tuple(0 if dtype is None else dtype.itemsize for dtype in _DTYPES)
 _BYTES = 255
 
 
@@ -43,6 +45,9 @@ class Place(enum.IntEnum):
     """In shared segment ``segment``, at ``position``."""
     STREAM = 2
     """On bulk channels, as transfer ``position``."""
+
+
+_PLACES = tuple(Place)
 
 
 class Item(NamedTuple):
@@ -58,15 +63,56 @@ class Item(NamedTuple):
     device: str
 
 
+class Look(NamedTuple):
+    """How a tensor that is to be sent looks."""
+
+    code: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    nbytes: int
+
+
+def look_at(tensor: torch.Tensor) -> Look:
+    """Describes a tensor.
+
+    Raises:
+        EncodeError: it cannot be sent: not strided and dense, or of an unknown dtype.
+    """
+    dtype = tensor.dtype
+    code = _DTYPE_CODES.get(dtype)
+    if code is None:
+        raise EncodeError(f"tensors of {dtype} cannot be sent")
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        raise EncodeError("only plain strided tensors travel as tensors of a frame")
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    elements = _dense_elements(shape, strides)
+    if elements is None:
+        raise EncodeError(f"a tensor of shape {shape} and strides {strides} is not dense")
+    return Look(code, shape, strides, elements * _ITEM_SIZES[code])
+
+
+def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """How many elements a layout has; None if they do not span just as many."""
+    elements, reach = 1, 1
+    for size, stride in zip(shape, strides, strict=True):
+        if size < 0 or stride < 0:
+            return None
+        elements *= size
+        reach += (size - 1) * stride
+    return elements if reach == elements or not elements else None
+
+
 def pack_table(items: list[Item]) -> bytes:
     """The table section of a frame."""
     parts = [_COUNT.pack(len(items))]
     for place, segment, position, nbytes, dtype, shape, strides, device in items:
-        code = _BYTES if dtype is None else _dtype_code(dtype)
-        parts.append(_ROW.pack(place, code, len(shape), segment, position, nbytes))
-        if dtype is not None:
-            name = device.encode()
-            parts.append(struct.pack(f"<{2 * len(shape)}qB", *shape, *strides, len(name)) + name)
+        if dtype is None:
+            parts.append(_ROW.pack(place, _BYTES, 0, segment, position, nbytes))
+        else:
+            dimensions, name = len(shape), device.encode()
+            row = (place, _DTYPE_CODES[dtype], dimensions, segment, position, nbytes)
+            parts.append(_ROW.pack(*row))
+            parts.append(_LAYOUTS[dimensions].pack(*shape, *strides, len(name)) + name)
     return b"".join(parts)
 
 
@@ -84,86 +130,47 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
     try:
         (count,) = _COUNT.unpack_from(table)
         items: list[Item] = []
-        position = _COUNT.size
+        position, total = _COUNT.size, 0
         for _ in range(count):
-            item, position = _unpack_row(table, position)
+            item, position = _unpack_row(table, position, inline_bytes)
+            total += item.nbytes
+            if (item.dtype is None) != (not items):
+                raise FrameError("a table must describe one payload, then tensors")
             items.append(item)
     except (struct.error, UnicodeDecodeError):
         raise FrameError("a frame's table ends early") from None
     if not items or position != len(table):
         raise FrameError("a frame's table has the wrong length")
-    _check(items, inline_bytes, max_bytes)
+    if total > max_bytes:
+        raise FrameError(f"message of {total} bytes; the limit is {max_bytes} (max_message_bytes)")
     return items
 
 
-def _unpack_row(table: bytes, position: int) -> tuple[Item, int]:
+def _unpack_row(table: bytes, position: int, inline_bytes: int) -> tuple[Item, int]:
     place, code, dimensions, segment, at, nbytes = _ROW.unpack_from(table, position)
     position += _ROW.size
-    if place not in (0, 1, 2) or dimensions > _MAX_DIMENSIONS:
+    if place >= len(_PLACES) or dimensions > _MAX_DIMENSIONS:
         raise FrameError(f"a table row with place {place} and {dimensions} dimensions")
+    if not place and at + nbytes > inline_bytes:
+        raise FrameError("a table row points past the inline section")
     if code == _BYTES:
-        return Item(Place(place), segment, at, nbytes, None, (), (), ""), position
-    layout = struct.Struct(f"<{2 * dimensions}qB")
-    *sizes, length = layout.unpack_from(table, position)
+        return Item(_PLACES[place], segment, at, nbytes, None, (), (), ""), position
+    layout = _LAYOUTS[dimensions]
+    sizes = layout.unpack_from(table, position)
     position += layout.size
-    device = table[position : position + length].decode("ascii")
+    shape, strides, length = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
+    device = ""
+    if length:
+        device = table[position : position + length].decode("ascii")
+        position += length
     if len(device) != length or code >= len(_DTYPES) or (dtype := _DTYPES[code]) is None:
         raise FrameError(f"a table row with dtype code {code}, unknown to this torch")
-    shape, strides = tuple(sizes[:dimensions]), tuple(sizes[dimensions:])
-    row = Item(Place(place), segment, at, nbytes, dtype, shape, strides, device)
-    return row, position + length
-
-
-def _check(items: list[Item], inline_bytes: int, max_bytes: int) -> None:
-    total = 0
-    for index, item in enumerate(items):
-        total += item.nbytes
-        if (item.dtype is None) != (index == 0):
-            raise FrameError("a table must describe one payload, then tensors")
-        if item.place is Place.INLINE and item.position + item.nbytes > inline_bytes:
-            raise FrameError("a table row points past the inline section")
-        if item.dtype is not None:
-            _check_dense(item.shape, item.strides, item.nbytes, item.dtype.itemsize)
-    if total > max_bytes:
-        raise FrameError(f"message of {total} bytes; the limit is {max_bytes} (max_message_bytes)")
-
-
-def _check_dense(
-    shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int, itemsize: int
-) -> None:
-    """Refuses a layout whose elements do not fill exactly ``nbytes`` bytes."""
-    elements, reach = 1, 1
-    for size, stride in zip(shape, strides, strict=True):
-        if size < 0 or stride < 0:
-            raise FrameError(f"a tensor of shape {shape} and strides {strides}")
-        elements *= size
-        reach += (size - 1) * stride
-    if elements * itemsize != nbytes or (elements and reach != elements):
+    elements = _dense_elements(shape, strides)
+    if elements is None or elements * _ITEM_SIZES[code] != nbytes:
         raise FrameError(
             f"a tensor of shape {shape} and strides {strides} does not fill {nbytes} bytes"
         )
-
-
-def _dtype_code(dtype: torch.dtype) -> int:
-    code = _DTYPE_CODES.get(dtype)
-    if code is None:
-        raise EncodeError(f"tensors of {dtype} cannot be sent")
-    return code
-
-
-def check_sendable(tensor: torch.Tensor) -> None:
-    """Refuses what cannot be described by a row.
-
-    Raises:
-        EncodeError: the tensor is not strided and dense, or of an unknown dtype.
-    """
-    _dtype_code(tensor.dtype)
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        raise EncodeError("only plain strided tensors travel as tensors of a frame")
-    try:
-        _check_dense(tuple(tensor.shape), tensor.stride(), tensor.nbytes, tensor.itemsize)
-    except FrameError as error:
-        raise EncodeError(str(error)) from None
+    return Item(_PLACES[place], segment, at, nbytes, dtype, shape, strides, device), position
 
 
 class Source(NamedTuple):
@@ -190,11 +197,6 @@ def source_of_payload(payload: bytes | bytearray | memoryview) -> Source:
     if view.format != "B" or view.ndim != 1:
         view = view.cast("B")
     return Source(np.frombuffer(view, np.uint8).ctypes.data, len(view), view)
-
-
-def source_of_tensor(tensor: torch.Tensor) -> Source:
-    """The bytes of a dense host tensor."""
-    return Source(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def tensor_over(memory: object, item: Item, offset: int = 0) -> torch.Tensor:

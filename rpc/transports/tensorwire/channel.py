@@ -99,30 +99,36 @@ class Sender:
         self._counter.add(item.size())
         self.flush()
 
-    def send_small(self, kind: int, correlation: int, header: bytes, inline: Buffer) -> None:
-        """The same for a frame of few bytes and no table, the usual case without detours."""
+    def send_small(
+        self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
+    ) -> None:
+        """The same for a frame of few bytes, the usual case, without detours."""
         if self._queue or self._unsent or not self._role.acquire(False):
-            self.queue_small(kind, correlation, header, inline)
+            self.queue_small(kind, correlation, header, table, inline)
             self.flush()
             return
         try:
             if self._queue or self._unsent:
-                self.queue_small(kind, correlation, header, inline)
+                self.queue_small(kind, correlation, header, table, inline)
             else:
-                fixed = pack_fixed(kind, correlation, self._sequence, len(header), 0, len(inline))
+                lengths = (len(header), len(table), len(inline))
+                fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
                 self._sequence += 1
-                self._write(fixed + header + inline)
+                self._write(fixed + header + table + inline)
         finally:
             self._role.release()
         # Others may have left work while the role was ours, ``writable`` included.
         if self._queue or self._unsent:
             self.flush()
 
-    def queue_small(self, kind: int, correlation: int, header: bytes, inline: Buffer) -> None:
+    def queue_small(
+        self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
+    ) -> None:
         """Queues a frame; someone must call :meth:`flush`."""
         parts = (inline,) if inline else ()
-        self._queue.append(Outgoing(kind, correlation, header, b"", parts, len(inline)))
-        self._counter.add(len(header) + len(inline))
+        item = Outgoing(kind, correlation, header, table, parts, len(inline))
+        self._queue.append(item)
+        self._counter.add(item.size())
 
     def _write(self, data: bytes) -> None:
         """Sends as much as the socket takes, keeps the rest; called in the writing role."""

@@ -102,6 +102,10 @@ def _check_fixed(data: Buffer, start: int, kinds: frozenset[int], expected: int)
     return fixed
 
 
+def _fresh(length: int) -> memoryview:
+    return memoryview(bytearray(length))
+
+
 class FrameDecoder:
     """Turns the bytes of a main channel into frames.
 
@@ -111,13 +115,19 @@ class FrameDecoder:
 
     Args:
         max_frame_bytes: a frame that says it is longer is refused.
+        allocate: where memory for long frames comes from.
     """
 
-    def __init__(self, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        max_frame_bytes: int,
+        allocate: Callable[[int], memoryview] = _fresh,
+    ) -> None:
         self._max_frame_bytes = max_frame_bytes
+        self._allocate = allocate
         self._rest = b""
         self._sequence = 0
-        self._large: bytearray | None = None
+        self._large: memoryview | None = None
         self._large_fixed = _Fixed(*[0] * 9)
         self._large_end = 0
 
@@ -170,7 +180,7 @@ class FrameDecoder:
         if length < _LARGE:
             return False
         present = data[start + FIXED_SIZE :]
-        self._large = bytearray(length - FIXED_SIZE)
+        self._large = self._allocate(length - FIXED_SIZE)
         self._large[: len(present)] = present
         self._large_end = len(present)
         self._large_fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
@@ -181,7 +191,7 @@ class FrameDecoder:
         """Where the rest of a long frame is to be received, if one has begun."""
         if self._large is None:
             return None
-        return memoryview(self._large)[self._large_end :]
+        return self._large[self._large_end :]
 
     def filled(self, count: int) -> list[Arrived]:
         """Takes note of ``count`` bytes in :meth:`room`; returns the frame if it is complete."""
@@ -191,10 +201,9 @@ class FrameDecoder:
             return []
         self._large = None
         self._sequence = (self._sequence + 1) & _COUNTER_MASK
-        view = memoryview(large)
         at_inline = fixed.header + fixed.table
-        header, table = bytes(view[: fixed.header]), bytes(view[fixed.header : at_inline])
-        return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, view[at_inline:]), table)]
+        header, table = bytes(large[: fixed.header]), bytes(large[fixed.header : at_inline])
+        return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, large[at_inline:]), table)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +21,11 @@ from rpc.transports.base import Frame
 from rpc.transports.tensorwire.body import (
     INLINE_ALIGNMENT,
     Item,
+    Look,
     Place,
     Source,
     pack_table,
     source_of_payload,
-    source_of_tensor,
     tensor_over,
     unpack_table,
 )
@@ -42,13 +42,13 @@ from rpc.transports.tensorwire.framing import (
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.regions import Array, view_of
 from rpc.transports.tensorwire.shared_memory import Budget, ReceivedSegments, SendPool
-from rpc.transports.tensorwire.transfers import Parcel, Transfers
+from rpc.transports.tensorwire.transfers import Transfers
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 SHARED_FROM = 1 << 15
-STREAM_FROM = 1 << 16
-_INLINE_AT_MOST = 1 << 18
+STREAM_FROM = 1 << 20
+_INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
 
@@ -70,7 +70,9 @@ class _Draft:
     parts: list[Buffer] = field(default_factory=list)
     inline: int = 0
 
-    def add_inline(self, data: memoryview) -> int:
+    def add_inline(self, data: Buffer) -> int:
+        if not data:
+            return self.inline
         padding = -self.inline % INLINE_ALIGNMENT
         if padding:
             self.parts.append(bytes(padding))
@@ -106,55 +108,74 @@ class Link:
         self.unsent = Unsent()
         self.place = self._transfers.place
 
-    def send(self, frame: Frame, flush_soon: Callable[[Sender], None] | None = None) -> None:
+    def send(
+        self,
+        frame: Frame,
+        looks: Sequence[Look] = (),
+        flush_soon: Callable[[Sender], None] | None = None,
+    ) -> None:
         """Sends or queues a frame in which ``peer`` found no fault.
 
         Args:
             frame: what to send.
+            looks: how its tensors look.
             flush_soon: if given, small frames are queued only, and this is told.
         """
         main = self.main
         if main is None:
             return
-        payload = frame.payload
-        if frame.tensors or len(payload) >= _PLAIN_BELOW or type(payload) is memoryview:
-            main.send(self._encode(frame))
-        elif flush_soon is not None:
-            main.queue_small(frame.kind, frame.correlation, frame.header, payload)
-            flush_soon(main)
+        kind, correlation, header, inline, _ = frame
+        table = b""
+        if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
+            draft = self._draft(frame, looks)
+            table = pack_table(draft.items)
+            if draft.inline >= _PLAIN_BELOW:
+                parts = tuple(draft.parts)
+                main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
+                return
+            inline = b"".join(draft.parts)
+        if flush_soon is None:
+            main.send_small(kind, correlation, header, table, inline)
         else:
-            main.send_small(frame.kind, frame.correlation, frame.header, payload)
+            main.queue_small(kind, correlation, header, table, inline)
+            flush_soon(main)
 
     def senders(self) -> list[Sender]:
         """The writing halves of all channels."""
         return [*self.bulk, *([self.main] if self.main is not None else [])]
 
-    def _encode(self, frame: Frame) -> Outgoing:
+    def _draft(self, frame: Frame, looks: Sequence[Look]) -> _Draft:
         draft = _Draft()
-        payload = source_of_payload(frame.payload)
-        draft.items.append(Item(*self._road(draft, payload), payload.size, None, (), (), ""))
-        for tensor in frame.tensors:
-            draft.items.append(self._tensor_item(draft, tensor))
-        table = pack_table(draft.items)
-        return Outgoing(
-            frame.kind, frame.correlation, frame.header, table, tuple(draft.parts), draft.inline
-        )
+        draft.items.append(self._payload_item(draft, frame.payload))
+        for tensor, look in zip(frame.tensors, looks, strict=True):
+            draft.items.append(self._tensor_item(draft, tensor, look))
+        return draft
 
-    def _tensor_item(self, draft: _Draft, tensor: torch.Tensor) -> Item:
-        device = self._devices.destination(tensor.device)
-        data = source_of_tensor(to_host(tensor))
-        road = self._road(draft, data)
-        return Item(*road, data.size, tensor.dtype, tuple(tensor.shape), tensor.stride(), device)
+    def _payload_item(self, draft: _Draft, payload: Buffer) -> Item:
+        size = len(payload)
+        if size < SHARED_FROM and type(payload) is bytes:
+            return Item(Place.INLINE, 0, draft.add_inline(payload), size, None, (), (), "")
+        source = source_of_payload(payload)
+        return Item(*self._road(draft, source), source.size, None, (), (), "")
+
+    def _tensor_item(self, draft: _Draft, tensor: torch.Tensor, look: Look) -> Item:
+        device = ""
+        if not tensor.is_cpu:
+            device = self._devices.destination(tensor.device)
+            tensor = to_host(tensor)
+        road = self._road(draft, Source(tensor.data_ptr(), look.nbytes, tensor))
+        return Item(*road, look.nbytes, tensor.dtype, look.shape, look.strides, device)
 
     def _road(self, draft: _Draft, data: Source) -> tuple[Place, int, int]:
         """Sends, copies or inlines the bytes; tells where the peer finds them."""
-        if data.size >= SHARED_FROM and self._pool is not None:
-            slot = self._pool.put(data.address, data.size)
+        size = data.size
+        if size >= SHARED_FROM and self._pool is not None:
+            slot = self._pool.put(data.address, size)
             if slot is not None:
                 return Place.SHARED, slot.segment, slot.position
-            self._offer_segment(self._pool, data.size)
-        crowded = draft.inline + data.size > _INLINE_AT_MOST
-        if data.size and self.bulk and (data.size >= STREAM_FROM or crowded):
+            self._offer_segment(self._pool, size)
+        crowded = draft.inline + size > _INLINE_AT_MOST
+        if size and self.bulk and (size >= STREAM_FROM or crowded):
             return Place.STREAM, 0, self._stream(data)
         return Place.INLINE, 0, draft.add_inline(data.view())
 
@@ -187,8 +208,10 @@ class Link:
             FrameError: it is malformed.
         """
         items = unpack_table(table, len(frame.payload), self._limit)
+        if all(item.place is not Place.STREAM for item in items):
+            return self._assemble(frame, items, {})
         parcel = self._transfers.frame_received(frame, items)
-        return None if parcel is None else self._assemble(parcel)
+        return None if parcel is None else self._assemble(*parcel)
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
@@ -198,7 +221,7 @@ class Link:
         """
         if isinstance(event, Chunk):
             parcel = self._transfers.chunk_received(event.transfer, event.length)
-            return None if parcel is None else self._assemble(parcel)
+            return None if parcel is None else self._assemble(*parcel)
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
         elif self._pool is not None:
@@ -227,17 +250,16 @@ class Link:
                 os.close(descriptor)
         sender.send(Outgoing(answer, offered.segment, pack_pair(0, 0)))
 
-    def _assemble(self, parcel: Parcel) -> Frame:
-        frame, items, arrays = parcel.frame, parcel.items, parcel.arrays
+    def _assemble(self, frame: Frame, items: list[Item], arrays: dict[int, Array]) -> Frame:
         inline = frame.payload
         first = items[0]
         payload: Buffer
         if first.place is Place.INLINE:
-            payload = bytes(inline[first.position : first.position + first.nbytes])
+            payload = inline[first.position : first.position + first.nbytes]
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
-        tensors = tuple(self._tensor(inline, item, arrays) for item in items[1:])
-        return frame._replace(payload=payload, tensors=tensors)
+        tensors = tuple([self._tensor(inline, item, arrays) for item in items[1:]])
+        return Frame(frame.kind, frame.correlation, frame.header, payload, tensors)
 
     def _tensor(self, inline: Buffer, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
         if item.place is Place.INLINE:

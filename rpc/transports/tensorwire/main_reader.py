@@ -11,6 +11,7 @@ import socket
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 _RECEIVE_BYTES = 65536
 _CLOSED = "the connection was closed by the other end"
@@ -23,6 +24,7 @@ class MainReader:
         sock: the channel.
         link: builds frames.
         max_frame_bytes: see :class:`FrameDecoder`.
+        buffers: where memory for long frames comes from.
 
     Attributes:
         more: the last :meth:`read` may have left something in the socket.
@@ -30,11 +32,13 @@ class MainReader:
         silent: nothing has ever been received.
     """
 
-    def __init__(self, sock: socket.socket, link: Link, max_frame_bytes: int) -> None:
+    def __init__(
+        self, sock: socket.socket, link: Link, max_frame_bytes: int, buffers: ReceiveBuffers
+    ) -> None:
         self._sock = sock
         self._receive = sock.recv
         self._link = link
-        self._decoder = FrameDecoder(max_frame_bytes)
+        self._decoder = FrameDecoder(max_frame_bytes, buffers.view)
         self.more = False
         self.over = ""
         self.silent = True

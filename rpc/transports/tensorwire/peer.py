@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from rpc.errors import EncodeError, QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire.acceptor import Proven
-from rpc.transports.tensorwire.body import check_sendable
+from rpc.transports.tensorwire.body import Look, look_at
 from rpc.transports.tensorwire.bulk import BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Target
@@ -103,7 +105,7 @@ class RemotePeer:
         self._lock = threading.Lock()
         self._channels: dict[Sender, Remove] = {}
         self._outgoing: Link | None = None
-        self._early: list[Frame] = []
+        self._early: list[tuple[Frame, tuple[Look, ...]]] = []
         self._connecting: threading.Thread | None = None
         self._connect_thread: threading.Thread | None = None
         self._incoming: Link | None = None
@@ -119,16 +121,10 @@ class RemotePeer:
         if self._reason is not None:
             raise self._lost_error()
         if frame.kind is FrameKind.REPLY:
-            link = self._incoming
-            self._check(frame, self._devices_back)
-            if link is None:
-                raise self._lost_error()
-            if link.unsent.count > self._machinery.max_bytes_in_flight:
-                self._await_sockets(frame, link)
-            requests = self._machinery.requests
-            link.send(frame, requests.flush_soon if requests.is_batching_here() else None)
+            self._send_reply(frame)
             return
-        size = self._check(frame, self._devices)
+        looks = self._look_at(frame.tensors, self._devices) if frame.tensors else ()
+        size = self._check(frame, looks)
         link = self._outgoing
         if frame.kind is FrameKind.REQUEST:
             if not self._window.try_charge(frame.correlation, size):
@@ -136,21 +132,38 @@ class RemotePeer:
         elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
             self._await_sockets(frame, link)
         if link is not None:
-            link.send(frame)
+            link.send(frame, looks)
         else:
-            self._send_early(frame)
+            self._send_early(frame, looks)
 
-    def _check(self, frame: Frame, devices: DeviceMap) -> int:
-        """The size of a frame; raises if it cannot be sent."""
+    def _send_reply(self, frame: Frame) -> None:
+        link = self._incoming
+        looks = self._look_at(frame.tensors, self._devices_back) if frame.tensors else ()
+        self._check(frame, looks)
+        if link is None:
+            raise self._lost_error()
+        machinery = self._machinery
+        if link.unsent.count > machinery.max_bytes_in_flight:
+            self._await_sockets(frame, link)
+        requests = machinery.requests
+        link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
+
+    @staticmethod
+    def _look_at(tensors: tuple[torch.Tensor, ...], devices: DeviceMap) -> tuple[Look, ...]:
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                devices.check(tensor.device)
+        return tuple(map(look_at, tensors))
+
+    def _check(self, frame: Frame, looks: tuple[Look, ...]) -> int:
+        """The size of a frame; raises if it is too large to be sent."""
         payload = frame.payload
         size = len(frame.header)
         if size > _MAX_HEADER_BYTES:
             raise EncodeError(f"message header of {size} bytes; the limit is {_MAX_HEADER_BYTES}")
         size += payload.nbytes if isinstance(payload, memoryview) else len(payload)
-        for tensor in frame.tensors:
-            check_sendable(tensor)
-            devices.check(tensor.device)
-            size += tensor.nbytes
+        for look in looks:
+            size += look.nbytes
         limit = self._machinery.resources.max_message_bytes
         if size > limit:
             raise EncodeError(f"message of {size} bytes; the limit is {limit} (max_message_bytes)")
@@ -186,11 +199,11 @@ class RemotePeer:
 
     # Opening our link.
 
-    def _send_early(self, frame: Frame) -> None:
+    def _send_early(self, frame: Frame, looks: tuple[Look, ...]) -> None:
         with self._lock:
             link = self._outgoing
             if link is None:
-                self._early.append(frame)
+                self._early.append((frame, looks))
                 if self._connecting is None and self._reason is None:
                     self._connecting = threading.Thread(
                         target=self._connect, name=f"tensorwire-connect-{self.name}", daemon=True
@@ -198,7 +211,7 @@ class RemotePeer:
                     self._connect_thread = self._connecting
                     self._connecting.start()
         if link is not None:
-            link.send(frame)
+            link.send(frame, looks)
 
     def _connect(self) -> None:
         try:
@@ -217,8 +230,8 @@ class RemotePeer:
                     self._outgoing = link
                     self._connecting = None
                     break
-            for frame in frames:
-                link.send(frame)
+            for frame, looks in frames:
+                link.send(frame, looks)
         self._settle()
 
     def _connect_ended(self, reason: str) -> None:
@@ -247,7 +260,7 @@ class RemotePeer:
             return None
         for sender in link.bulk:
             self._add_bulk(sender, link)
-        reader = MainReader(connections.main, link, _MAX_FRAME_BYTES)
+        reader = MainReader(connections.main, link, _MAX_FRAME_BYTES, machinery.resources.buffers)
         ended = partial(self._channel_ended, main)
         replies.add(
             connections.main, reader, ChannelEvents(self._reply_arrived, main.writable, ended)
@@ -288,7 +301,7 @@ class RemotePeer:
             self._channels[main] = machinery.requests.remove
         if former is not None:
             self._retire(former)
-        reader = MainReader(sock, link, _MAX_FRAME_BYTES)
+        reader = MainReader(sock, link, _MAX_FRAME_BYTES, machinery.resources.buffers)
         ended = partial(self._incoming_ended, main, reader)
         events = ChannelEvents(self._request_arrived, main.writable, ended)
         machinery.requests.add_main(sock, reader, events)

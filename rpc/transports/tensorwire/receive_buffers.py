@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from rpc.transports.tensorwire.regions import Array, Region
+from rpc.transports.tensorwire.regions import Array, Region, view_of
 
 _SMALLEST = 1 << 16
 
@@ -40,6 +40,10 @@ class ReceiveBuffers:
             region = Region(size)
         taken = region
         return taken.array(0, lambda: self._put_back(taken))
+
+    def view(self, length: int) -> memoryview:
+        """The same as exactly ``length`` bytes."""
+        return view_of(self.take(length), length)
 
     def _put_back(self, region: Region) -> None:
         with self._lock:

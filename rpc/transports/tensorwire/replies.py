@@ -1,12 +1,11 @@
 """Reads the links this worker opened: replies, in the thread that waits for one.
 
-All readers sleep in the same epoll instance, edge-triggered. Linux wakes the one
-that came last, which is the thread that just sent a request and now waits; a
-background thread lies below it and wakes when nobody waits. So nothing is
-handed from thread to thread, and no reply ever goes unread.
-
 At most one waiting thread reads, the *leader*; others sleep in their own way
-and are woken by what is delivered to them.
+and are woken by what is delivered to them. While there is no leader, a
+background thread reads. It sleeps in an epoll instance of its own, in which the
+instance with the channels is the only entry; the leader silences that entry as
+it comes and restores it as it goes. So nothing is handed from thread to thread,
+nobody is woken in vain, and no reply ever goes unread.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.spinning import Lookout
 
 _EDGE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -100,14 +99,15 @@ class ReplySide:
     def __init__(self, name: str) -> None:
         self._name = name
         self._epoll = select.epoll()
+        self._lookout = Lookout(self._epoll, _EVENTS)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        self._background = select.epoll()
+        self._background.register(self._epoll.fileno(), select.EPOLLIN)
         self._channels: dict[int, _Channel] = {}
         self._leading = threading.Lock()
         self._leader_done: Callable[[], bool] | None = None
         self._leader_thread = 0
-        self._leader_left: SimpleQueue[None] = SimpleQueue()
-        self._standing_aside = False
         self._background_thread = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -145,59 +145,47 @@ class ReplySide:
                 self.start()
             block()
             return
+        channels = self._epoll.fileno()
         self._leader_thread = threading.get_ident()
         self._leader_done = done
         try:
+            self._background.modify(channels, 0)
             while not (done() or self._closed):
-                self._poll(_RECHECK_SECONDS)
+                self._dispatch(self._lookout.wait(_RECHECK_SECONDS))
         finally:
             self._leader_done = None
             self._leader_thread = 0
+            self._background.modify(channels, select.EPOLLIN)
             self._leading.release()
-            if self._standing_aside:
-                self._leader_left.put(None)
         if not done():
             block()
 
-    def wake(self) -> bool:
-        """Makes the leader look at its ``done()`` again; True if it had to be told."""
+    def wake(self) -> None:
+        """Makes the leader look at its ``done()`` again."""
         done = self._leader_done
-        if done is None or not done():
-            return False
-        os.eventfd_write(self._bell, 1)
-        return True
+        if done is not None and done():
+            os.eventfd_write(self._bell, 1)
 
     def _serve(self) -> None:
         me = threading.get_ident()
         self._background_thread = me
         while not self._closed and self._background_thread == me:
-            self._poll(-1)
-            if self._leader_done is not None and self.wake():
-                self._stand_aside()
+            self._background.poll(-1, 1)
+            self._dispatch(self._epoll.poll(0, _EVENTS))
+            self.wake()
 
-    def _stand_aside(self) -> None:
-        """Leaves the reading to the leader until it is done, or a while."""
-        self._standing_aside = True
-        if self._leader_done is not None:
-            with contextlib.suppress(Empty):
-                self._leader_left.get(timeout=_RECHECK_SECONDS)
-        self._standing_aside = False
-
-    def _poll(self, timeout: float) -> None:
-        for descriptor, events in self._epoll.poll(timeout, _EVENTS):
+    def _dispatch(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, events in ready:
             channel = self._channels.get(descriptor)
             if channel is not None:
                 channel.handle(events)
-            elif descriptor == self._bell and not self._closed:
-                self._answer_bell()
+            elif descriptor == self._bell and self._leader_thread in (0, threading.get_ident()):
+                self._silence_bell()
 
-    def _answer_bell(self) -> None:
-        """The bell is the leader's, if there is one, who may not have fallen asleep yet."""
-        if self._leader_thread in (0, threading.get_ident()):
+    def _silence_bell(self) -> None:
+        if not self._closed:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
-        else:
-            self._stand_aside()
 
     def close(self) -> None:
         """Stops reading; joins the background reader."""
@@ -208,5 +196,6 @@ class ReplySide:
                 thread.join()
         here = self._leader_thread == threading.get_ident()
         with contextlib.nullcontext() if here else self._leading:
+            self._background.close()
             self._epoll.close()
             os.close(self._bell)

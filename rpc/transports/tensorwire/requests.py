@@ -29,6 +29,7 @@ from typing import Any
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
+from rpc.transports.tensorwire.spinning import Lookout
 
 _TICK_SECONDS = 0.001
 _QUIET_TICKS = 50
@@ -63,6 +64,7 @@ class RequestSide:
         self._sweep = sweep
         self.sweeping = False
         self._epoll = select.epoll()
+        self._lookout = Lookout(self._epoll, _EVENTS)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
@@ -204,7 +206,7 @@ class RequestSide:
 
     def _poll(self) -> None:
         timeout = _SWEEP_SECONDS if self.sweeping else -1
-        for descriptor, events in self._epoll.poll(timeout, _EVENTS):
+        for descriptor, events in self._lookout.wait(timeout):
             handler = self._handlers.get(descriptor)
             if handler is not None:
                 handler(events)

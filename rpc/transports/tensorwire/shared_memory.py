@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import os
 import threading
-from bisect import insort
-from dataclasses import dataclass, field
+from bisect import bisect
 from typing import NamedTuple
 
 from rpc.errors import FrameError
@@ -27,6 +27,8 @@ from rpc.transports.tensorwire.regions import Array, Region, array_at, view_of
 BLOCK = 4096
 _MIN_SEGMENT = 16 << 20
 _HUGE_PAGE = 2 << 20
+_QUICK_LOOK = 4
+_EVERYTHING = 1 << 30
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -43,38 +45,50 @@ class _Gap(NamedTuple):
     length: int
 
 
-@dataclass(slots=True)
 class _Segment:
-    number: int
-    region: Region
-    gaps: list[_Gap]
-    taken: dict[int, int] = field(default_factory=dict)
-    usable: bool = False
+    """One segment at its sender: which parts are free, which are taken.
 
-    def flag(self, position: int) -> int:
-        return self.region.address + position // BLOCK
+    Free parts are found at the lowest address, so that memory that is in the
+    caches is used before memory that is not, or was never touched.
+    """
+
+    def __init__(self, number: int, region: Region) -> None:
+        start = _flag_bytes(region.size)
+        self.number = number
+        self.region = region
+        self.usable = False
+        self._flags = view_of(array_at(region.address), start)
+        self._gaps = [_Gap(start, region.size - start)]
+        self._taken: dict[int, int] = {}
 
     def take(self, length: int) -> int | None:
-        """First fit; the position, or None."""
-        for index, gap in enumerate(self.gaps):
+        """The position of a part of ``length`` bytes, now taken; None if there is none."""
+        for index, gap in enumerate(self._gaps):
             if gap.length >= length:
                 rest = _Gap(gap.start + length, gap.length - length)
-                self.gaps[index : index + 1] = [rest] if rest.length else []
-                self.taken[gap.start] = length
+                self._gaps[index : index + 1] = [rest] if rest.length else []
+                self._taken[gap.start] = length
+                self._flags[gap.start // BLOCK] = 1
                 return gap.start
         return None
 
-    def collect(self) -> None:
-        """Makes gaps of the slots whose flags are down."""
-        flags = view_of(array_at(self.region.address), _flag_bytes(self.region.size))
-        for position in [p for p in self.taken if not flags[p // BLOCK]]:
-            insort(self.gaps, _Gap(position, self.taken.pop(position)))
-        merged: list[_Gap] = []
-        for gap in self.gaps:
-            if merged and merged[-1].start + merged[-1].length == gap.start:
-                gap = _Gap(merged[-1].start, merged.pop().length + gap.length)
-            merged.append(gap)
-        self.gaps = merged
+    def collect(self, at_most: int) -> None:
+        """Frees the parts whose receivers are done, among the ``at_most`` oldest."""
+        flags = self._flags
+        oldest = itertools.islice(self._taken, at_most)
+        for position in [p for p in oldest if not flags[p // BLOCK]]:
+            self._free(position, self._taken.pop(position))
+
+    def _free(self, start: int, length: int) -> None:
+        gaps = self._gaps
+        index = bisect(gaps, (start,))
+        if index < len(gaps) and gaps[index].start == start + length:
+            length += gaps.pop(index).length
+        if index and gaps[index - 1].start + gaps[index - 1].length == start:
+            index -= 1
+            start, before = gaps.pop(index)
+            length += before
+        gaps.insert(index, _Gap(start, length))
 
 
 class Slot(NamedTuple):
@@ -127,6 +141,7 @@ class SendPool:
         self._lock = threading.Lock()
         self._budget = budget
         self._segments: dict[int, _Segment] = {}
+        self._usable: list[_Segment] = []
         self._next = 0
         self._closed = False
         self._failed = False
@@ -147,15 +162,12 @@ class SendPool:
 
     def _take(self, length: int) -> tuple[_Segment, int] | None:
         """Called with the lock held; borrows the segment's region."""
-        usable = [s for s in self._segments.values() if s.usable]
-        for fresh in (False, True):
+        usable = self._usable
+        for look_at in (_QUICK_LOOK, _EVERYTHING):
             for segment in usable:
-                if fresh:
-                    segment.collect()
+                segment.collect(look_at)
                 position = segment.take(length)
                 if position is not None and segment.region.borrow():
-                    # Raised under the lock: a slot must never be collected half filled.
-                    ctypes.memset(segment.flag(position), 1, 1)
                     return segment, position
         return None
 
@@ -192,8 +204,7 @@ class SendPool:
             os.close(descriptor)
             self._fail(size)
             return None
-        start = _flag_bytes(size)
-        segment = _Segment(number, region, [_Gap(start, size - start)])
+        segment = _Segment(number, region)
         with self._lock:
             if not self._closed:
                 self._segments[number] = segment
@@ -218,6 +229,7 @@ class SendPool:
                 raise FrameError(f"an answer about segment {number}, which was not offered")
             if usable:
                 segment.usable = True
+                self._usable.append(segment)
                 return
             self._failed = True
             del self._segments[number]
@@ -229,6 +241,7 @@ class SendPool:
             self._closed = True
             segments = list(self._segments.values())
             self._segments.clear()
+            self._usable.clear()
         for segment in segments:
             self._discard(segment)
 
@@ -279,8 +292,8 @@ class ReceivedSegments:
             inside = _flag_bytes(region.size) <= position <= region.size - length
             if not inside or position % BLOCK or not length:
                 raise FrameError(f"a tensor outside shared segment {number}")
-            flag = region.address + position // BLOCK
-            return region.array(position, lambda: _lower(flag))
+            flags = array_at(region.address)
+            return region.array(position, lambda: _lower(flags, position // BLOCK))
 
     def close(self) -> None:
         """Unmaps every segment that no tensor lives in; the others follow their tensors."""
@@ -292,5 +305,5 @@ class ReceivedSegments:
             region.retire()
 
 
-def _lower(flag: int) -> None:
-    ctypes.memset(flag, 0, 1)
+def _lower(flags: Array, number: int) -> None:
+    flags[number] = 0

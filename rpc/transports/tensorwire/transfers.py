@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
@@ -24,8 +25,7 @@ class _Transfer:
     missing: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A frame with its table parsed and its transfers, by number, complete."""
 
     frame: Frame

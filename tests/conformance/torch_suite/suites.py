@@ -70,7 +70,8 @@ def _classes() -> dict[str, type[unittest.TestCase]]:
     if SETUP.backend != "TENSORPIPE":
         fixture = TensorWireRpcAgentTestFixture
     bases = [(suite, fixture) for suite in (*general, *pipe)]
-    bases += [(suite, FaultyRpcAgentTestFixture) for suite in rpc_utils.FAULTY_AGENT_TESTS]
+    if SETUP.backend == "TENSORPIPE":  # the faulty agent is one of TensorPipe's
+        bases += [(suite, FaultyRpcAgentTestFixture) for suite in rpc_utils.FAULTY_AGENT_TESTS]
     return {suite.__name__: _concrete(suite, fixture) for suite, fixture in bases}
 
 

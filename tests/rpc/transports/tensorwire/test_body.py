@@ -11,10 +11,10 @@ from rpc.errors import EncodeError, FrameError
 from rpc.transports.tensorwire.body import (
     Item,
     Place,
-    check_sendable,
+    Source,
+    look_at,
     pack_table,
     source_of_payload,
-    source_of_tensor,
     tensor_over,
     unpack_table,
 )
@@ -104,13 +104,15 @@ def test_the_bytes_after_a_table_are_refused() -> None:
 )
 def test_tensors_that_are_not_plain_and_dense_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(EncodeError):
-        check_sendable(tensor)
+        look_at(tensor)
 
 
 def test_a_source_is_the_memory_itself() -> None:
     tensor = torch.arange(4, dtype=torch.int16).reshape(2, 2).t()
-    assert bytes(source_of_tensor(tensor).view()) == bytes([0, 0, 1, 0, 2, 0, 3, 0])
-    view = source_of_tensor(tensor).view()
+    assert bytes(Source(tensor.data_ptr(), tensor.nbytes, tensor).view()) == bytes(
+        [0, 0, 1, 0, 2, 0, 3, 0]
+    )
+    view = Source(tensor.data_ptr(), tensor.nbytes, tensor).view()
     view[0] = 9
     assert tensor[0, 0] == 9
     assert bytes(source_of_payload(memoryview(b"abcd").cast("H")).view()) == b"abcd"

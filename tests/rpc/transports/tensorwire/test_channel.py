@@ -51,7 +51,7 @@ def wire() -> Iterator[Wire]:
 
 
 def test_a_small_frame_leaves_at_once(wire: Wire) -> None:
-    wire.sender.send_small(1, 5, b"header", b"payload")
+    wire.sender.send_small(1, 5, b"header", b"", b"payload")
     wire.receive(1)
     assert wire.found == [(5, b"header", b"payload")]
     assert wire.unsent.count == 0
@@ -62,7 +62,7 @@ def test_what_does_not_fit_waits_for_the_socket_and_stays_in_order(wire: Wire) -
     big = bytes(range(256)) * 4000
     for number in range(30):
         if number % 3:
-            wire.sender.send_small(1, number, b"h", b"p")
+            wire.sender.send_small(1, number, b"h", b"", b"p")
         else:
             wire.sender.send(Outgoing(1, number, b"h", b"", (big, b"tail"), len(big) + 4))
     assert wire.watching[-1] is True
@@ -77,7 +77,7 @@ def test_what_does_not_fit_waits_for_the_socket_and_stays_in_order(wire: Wire) -
 
 def test_queued_frames_leave_with_a_flush(wire: Wire) -> None:
     for number in range(200):
-        wire.sender.queue_small(2, number, b"h", b"")
+        wire.sender.queue_small(2, number, b"h", b"", b"")
     wire.other.setblocking(False)
     with pytest.raises(BlockingIOError):
         wire.other.recv(1)
@@ -91,7 +91,7 @@ def test_threads_share_a_socket_without_mixing_frames(wire: Wire) -> None:
     def send(thread: int) -> None:
         for step in range(300):
             payload = bytes([thread]) * (step * 7)
-            wire.sender.send_small(1, thread * 1000 + step, b"h", payload)
+            wire.sender.send_small(1, thread * 1000 + step, b"h", b"", payload)
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -119,7 +119,7 @@ def test_a_descriptor_is_passed_once_and_closed_here(wire: Wire) -> None:
 
 def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
     while not wire.watching:
-        wire.sender.send_small(1, 0, b"h", b"x" * 60_000)
+        wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
     reading, writing = os.pipe()
     wire.sender.send(Outgoing(17, 0, b"", descriptor=writing))
     wire.sender.close()
@@ -129,17 +129,17 @@ def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
 
 def test_a_broken_socket_drops_frames_and_counts_nothing(wire: Wire) -> None:
     while not wire.watching:
-        wire.sender.send_small(1, 0, b"h", b"x" * 60_000)
+        wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
     wire.other.close()
     wire.sender.writable()
-    wire.sender.send_small(1, 0, b"h", b"")
+    wire.sender.send_small(1, 0, b"h", b"", b"")
     wire.sender.send(Outgoing(1, 0, b"h", b"", (b"x" * 100_000,), 100_000))
     assert wire.unsent.count == 0
 
 
 def test_waiting_for_the_socket_ends_when_the_bytes_have_left(wire: Wire) -> None:
     while not wire.watching:
-        wire.sender.send_small(1, 0, b"h", b"x" * 60_000)
+        wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
     assert not wire.unsent.wait(0, 0.0)
     done = threading.Event()
 

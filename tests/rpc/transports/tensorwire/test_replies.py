@@ -38,7 +38,7 @@ class Side:
         self.arrived: dict[int, int] = {}
         self.ended: list[str] = []
         self.sequence = 0
-        reader = MainReader(self.mine, link, 1 << 30)
+        reader = MainReader(self.mine, link, 1 << 30, ReceiveBuffers(0))
         self.replies.add(self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end))
 
     def deliver(self, frame: Frame) -> None:

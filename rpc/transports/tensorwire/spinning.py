@@ -1,0 +1,59 @@
+"""Decides whether to look again and again before sleeping: only while that pays.
+
+Waking a sleeping thread costs tens of microseconds where the processor has gone
+idle, several times as much as the whole exchange takes while both ends look out
+for each other. But where the other end cannot run meanwhile, or takes longer
+anyway, looking out is wasted. So a thread looks out for a bounded time, and only
+while that succeeds often enough. As it takes both ends, those that have given up
+try again at the same times, told by the clock that all processes of a host share.
+
+Measured on two cores, empty ping-pong over a Unix socket: 7 µs when both ends
+look out, 33-60 µs when one or none does; 11 µs without, 34 µs with it, when the
+scheduler has put both ends on one core.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+SPIN_SECONDS = 80e-6
+_MOST_CREDIT = 16
+_PRICE_OF_FAILURE = 4
+_TRIAL_EVERY_SECONDS = 0.02
+_TRIAL_SECONDS = 0.001
+
+_clock = time.perf_counter
+_give_way = os.sched_yield
+
+
+class Lookout:
+    """Waits on one epoll instance, for one thread at a time.
+
+    Args:
+        epoll: what to wait on.
+        max_events: to return at once.
+    """
+
+    def __init__(self, epoll: select.epoll, max_events: int) -> None:
+        self._poll = epoll.poll
+        self._max_events = max_events
+        self._credit = _MOST_CREDIT
+
+    def wait(self, timeout: float) -> list[tuple[int, int]]:
+        """The events that are there, or come within ``timeout`` seconds (-1: some time)."""
+        poll = self._poll
+        now = _clock()
+        if self._credit <= 0 and now % _TRIAL_EVERY_SECONDS > _TRIAL_SECONDS:
+            return poll(timeout, self._max_events)
+        end = now + SPIN_SECONDS
+        while True:
+            events = poll(0, self._max_events)
+            if events:
+                self._credit = min(self._credit + 1, _MOST_CREDIT)
+                return events
+            _give_way()
+            if _clock() > end:
+                self._credit = max(self._credit - _PRICE_OF_FAILURE, 0)
+                return poll(timeout, self._max_events)
