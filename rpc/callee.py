@@ -111,7 +111,9 @@ class _Service:
     __slots__ = (
         "_agent",
         "_callee",
-        "_frame",
+        "_correlation",
+        "_payload",
+        "_tensors",
         "failed",
         "method",
         "received",
@@ -125,13 +127,15 @@ class _Service:
     ) -> None:
         self._agent = agent
         self._callee = callee
-        self._frame = frame
+        _, self._correlation, header, payload, tensors = frame
+        self._payload = payload
+        self._tensors = tensors
         self.sender = sender
         self.request = request
         self.method: MethodName = _UNKNOWN_METHOD
-        self.received = len(frame.header) + len(frame.payload)
-        if frame.tensors:
-            self.received += tensor_bytes(frame.tensors)
+        self.received = len(header) + len(payload)
+        if tensors:
+            self.received += tensor_bytes(tensors)
         self.sent = 0
         self.failed = False
 
@@ -177,12 +181,12 @@ class _Service:
             self._call(adopted, scopes)
 
     def _unpack(self, adopted: Adopted, scopes: ExitStack | None) -> Any:
-        request, frame = self.request, self._frame
+        request, payload, tensors = self.request, self._payload, self._tensors
         replace = None
         if scopes is not None:
             replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
-        value = packing.unpack(frame.payload, request.tensor_table, frame.tensors, adopted, replace)
-        self._frame = Frame(frame.kind, frame.correlation, b"")  # the handler owns the rest now
+        value = packing.unpack(payload, request.tensor_table, tensors, adopted, replace)
+        self._payload, self._tensors = b"", ()  # the handler owns them now
         return value
 
     def _call(self, adopted: Adopted, scopes: ExitStack | None) -> None:
@@ -325,7 +329,7 @@ class _Service:
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
-        frame = Frame(FrameKind.REPLY, self._frame.correlation, header, payload, slots)
+        frame = Frame(FrameKind.REPLY, self._correlation, header, payload, slots)
         self._agent.transport.send(self.sender, frame)
         self._callee.finished(self)
 
