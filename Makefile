@@ -1,9 +1,11 @@
-# The five things people do here. Each sets up what it needs, once, in $(VENV).
+# The six things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a digit classifier with a parameter server and two trainers
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
+#   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
+#                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
 # make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
@@ -31,7 +33,7 @@ READY := $(VENV)/.tensorwire-ready
 TEST := $(RUN) -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench clean
+.PHONY: help setup train test test-command check bench conformance clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -60,6 +62,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)
+
+conformance: $(READY)
+	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

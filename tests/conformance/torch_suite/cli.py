@@ -1,94 +1,157 @@
-"""The command line."""
+"""PyTorch's own RPC tests, run against this library and against torch.
+
+Results and the output of each test go to runs/conformance; EXPECTED.md is made of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from torch_suite import results, runner
+from torch_suite import report, results, runner
+from torch_suite.exemptions import exemption
 from torch_suite.results import Outcome, Result
-from torch_suite.setup import Sabotage, Setup, Start, Target
+from torch_suite.setup import Sabotage, Setup, Start, Subject
 
-_RUNS = Path(__file__).resolve().parents[3] / "runs" / "conformance"
+_HOME = Path(__file__).resolve().parents[1]
+_RUNS = _HOME.parents[1] / "runs" / "conformance"
+_PART = 3
+
+Choose = Callable[[Sequence[str]], Sequence[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the suite; 1 if a test failed."""
+    """Runs the suite; 1 if a test failed without a reason."""
     options = _parser().parse_args(arguments)
     if options.shard is not None:
         from torch_suite import shard
 
         shard.main(options.shard)
         return 0
-    return _run(options)
+    failed = [_run(subject, options) for subject in options.subjects]
+    runs = {subject: _kept(subject, options.output) for subject in Subject}
+    if options.table:
+        print(report.table(runs))
+    if options.report:
+        import torch
+
+        (_HOME / "EXPECTED.md").write_text(
+            report.expected(runs, torch.__version__.partition("+")[0])
+        )
+    return 1 if any(failed) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/conformance", description=__doc__)
-    parser.add_argument("--target", type=Target, default=Target.OURS, help="ours or torch")
-    parser.add_argument("--backend", default="TENSORPIPE", help="TENSORPIPE or TENSORWIRE")
-    parser.add_argument("--start", type=Start, default=Start.FORK, help="fork or spawn")
-    parser.add_argument("--sabotage", type=Sabotage, default=Sabotage.NOTHING)
-    parser.add_argument("--timeout", type=int, default=100, help="seconds for each test")
-    parser.add_argument("--shards", type=int, default=2, help="tests at the same time")
-    parser.add_argument("-k", default="", help="run tests whose Class.test matches this regex")
-    parser.add_argument("--failed", action="store_true", help="only what failed last time")
-    parser.add_argument("--list", action="store_true", help="only print the names")
+    parser.add_argument(
+        "subjects",
+        type=Subject,
+        nargs="*",
+        help="what to test, one after the other: torch, tensorpipe, tensorwire",
+    )
+    parser.add_argument("-k", default="", help="only tests whose Class.test matches this regex")
+    parser.add_argument(
+        "--part", action="store_true", help="only a part that takes a minute or two"
+    )
+    parser.add_argument("--failed", action="store_true", help="only what did not pass last time")
+    parser.add_argument("--all", action="store_true", help="also exempt tests that would hang")
+    parser.add_argument("--shards", type=int, default=2, help="tests at the same time (2)")
+    parser.add_argument("--timeout", type=int, default=100, help="seconds for each test (100)")
+    parser.add_argument("--start", type=Start, default=Start.FORK, help="fork or spawn workers")
+    parser.add_argument(
+        "--sabotage", type=Sabotage, default=Sabotage.NOTHING, help=argparse.SUPPRESS
+    )
     parser.add_argument("--output", type=Path, default=_RUNS, help="folder for results and logs")
+    parser.add_argument("--table", action="store_true", help="print a table of all results kept")
+    parser.add_argument("--report", action="store_true", help="write EXPECTED.md from them")
     parser.add_argument("--shard", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    setup = Setup(options.target, options.backend, options.start, options.sabotage, options.timeout)
-    name = f"{setup.target.value}-{setup.backend.lower()}"
-    logs = options.output / name
+def _run(subject: Subject, options: argparse.Namespace) -> bool:
+    """Runs one subject's tests; True if one failed without a reason."""
+    setup = Setup(subject, options.start, options.sabotage, options.timeout)
+    logs = options.output / subject.value
     logs.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"{name}.jsonl"
-    before = {result.test: result for result in results.read(file)}
-
-    def choose(tests: Sequence[str]) -> list[str]:
-        chosen = [test for test in tests if re.search(options.k, test)]
-        if options.failed:
-            failed = {r.test for r in before.values() if r.outcome is Outcome.FAILED}
-            chosen = [test for test in chosen if test in failed]
-        if options.list:
-            print(*chosen, sep="\n")
-            return []
-        progress.expected = len(chosen)
-        return chosen
-
-    progress = _Progress()
+    file = options.output / f"{subject.value}.jsonl"
+    print(f"--- {subject.title}", flush=True)
+    choice = _Choice(subject, options, results.read(file))
+    progress = _Progress(choice)
     with tempfile.TemporaryDirectory(prefix="rpc-conformance-") as temporary:
-        run = runner.run(setup, choose, options.shards, logs, Path(temporary), progress)
-    if run and setup.sabotage is Sabotage.NOTHING:
-        before.update((result.test, result) for result in run)
-        results.write(file, list(before.values()))
-    counts = Counter(result.outcome.value for result in run)
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    return 1 if counts[Outcome.FAILED.value] else 0
+        run = runner.run(setup, choice, options.shards, logs, Path(temporary), progress)
+    run += choice.not_run
+    if setup.sabotage is Sabotage.NOTHING:
+        results.merge(file, run)
+    counts = Counter(judged(result, subject).outcome for result in run)
+    print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome), flush=True)
+    return bool(counts[Outcome.FAILED])
+
+
+def _kept(subject: Subject, output: Path) -> list[Result]:
+    """The results of all runs so far, in the light of today's exemptions."""
+    file = output / f"{subject.value}.jsonl"
+    return [judged(result, subject) for result in results.read(file)]
+
+
+def judged(result: Result, subject: Subject) -> Result:
+    """A failure for which there is a reason is exempt, with that reason."""
+    found = None if subject is Subject.TORCH else exemption(result.test, subject.backend)
+    if found is None or result.outcome is not Outcome.FAILED:
+        return result
+    return replace(result, outcome=Outcome.EXEMPT, reason=found.why)
+
+
+class _Choice:
+    """Which of all tests to run."""
+
+    def __init__(
+        self, subject: Subject, options: argparse.Namespace, before: Sequence[Result]
+    ) -> None:
+        self._subject = subject
+        self._options = options
+        self._to_repeat = {each.test for each in before if each.outcome is Outcome.FAILED}
+        self.chosen: list[str] = []
+        self.not_run: list[Result] = []
+
+    def __call__(self, tests: Sequence[str]) -> list[str]:
+        options = self._options
+        for test in tests:
+            if not re.search(options.k, test) or (options.failed and test not in self._to_repeat):
+                continue
+            if options.part and zlib.crc32(test.encode()) % _PART:
+                continue
+            if self._would_hang(test) and not options.all:
+                self.not_run.append(Result(test, Outcome.FAILED, 0.0, "not run: it would hang"))
+            else:
+                self.chosen.append(test)
+        return self.chosen
+
+    def _would_hang(self, test: str) -> bool:
+        found = exemption(test, self._subject.backend)
+        return self._subject is not Subject.TORCH and found is not None and found.hangs
 
 
 class _Progress:
     """Prints a line for each test."""
 
-    def __init__(self) -> None:
-        self.expected = 0
+    def __init__(self, choice: _Choice) -> None:
+        self._choice = choice
         self._done = 0
         self._start = time.monotonic()
 
     def __call__(self, result: Result) -> None:
         self._done += 1
+        result = judged(result, self._choice._subject)
         elapsed = time.monotonic() - self._start
-        line = f"[{self._done}/{self.expected} {elapsed:.0f} s] {result.outcome.value:7} "
-        line += f"{result.seconds:5.1f} s  {result.test}"
-        if result.outcome is not Outcome.PASSED:
+        place = f"[{self._done}/{len(self._choice.chosen)} {elapsed:.0f} s]"
+        line = f"{place} {result.outcome.value:7} {result.seconds:5.1f} s  {result.test}"
+        if result.outcome is Outcome.FAILED:
             line += f"\n        {result.reason}"
         print(line, flush=True)
-        sys.stdout.flush()

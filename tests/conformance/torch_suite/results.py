@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class Outcome(str, enum.Enum):
 
     PASSED = "passed"
     FAILED = "failed"
+    EXEMPT = "exempt"
     SKIPPED = "skipped"
 
 
@@ -22,7 +24,7 @@ class Result:
 
     Args:
         test: ``Class.test``.
-        outcome: see :class:`Outcome`.
+        outcome: see :class:`Outcome`; EXEMPT is a failure for which there is a reason.
         seconds: how long it took.
         reason: why it did not pass, in one line.
     """
@@ -49,10 +51,12 @@ class Result:
         return cls(**values)
 
 
-def write(path: Path, results: list[Result]) -> None:
-    """Keeps the results, a line each, sorted by test."""
-    lines = [result.to_json() for result in sorted(results, key=lambda result: result.test)]
-    path.write_text("".join(f"{line}\n" for line in lines))
+def merge(path: Path, results: Iterable[Result]) -> None:
+    """Puts results in place of earlier ones of the same tests, and keeps the others."""
+    kept = {result.test: result for result in read(path)}
+    kept.update((result.test, result) for result in results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{kept[test].to_json()}\n" for test in sorted(kept)))
 
 
 def read(path: Path) -> list[Result]:
@@ -70,5 +74,5 @@ def last_line(text: str) -> str:
 
 
 def _names_an_error(line: str) -> bool:
-    name = line.partition(":")[0]
-    return name.endswith(("Error", "Exception")) and " " not in name
+    name, colon, text = line.partition(":")
+    return bool(colon and text) and name.endswith(("Error", "Exception")) and " " not in name

@@ -46,7 +46,7 @@ class Shard:
         path = os.pathsep.join((str(_HOME), str(_LIBRARY)))
         environment = {**os.environ, **setup.environment(), "PYTHONPATH": path}
         self._pending = b""
-        with (logs / "startup.log").open("w") as log:
+        with (logs / "startup.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", str(_HOME), "--shard", str(logs)],
                 stdin=subprocess.PIPE,
@@ -117,71 +117,91 @@ def run(
         temporary: a folder for the files of tests.
         progress: is told each result as it comes.
     """
-    first = Shard(setup, logs, temporary)
-    chosen = choose(first.tests)
-    work: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for test in chosen:
-        work.put(test)
-    done: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
-
-    def keep_busy(shard: Shard | None) -> None:
-        try:
-            _keep_busy(shard, setup, logs, temporary, work, done)
-        except BaseException as error:
-            done.put(error)
-        else:
-            done.put(None)
-
-    threads = [
-        threading.Thread(target=keep_busy, args=(first if number == 0 else None,))
-        for number in range(max(1, min(shards, len(chosen))))
-    ]
-    for thread in threads:
-        thread.start()
-    results = list(_collect(done, len(threads), progress))
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def _collect(
-    done: queue.SimpleQueue[Result | BaseException | None], threads: int, progress: Progress
-) -> list[Result]:
-    results = []
-    while threads:
-        item = done.get()
-        if isinstance(item, Result):
-            results.append(item)
-            progress(item)
-        else:
-            threads -= 1
-            if item is not None:
-                raise item
-    return results
-
-
-def _keep_busy(
-    shard: Shard | None,
-    setup: Setup,
-    logs: Path,
-    temporary: Path,
-    work: queue.SimpleQueue[str],
-    done: queue.SimpleQueue[Result | BaseException | None],
-) -> None:
+    (logs / "startup.log").unlink(missing_ok=True)
+    crew = _Crew(lambda: Shard(setup, logs, temporary), setup.timeout + _SECONDS_OF_GRACE)
     try:
+        chosen = choose(crew.tests())
+        return crew.run(chosen, min(shards, len(chosen)), progress)
+    finally:
+        crew.dismiss()
+
+
+class _Crew:
+    """The shards of one run.
+
+    Args:
+        recruit: starts a shard.
+        limit: seconds after which a shard that runs a test is given up.
+    """
+
+    def __init__(self, recruit: Callable[[], Shard], limit: float) -> None:
+        self._recruit = recruit
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._idle: list[Shard] = []
+        self._all: list[Shard] = []
+        self._work: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
+
+    def tests(self) -> Sequence[str]:
+        """The names of all tests, from the first shard."""
+        first = self._take()
+        self._idle.append(first)
+        return first.tests
+
+    def run(self, chosen: Sequence[str], shards: int, progress: Progress) -> list[Result]:
+        """Runs tests, ``shards`` at a time."""
+        for test in chosen:
+            self._work.put(test)
+        for _ in range(shards):
+            threading.Thread(target=self._report, daemon=True).start()
+        results = []
+        while shards:
+            item = self._done.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                shards -= 1
+            else:
+                results.append(item)
+                progress(item)
+        return results
+
+    def dismiss(self) -> None:
+        """Ends all shards, whatever they are doing."""
+        with self._lock:
+            shards = self._all[:]
+        for shard in shards:
+            shard.close()
+
+    def _take(self) -> Shard:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        shard = self._recruit()
+        with self._lock:
+            self._all.append(shard)
+        return shard
+
+    def _report(self) -> None:
+        try:
+            self._keep_busy()
+        except BaseException as error:
+            self._done.put(error)
+        else:
+            self._done.put(None)
+
+    def _keep_busy(self) -> None:
+        shard: Shard | None = None
         while True:
             try:
-                test = work.get_nowait()
+                test = self._work.get_nowait()
             except queue.Empty:
                 return
-            shard = shard or Shard(setup, logs, temporary)
-            limit = setup.timeout + _SECONDS_OF_GRACE
+            shard = shard or self._take()
             try:
-                done.put(shard.run(test, limit))
+                self._done.put(shard.run(test, self._limit))
             except ShardDied as error:
-                done.put(Result(test, Outcome.FAILED, limit, str(error)))
+                self._done.put(Result(test, Outcome.FAILED, self._limit, str(error)))
                 shard.close()
                 shard = None
-    finally:
-        if shard is not None:
-            shard.close()

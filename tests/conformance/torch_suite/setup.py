@@ -11,11 +11,25 @@ from dataclasses import asdict, dataclass
 _VARIABLE = "RPC_CONFORMANCE_SETUP"
 
 
-class Target(str, enum.Enum):
-    """Whose RPC the names ``torch.distributed.rpc`` and so on stand for."""
+class Subject(str, enum.Enum):
+    """Whose RPC the names ``torch.distributed.rpc`` and so on stand for, and over what."""
 
-    OURS = "ours"
     TORCH = "torch"
+    """torch's own, for comparison."""
+    TENSORPIPE = "tensorpipe"
+    """Ours, over the backend TENSORPIPE."""
+    TENSORWIRE = "tensorwire"
+    """Ours, over the backend TENSORWIRE."""
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return "TENSORWIRE" if self is Subject.TENSORWIRE else "TENSORPIPE"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return "torch" if self is Subject.TORCH else f"ours, {self.backend}"
 
 
 class Start(str, enum.Enum):
@@ -38,15 +52,13 @@ class Setup:
     """One run.
 
     Args:
-        target: see :class:`Target`.
-        backend: ``TENSORPIPE`` or ``TENSORWIRE``.
+        subject: see :class:`Subject`.
         start: see :class:`Start`.
         sabotage: see :class:`Sabotage`.
         timeout: seconds a test may take.
     """
 
-    target: Target = Target.OURS
-    backend: str = "TENSORPIPE"
+    subject: Subject
     start: Start = Start.FORK
     sabotage: Sabotage = Sabotage.NOTHING
     timeout: int = 100
@@ -64,7 +76,7 @@ class Setup:
     def of_process(cls, environment: Mapping[str, str] = os.environ) -> Setup:
         """The run that this process belongs to."""
         values = json.loads(environment[_VARIABLE])
-        values["target"] = Target(values["target"])
+        values["subject"] = Subject(values["subject"])
         values["start"] = Start(values["start"])
         values["sabotage"] = Sabotage(values["sabotage"])
         return cls(**values)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import unittest
 from typing import Any
 
-from torch_suite.setup import Sabotage, Setup, Target
+from torch_suite.setup import Sabotage, Setup, Subject
 
 SETUP = Setup.of_process()
 
 
 def _prepare() -> None:
-    if SETUP.target is Target.TORCH:
+    if SETUP.subject is Subject.TORCH:
         return
     from torch_suite import guard, redirect, sabotage
 
@@ -67,10 +67,10 @@ def _classes() -> dict[str, type[unittest.TestCase]]:
     general: list[type] = [*rpc_utils.GENERIC_TESTS, *rpc_utils.GENERIC_CUDA_TESTS]
     pipe: list[type] = [*rpc_utils.TENSORPIPE_TESTS, *rpc_utils.TENSORPIPE_CUDA_TESTS]
     fixture: type = TensorPipeRpcAgentTestFixture
-    if SETUP.backend != "TENSORPIPE":
+    if SETUP.subject is Subject.TENSORWIRE:
         fixture = TensorWireRpcAgentTestFixture
     bases = [(suite, fixture) for suite in (*general, *pipe)]
-    if SETUP.backend == "TENSORPIPE":  # the faulty agent is one of TensorPipe's
+    if SETUP.subject is not Subject.TENSORWIRE:  # the faulty agent is one of TensorPipe's
         bases += [(suite, FaultyRpcAgentTestFixture) for suite in rpc_utils.FAULTY_AGENT_TESTS]
     return {suite.__name__: _concrete(suite, fixture) for suite, fixture in bases}
 

@@ -1,0 +1,123 @@
+"""A part of PyTorch's own RPC tests passes, and the way they are run would notice if not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_HERE = Path(__file__).resolve().parent
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("conformance"), pytest.mark.timeout(900)]
+
+
+def _run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(_HERE), "--output", str(output), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("subject", ["tensorpipe", "tensorwire"])
+def test_a_part_of_torchs_tests_passes(subject: str, tmp_path: Path):
+    done = _run(tmp_path, subject, "--part")
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"^(\d+) passed, 0 failed", done.stdout, re.MULTILINE)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) > 100
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "noticed"),
+    [
+        ("wrong-results", "None is not tensor"),
+        ("genuine-calls", "GENUINE TORCH RPC WAS USED: rpc_sync"),
+    ],
+)
+def test_a_broken_library_is_noticed(sabotage: str, noticed: str, tmp_path: Path):
+    done = _run(tmp_path, "tensorwire", "-k", r"RpcTest\.test_scalar_add$", "--sabotage", sabotage)
+    assert done.returncode == 1
+    assert "0 passed, 1 failed" in done.stdout
+    assert noticed in done.stdout
+
+
+def test_spawned_workers_get_our_names_too(tmp_path: Path):
+    options = ("-k", r"RpcTest\.test_scalar_add$", "--start", "spawn")
+    done = _run(tmp_path, "tensorpipe", *options)
+    assert done.returncode == 0, done.stdout
+    done = _run(tmp_path, "tensorpipe", *options, "--sabotage", "wrong-results")
+    assert done.returncode == 1
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules that need no torch."""
+    monkeypatch.syspath_prepend(str(_HERE))
+    from torch_suite import cli, exemptions, report, results, setup
+
+    class Modules:
+        pass
+
+    Modules.cli, Modules.exemptions, Modules.report = cli, exemptions, report
+    Modules.results, Modules.setup = results, setup
+    yield Modules
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_suite"]:
+        del sys.modules[name]
+
+
+def test_every_exemption_is_used_and_nothing_failed_when_the_report_was_made(suite: Any):
+    text = (_HERE / "EXPECTED.md").read_text()
+    tests = re.findall(r"^- `([\w.]+)`", text, re.MULTILINE)
+    for each in suite.exemptions.EXEMPTIONS:
+        backends = each.backends or ("TENSORPIPE", "TENSORWIRE")
+        assert any(each.covers(test, backend) for test in tests for backend in backends), each
+    assert text.endswith("## Failed without a reason\n\nNone.\n")
+
+
+def test_our_tests_that_exemptions_name_exist(suite: Any):
+    root = _HERE.parents[1]
+    for each in suite.exemptions.EXEMPTIONS:
+        path, _, name = each.shown_by.partition("::")
+        if path:
+            assert not name or f"def {name}(" in (root / path).read_text(), each.shown_by
+            assert (root / path).exists(), each.shown_by
+
+
+def test_a_failure_with_a_reason_is_exempt_and_any_other_is_not(suite: Any):
+    Result, Outcome, Subject = suite.results.Result, suite.results.Outcome, suite.setup.Subject
+    with_reason = Result("RpcTest.test_non_cont_tensors", Outcome.FAILED, 1.0, "contiguous")
+    judged = suite.cli.judged
+    assert judged(with_reason, Subject.TENSORWIRE).outcome is Outcome.EXEMPT
+    assert judged(with_reason, Subject.TORCH).outcome is Outcome.FAILED
+    without = Result("RpcTest.test_add", Outcome.FAILED, 1.0, "3 != 4")
+    assert judged(without, Subject.TENSORWIRE) == without
+
+
+def test_a_table_counts_each_class(suite: Any):
+    Result, Outcome, Subject = suite.results.Result, suite.results.Outcome, suite.setup.Subject
+    ours = [Result("A.x", Outcome.PASSED, 1), Result("A.y", Outcome.EXEMPT, 1, "because")]
+    torch = [Result("A.x", Outcome.PASSED, 1), Result("A.y", Outcome.FAILED, 1, "why")]
+    lines = suite.report.table({Subject.TORCH: torch, Subject.TENSORPIPE: ours}).splitlines()
+    assert lines[2] == "| A | 1 | 1 | 1 | 1 | 0 | 0 |"
+    assert lines[3] == "| **all** | **1** | **1** | **1** | **1** | **0** | **0** |"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Traceback:\n  x\nValueError: no\n\nTo execute this test\n", "ValueError: no"),
+        ("torch.X.MyError: 1\nother\n", "torch.X.MyError: 1"),
+        ("RuntimeError:\nonly this\n", "only this"),
+        ("", "unknown"),
+    ],
+)
+def test_the_reason_is_the_line_that_names_the_error(suite: Any, text: str, reason: str):
+    assert suite.results.last_line(text) == reason

@@ -1,0 +1,256 @@
+"""Which of torch's tests need not pass, and why: one honest reason for each.
+
+A test that fails without a reason here fails the run. Tests that torch itself skips,
+and those that need more GPUs than there are, say so when they run and are not listed.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """Why a test need not pass."""
+
+    LIFTED = "pins a limitation that ours lifts"
+    SCRIPT = "TorchScript's C++ front end"
+    INTERNALS = "private C++ internals"
+    WORDS = "pins the words of an error"
+    DIFFERENT = "a difference that a program can notice"
+    ONLY_TENSORPIPE = "about options of TENSORPIPE"
+
+
+@dataclass(frozen=True, slots=True)
+class Exemption:
+    """Tests that need not pass.
+
+    Args:
+        tests: a regular expression for the whole of ``Class.test``.
+        kind: see :class:`Kind`.
+        why: what the tests do and what ours does instead.
+        shown_by: our own test of what ours does, if that is better or different.
+        backends: where; everywhere if empty.
+        hangs: the test would wait for its timeout, and is not run.
+    """
+
+    tests: str
+    kind: Kind
+    why: str
+    shown_by: str = ""
+    backends: Sequence[str] = ()
+    hangs: bool = False
+
+    def covers(self, test: str, backend: str) -> bool:
+        """True if ``test`` need not pass over ``backend``."""
+        here = not self.backends or backend in self.backends
+        return here and re.fullmatch(self.tests, test) is not None
+
+
+_NODES = (
+    "compares the nodes of the autograd graph with SendRpcBackward, RecvRpcBackward and the other "
+    "nodes that torch's C++ makes; ours are other nodes, and the gradients are the same"
+)
+_ARGUMENT = (
+    "passes an RRef to TorchScript code, which knows torch's C++ RRef only; take the value with "
+    "to_here() or local_value() before the call"
+)
+_FREED = (
+    "expects that a value whose creation timed out stays at its owner, where nobody can reach it, "
+    "until shutdown; ours frees it at once"
+)
+_FREED_BY = (
+    "tests/rpc/test_rref.py::"
+    "test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed"
+)
+_INSIDE = (
+    "calls rpc_async inside TorchScript, which torch's C++ carries out with torch's own agent; "
+    "over TENSORPIPE ours has one and such calls work, over TENSORWIRE there is none"
+)
+_SCRIPTED_MODULE = (
+    "compiles a RemoteModule with TorchScript, which needs code generated for torch's C++ RRef; "
+    "the module it stands for may be a script module"
+)
+_MEMORY = (
+    "compares addresses of gradients to find out when torch's AccumulateGrad takes memory over "
+    "instead of copying; the gradients are the same"
+)
+
+EXEMPTIONS: Sequence[Exemption] = (
+    # --- Ours does more
+    Exemption(
+        r"DistAutogradTest\.test_backward_unused_send_function",
+        Kind.LIFTED,
+        "expects a backward pass to hang when the result of a call does not lead to the loss; "
+        "ours ends",
+        "tests/autograd_dist/test_extension.py::"
+        "test_unused_results_neither_hang_nor_change_anything",
+    ),
+    Exemption(
+        r"RpcTest\.test_custom_exception_throw_during_reconstruction",
+        Kind.LIFTED,
+        "expects that an exception whose constructor takes other arguments cannot be rebuilt; ours "
+        "comes back as its own type, with its attributes",
+        "tests/rpc/test_agent.py::"
+        "test_an_exception_with_an_unusual_constructor_keeps_its_attributes",
+    ),
+    Exemption(
+        r"RpcTest\.test_non_cont_tensors",
+        Kind.LIFTED,
+        "expects a view to arrive with the strides of the storage it was cut from, which therefore "
+        "travels whole; ours sends only the elements the view shows",
+        "tests/rpc/test_agent.py::test_a_sent_view_does_not_drag_its_storage",
+    ),
+    Exemption(
+        r"RpcTest\.test_rref_timeout"
+        r"|FaultyAgentRpcTest\.test_(udf_remote_message|remote_message_(builtin|script))"
+        r"_delay_timeout",
+        Kind.LIFTED,
+        _FREED,
+        _FREED_BY,
+    ),
+    Exemption(
+        r"RpcTest\.test_profiler_with_async_rpc_udf(_single_threaded)?",
+        Kind.LIFTED,
+        "expects torch.profiler to show nothing of calls; ours shows them",
+        "tests/rpc/test_observation.py",
+    ),
+    Exemption(
+        r"DistAutogradTest\.test_(no_grad_copy(_sparse)?|grad_copy_sparse_indices_extra_ref)",
+        Kind.INTERNALS,
+        _MEMORY,
+        "tests/autograd_dist/test_local_engine.py",
+    ),
+    # --- What torch's C++ is made of
+    Exemption(
+        r"(DistAutogradTest|TensorPipeAgentDistAutogradTest)\.test_graph_for_.*",
+        Kind.INTERNALS,
+        _NODES,
+    ),
+    Exemption(
+        r"TensorPipeAgentDistAutogradTest\.test_(rpc|remote)_complex_args_sparse",
+        Kind.INTERNALS,
+        _NODES,
+    ),
+    Exemption(
+        r"DistAutogradTest\.test_dist_autograd_profiling",
+        Kind.INTERNALS,
+        "looks for the C++ nodes SendRpcBackward and RecvRpcBackward in the profile of a backward "
+        "pass",
+    ),
+    Exemption(
+        r"RpcTest\.test_shutdown_errors",
+        Kind.INTERNALS,
+        "replaces private functions of torch's shutdown by some that raise; ours has no such steps",
+        "tests/rpc/test_termination.py",
+    ),
+    Exemption(
+        r"RpcTest\.test_server_process_global_profiler",
+        Kind.INTERNALS,
+        "uses rpc._server_process_global_profile, which is private and undocumented; rpc.trace "
+        "records everything that runs on every worker",
+        "tests/rpc/test_tracing.py",
+    ),
+    # --- TorchScript
+    Exemption(
+        r"JitRpcTest\.test_(local_rref_local_value|remote_script_module|rref_as_arg_and_return"
+        r"|return_local_script_(class|module)_rref_in_py_and_use_in_script|rref_is_owner"
+        r"|rref_list_mutate|rref_jit_pickle_not_supported|rref_local_value|rref_python_annotation"
+        r"|user_rrefs_confirmed(_remote)?|load_script_module_with_pickled_rref"
+        r"|my_script_module_with_rrefs)",
+        Kind.SCRIPT,
+        _ARGUMENT,
+    ),
+    Exemption(
+        r"JitFaultyAgentRpcTest\.test_(remote_timeout_to_here_in_jit|rref_timeout_pickle_in_jit"
+        r"|rref_to_here_timeout_in_jit)",
+        Kind.SCRIPT,
+        _ARGUMENT,
+    ),
+    Exemption(
+        r"DistAutogradTest\.test_trainer_ps_torchscript_functions",
+        Kind.SCRIPT,
+        _ARGUMENT,
+        hangs=True,
+    ),
+    Exemption(
+        r"JitDistAutogradTest\.test_(dist_backward|get_gradients|jit_fork_within_context)",
+        Kind.SCRIPT,
+        "calls distributed autograd inside TorchScript, whose C++ knows torch's contexts only",
+    ),
+    Exemption(
+        r"JitFaultyAgentRpcTest\.test_timeout_in_(python|torchscript_function)",
+        Kind.SCRIPT,
+        "makes calls inside TorchScript, which torch's own agent carries, and expects them to be "
+        "delayed as ours are",
+    ),
+    Exemption(
+        r"JitRpcTest\.test_rpc_async_jit_profiled",
+        Kind.SCRIPT,
+        "profiles calls made inside TorchScript; rpc.profiling follows those made in Python",
+    ),
+    Exemption(
+        r"RemoteModuleTest\.test_(forward_(a?sync)(_script)?"
+        r"|remote_module_py_pickle_not_supported_script)"
+        r"|ThreeWorkersRemoteModuleTest\.test_send_remote_module_over_the_wire_script_not_supported",
+        Kind.SCRIPT,
+        _SCRIPTED_MODULE,
+        "tests/remote_module/test_module.py::test_a_function_may_make_a_script_module",
+    ),
+    Exemption(
+        r"JitRpcTest\.test_(all_kwargs_are_populated_by_defaults|args_and_kwargs_contain_different_types"
+        r"|args_kwargs_are_neither_passed|async_function_(remote|remote_multi|simple)"
+        r"|call_python_function_remotely_from_script_not_supported|call_rpc_with_profiling"
+        r"|call_script_function_that_(not_exists|raises)_remotely_from_script"
+        r"|future_passed_between_python_and_jit"
+        r"|kwargs_(in_the_front_can_be_specified_by_extra_args|not_passed)"
+        r"|no_kwargs_are_populated_by_defaults|record_function_on_caller_rpc_async"
+        r"|rpc_torchscript_record_function|some_kwargs_are_populated_by_defaults)"
+        r"|JitDistAutogradTest\.test_restore_context_after_swtich_to_jit_thread",
+        Kind.SCRIPT,
+        _INSIDE,
+        backends=("TENSORWIRE",),
+    ),
+    # --- Errors come as early and as late as any other, in words of their own
+    Exemption(
+        r"TensorPipeAgentRpcTest\.test_op_with_invalid_args",
+        Kind.WORDS,
+        "expects the text of torch's C++ when no overload of an operator fits; ours is the "
+        "operator's own error, which says what it takes",
+    ),
+    Exemption(
+        r"JitRpcTest\.test_async_function_wrong_return_type(_remote)?",
+        Kind.WORDS,
+        "expects the text of torch's C++ when an asynchronous TorchScript function returns no "
+        "future; ours says it as for Python functions",
+        "tests/rpc/test_functions.py::test_anything_but_a_future_fails_the_call",
+    ),
+    Exemption(
+        r"JitRpcTest\.test_torchscript_function_exception",
+        Kind.DIFFERENT,
+        "expects remote() of a TorchScript function to check the arguments at the caller; ours are "
+        "checked where the function runs, as for every other function, and to_here() raises",
+    ),
+    Exemption(
+        r"RpcTest\.test_wait_all_exit_early_(builtin|python|script_function)",
+        Kind.DIFFERENT,
+        "expects torch.futures.wait_all to raise the first error although another future is "
+        "pending; torch looks for errors that only C++ can set, so ours raises it when all are "
+        "done, each within its timeout",
+        hangs=True,
+    ),
+    # --- Options
+    Exemption(
+        r"TensorPipeAgentRpcTest\.test_(set_and_get_num_worker_threads|tensorpipe_set_default_timeout)",
+        Kind.ONLY_TENSORPIPE,
+        "passes TENSORPIPE's options, which TENSORWIRE refuses: its own are different",
+        backends=("TENSORWIRE",),
+    ),
+)
+
+
+def exemption(test: str, backend: str) -> Exemption | None:
+    """Why ``test`` need not pass over ``backend``; None if it must."""
+    return next((each for each in EXEMPTIONS if each.covers(test, backend)), None)
