@@ -18,7 +18,7 @@ import os
 import select
 import time
 
-SPIN_SECONDS = 80e-6
+SPIN_SECONDS = 50e-6
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
 _TRIAL_EVERY_SECONDS = 0.02

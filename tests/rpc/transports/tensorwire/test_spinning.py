@@ -1,0 +1,78 @@
+"""Looking out before sleeping: it finds events, and gives up where it does not pay."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rpc.transports.tensorwire.spinning import SPIN_SECONDS, Lookout
+
+
+class CountingEpoll:
+    """Stands for an epoll instance: says when it is looked at, and when it sleeps."""
+
+    def __init__(self, ready_after: int) -> None:
+        self.ready_after = ready_after
+        self.looks = 0
+        self.sleeps = 0
+
+    def poll(self, timeout: float, max_events: int) -> list[tuple[int, int]]:
+        if timeout:
+            self.sleeps += 1
+            return []
+        self.looks += 1
+        return [(7, select.EPOLLIN)] if self.looks >= self.ready_after else []
+
+
+def lookout(epoll: CountingEpoll) -> Lookout:
+    return Lookout(epoll, 8)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = os.eventfd(0, os.EFD_NONBLOCK)
+    yield made
+    os.close(made)
+
+
+def test_what_is_there_is_found_without_sleeping() -> None:
+    epoll = CountingEpoll(ready_after=3)
+    assert lookout(epoll).wait(-1) == [(7, select.EPOLLIN)]
+    assert (epoll.looks, epoll.sleeps) == (3, 0)
+
+
+def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
+    epoll = CountingEpoll(ready_after=1 << 60)
+    began = time.thread_time()
+    assert lookout(epoll).wait(5) == []
+    assert time.thread_time() - began < 20 * SPIN_SECONDS
+    assert epoll.sleeps == 1
+
+
+def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
+    epoll = CountingEpoll(ready_after=1 << 60)
+    one = lookout(epoll)
+    for _ in range(50):
+        one.wait(5)
+    before = epoll.looks
+    asleep_at_once = 0
+    for _ in range(2000):
+        looks = epoll.looks
+        one.wait(5)
+        asleep_at_once += epoll.looks == looks
+    assert asleep_at_once > 1000
+    assert epoll.sleeps == 2050
+    assert epoll.looks >= before
+
+
+def test_a_real_epoll_instance_sleeps_until_the_event(descriptor: int) -> None:
+    with select.epoll() as epoll:
+        epoll.register(descriptor, select.EPOLLIN)
+        one = Lookout(epoll, 8)
+        assert one.wait(0.001) == []
+        os.eventfd_write(descriptor, 1)
+        assert one.wait(-1) == [(descriptor, select.EPOLLIN)]
