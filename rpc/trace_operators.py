@@ -15,6 +15,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from rpc.clock import Clock
+from rpc.errors import RpcError
 from rpc.trace_records import OperatorRecord
 
 _OUR_OWN = ("rpc_", "to_here#")
@@ -45,6 +46,9 @@ class OperatorRecorder:
 
     Args:
         clock: the operators' times will be on it.
+
+    Raises:
+        RpcError: this version of torch cannot do it.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -52,12 +56,7 @@ class OperatorRecorder:
         self._marks: dict[str, _Mark] = {}
         self._profile: Any = None
         if not profiler._is_profiler_enabled:
-            self._profile = profile(
-                activities=_activities(),
-                experimental_config=torch._C._profiler._ExperimentalConfig(
-                    profile_all_threads=True
-                ),
-            )
+            self._profile = profile(activities=_activities(), experimental_config=_of_all_threads())
             self._profile.start()
             self._mark("rpc_begin#")
 
@@ -102,6 +101,16 @@ def _record(event: Any, seconds: Callable[[int], float]) -> OperatorRecord:
         device = f"GPU {event.device_index()} stream {event.device_resource_id()}"
     thread = 0 if device else event.device_resource_id()
     return OperatorRecord(event.name(), thread, seconds(start), seconds(end), device)
+
+
+def _of_all_threads() -> torch._C._profiler._ExperimentalConfig:
+    try:
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        raise RpcError(
+            f"torch {torch.__version__} cannot record the operators of all threads; "
+            "trace without operators or use a later version"
+        ) from None
 
 
 def _activities() -> list[ProfilerActivity]:

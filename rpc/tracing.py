@@ -287,13 +287,13 @@ class Trace:
         """What was recorded, this worker's records first; empty until the trace is finished."""
         self.offsets: Mapping[int, Offset] = {}
         """How to read the workers' clocks, by id."""
-        self.missing: tuple[str, ...] = ()
-        """Workers whose records could not be had, and why."""
+        self.problems: tuple[str, ...] = ()
+        """Which workers could not be asked, or could not do what they were asked, and why."""
 
     def chrome_trace(self) -> dict[str, Any]:
         """The finished trace in Chrome's JSON object format."""
         drawn = chrome_trace(self.workers, self.offsets, self._origin)
-        drawn["otherData"]["missing"] = list(self.missing)
+        drawn["otherData"]["problems"] = list(self.problems)
         return drawn
 
     def begin(self) -> Recording:
@@ -325,7 +325,7 @@ class Trace:
         body = {"do": what, "trace": self._number, "operators": self._operators}
         asked = {}
         answers: dict[int, bytes] = {}
-        missing: list[str] = []
+        problems = {*self.problems}
         for worker in self._agent.group.living():
             if worker == self._agent.info:
                 continue
@@ -334,13 +334,13 @@ class Trace:
                     worker.id, Tracing.name, json.dumps(body).encode()
                 )
             except RuntimeError as error:
-                missing.append(f"{worker.name}: {error}")
+                problems.add(f"{worker.name}: {error}")
         for worker, future in asked.items():
             try:
                 answers[worker.id] = future.wait()
             except RuntimeError as error:
-                missing.append(f"{worker.name}: {error}")
-        self.missing = tuple(missing)
+                problems.add(f"{worker.name}: {error}")
+        self.problems = tuple(sorted(problems))
         return answers
 
 
@@ -377,8 +377,11 @@ def trace(
     if _place.get() is not None:
         raise RuntimeError("a trace is being recorded here already")
     result = Trace(agent, operators)
-    recording = result.begin()
-    token = _place.set(Place(recording, None))
+    try:
+        token = _place.set(Place(result.begin(), None))
+    except BaseException:
+        result.finish()
+        raise
     try:
         yield result
     finally:

@@ -227,9 +227,9 @@ class TestEnding:
             group[2].transport.close(0)
             group[0].transport.remove_peer(2)
         assert [w.name for w in found.workers] == ["alice", "bob"]
-        (missing,) = found.missing
-        assert missing.startswith("carol: ")
-        assert found.chrome_trace()["otherData"]["missing"] == [missing]
+        (problem,) = found.problems
+        assert problem.startswith("carol: ")
+        assert found.chrome_trace()["otherData"]["problems"] == [problem]
 
     def test_traces_of_a_lost_worker_are_forgotten(self, group: Group) -> None:
         extension = group[1].extensions.load("rpc.tracing")
@@ -240,11 +240,13 @@ class TestEnding:
         assert extension.debug_info() == {"traces": 1}
         assert extension.recording(7, owner=2) is None
 
-    def test_an_error_inside_ends_the_trace_and_goes_on(self, group: Group) -> None:
-        with pytest.raises(KeyError), trace() as found:  # noqa: PT012
+    def test_an_error_inside_ends_the_trace_and_goes_on(self, group: Group, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        with pytest.raises(KeyError), trace(path) as found:  # noqa: PT012
             rpc.rpc_sync("bob", identity, (1,))
             raise KeyError
         assert len(of(found, "bob").handlers) == 1
+        assert json.loads(path.read_text())["traceEvents"]
 
     def test_a_trace_within_a_trace_is_refused(self, group: Group) -> None:
         with trace(), pytest.raises(RuntimeError, match="already"), trace():
@@ -295,6 +297,20 @@ class TestResult:
                 assert running["ts"] - 50 <= event["ts"] <= running["ts"] + running["dur"] + 50
         (own,) = [e for e in events if e["name"] == "aten::mul"]
         assert own["pid"] == 0
+
+    def test_a_torch_that_cannot_record_operators_is_refused(
+        self, group: Group, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def without_threads() -> None:
+            return
+
+        monkeypatch.setattr(torch._C._profiler, "_ExperimentalConfig", without_threads)
+        with pytest.raises(RuntimeError, match="operators of all threads"), trace(operators=True):
+            pass
+        assert group[0].debug_info()["traces"] == 0
+        with trace() as found:
+            rpc.rpc_sync("bob", identity, (1,))
+        assert len(of(found, "bob").handlers) == 1
 
     def test_operators_are_left_to_a_profiler_that_runs_already(self, group: Group) -> None:
         with torch.profiler.profile() as profile, trace(operators=True) as found:
