@@ -6,6 +6,7 @@ of it, so that all of them see the same names; see ``setup`` and ``redirect``.
 
 from __future__ import annotations
 
+import functools
 import unittest
 from typing import Any
 
@@ -30,9 +31,6 @@ _prepare()
 # Only now: these modules take the redirected names.
 import torch.distributed.rpc as rpc  # noqa: E402
 from torch.testing._internal.distributed import rpc_utils  # noqa: E402
-from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (  # noqa: E402
-    FaultyRpcAgentTestFixture,
-)
 from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import (  # noqa: E402
     RpcAgentTestFixture,
 )
@@ -63,36 +61,53 @@ class TensorWireRpcAgentTestFixture(RpcAgentTestFixture):
         return "RPC ran for more than"
 
 
-def _classes() -> dict[str, type[unittest.TestCase]]:
-    general: list[type] = [*rpc_utils.GENERIC_TESTS, *rpc_utils.GENERIC_CUDA_TESTS]
-    pipe: list[type] = [*rpc_utils.TENSORPIPE_TESTS, *rpc_utils.TENSORPIPE_CUDA_TESTS]
-    fixture: type = TensorPipeRpcAgentTestFixture
+def _faulty_fixture() -> type:
+    """To import it changes torch's table of backends, so other tests must come before."""
+    from torch.testing._internal.distributed.rpc import faulty_rpc_agent_test_fixture
+
+    return faulty_rpc_agent_test_fixture.FaultyRpcAgentTestFixture
+
+
+def _plain_fixture() -> type:
     if SETUP.subject is Subject.TENSORWIRE:
-        fixture = TensorWireRpcAgentTestFixture
-    bases = [(suite, fixture) for suite in (*general, *pipe)]
-    if SETUP.subject is not Subject.TENSORWIRE:  # the faulty agent is one of TensorPipe's
-        bases += [(suite, FaultyRpcAgentTestFixture) for suite in rpc_utils.FAULTY_AGENT_TESTS]
-    return {suite.__name__: _concrete(suite, fixture) for suite, fixture in bases}
+        return TensorWireRpcAgentTestFixture
+    return TensorPipeRpcAgentTestFixture
 
 
-def _concrete(suite: type, fixture: type) -> type[unittest.TestCase]:
-    name = suite.__name__
-    return type(name, (Launch, suite, fixture, rpc_utils.SpawnHelper), {"__module__": __name__})
+_PLAIN: list[type] = [
+    *(*rpc_utils.GENERIC_TESTS, *rpc_utils.GENERIC_CUDA_TESTS),
+    *(*rpc_utils.TENSORPIPE_TESTS, *rpc_utils.TENSORPIPE_CUDA_TESTS),
+]
+_FAULTY: list[type] = [] if SETUP.subject is Subject.TENSORWIRE else rpc_utils.FAULTY_AGENT_TESTS
+"""The faulty agent is one of TensorPipe's."""
 
 
-CLASSES = _classes()
-globals().update(CLASSES)  # pickle finds them by name
+@functools.cache
+def _class(name: str) -> type[unittest.TestCase]:
+    for suites, fixture in ((_PLAIN, _plain_fixture), (_FAULTY, _faulty_fixture)):
+        for suite in suites:
+            if suite.__name__ == name:
+                bases = (Launch, suite, fixture(), rpc_utils.SpawnHelper)
+                return type(name, bases, {"__module__": __name__})
+    raise AttributeError(f"torch has no tests called {name!r}")
+
+
+def __getattr__(name: str) -> Any:
+    """Lets pickle find the classes by name."""
+    return _class(name)
 
 
 def test_names() -> list[str]:
     """Every test there is, as ``Class.test``, in the order of torch's files."""
     loader = unittest.TestLoader()
     return [
-        f"{name}.{test}" for name, kind in CLASSES.items() for test in loader.getTestCaseNames(kind)
+        f"{suite.__name__}.{test}"
+        for suite in (*_PLAIN, *_FAULTY)
+        for test in loader.getTestCaseNames(suite)  # type: ignore[arg-type]
     ]
 
 
 def make(test: str) -> unittest.TestCase:
     """One test, ready to run."""
     name, _, method = test.partition(".")
-    return CLASSES[name](method)
+    return _class(name)(method)
