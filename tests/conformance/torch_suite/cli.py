@@ -11,8 +11,8 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_suite import report, results, runner
@@ -23,8 +23,9 @@ from torch_suite.setup import Sabotage, Setup, Start, Subject
 _HOME = Path(__file__).resolve().parents[1]
 _RUNS = _HOME.parents[1] / "runs" / "conformance"
 _PART = 3
-
-Choose = Callable[[Sequence[str]], Sequence[str]]
+_TRIED_AGAIN = 10
+"""With more failures than these something is broken, and trying again would take long."""
+_LINES_SHOWN = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,19 +80,48 @@ def _run(subject: Subject, options: argparse.Namespace) -> bool:
     """Runs one subject's tests; True if one failed without a reason."""
     setup = Setup(subject, options.start, options.sabotage, options.timeout)
     logs = options.output / subject.value
-    logs.mkdir(parents=True, exist_ok=True)
     file = options.output / f"{subject.value}.jsonl"
     print(f"--- {subject.title}", flush=True)
     choice = _Choice(subject, options, results.read(file))
-    progress = _Progress(choice)
-    with tempfile.TemporaryDirectory(prefix="rpc-conformance-") as temporary:
-        run = runner.run(setup, choice, options.shards, logs, Path(temporary), progress)
+    run = _go(setup, choice, options.shards, logs)
+    failed = [each for each in run if judged(each, subject).outcome is Outcome.FAILED]
+    if failed and len(failed) <= _TRIED_AGAIN:
+        run = _once_more(setup, run, failed, logs)
     run += choice.not_run
     if setup.sabotage is Sabotage.NOTHING:
         results.merge(file, run)
     counts = Counter(judged(result, subject).outcome for result in run)
     print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome), flush=True)
     return bool(counts[Outcome.FAILED])
+
+
+def _go(setup: Setup, choice: _Choice, shards: int, logs: Path) -> list[Result]:
+    """Runs the tests chosen."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rpc-conformance-") as temporary:
+        return runner.run(setup, choice, shards, logs, Path(temporary), _Progress(choice))
+
+
+def _once_more(
+    setup: Setup, run: Sequence[Result], failed: Sequence[Result], logs: Path
+) -> list[Result]:
+    """Runs what failed again, each test alone; what passes then is unsteady, not broken."""
+    for each in failed:
+        print(f"{each.test} failed; the end of its output:\n{_end(logs / f'{each.test}.log')}")
+    print(f"--- {setup.subject.title}: once more, alone", flush=True)
+    first = {each.test: each.reason for each in failed}
+    choice = _Named(setup.subject, list(first))
+    again = {each.test: each for each in _go(setup, choice, 1, logs / "alone")}
+    for test, result in again.items():
+        if result.outcome is Outcome.PASSED:
+            again[test] = replace(result, outcome=Outcome.UNSTEADY, reason=first[test])
+    return [again.get(each.test, each) for each in run]
+
+
+def _end(log: Path) -> str:
+    """The last lines a test wrote."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"    {line[:300]}" for line in lines[-_LINES_SHOWN:])
 
 
 def _kept(subject: Subject, output: Path) -> list[Result]:
@@ -114,7 +144,7 @@ class _Choice:
     def __init__(
         self, subject: Subject, options: argparse.Namespace, before: Sequence[Result]
     ) -> None:
-        self._subject = subject
+        self.subject = subject
         self._options = options
         self._to_repeat = {each.test for each in before if each.outcome is Outcome.FAILED}
         self.chosen: list[str] = []
@@ -125,7 +155,7 @@ class _Choice:
         for test in tests:
             if not re.search(options.k, test) or (options.failed and test not in self._to_repeat):
                 continue
-            if options.part and zlib.crc32(test.encode()) % _PART:
+            if options.part and self._not_in_part(test):
                 continue
             if self._would_hang(test) and not options.all:
                 self.not_run.append(Result(test, Outcome.FAILED, 0.0, "not run: it would hang"))
@@ -134,21 +164,37 @@ class _Choice:
         return self.chosen
 
     def _would_hang(self, test: str) -> bool:
-        found = exemption(test, self._subject.backend)
-        return self._subject is not Subject.TORCH and found is not None and found.hangs
+        found = exemption(test, self.subject.backend)
+        return self.subject is not Subject.TORCH and found is not None and found.hangs
+
+    def _not_in_part(self, test: str) -> bool:
+        """The part in CI has a third of what may pass, and nothing that needs a GPU."""
+        excused = exemption(test, self.subject.backend) is not None
+        return excused or "Cuda" in test or zlib.crc32(test.encode()) % _PART != 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """These tests."""
+
+    subject: Subject
+    chosen: Sequence[str]
+
+    def __call__(self, tests: Sequence[str]) -> Sequence[str]:
+        return self.chosen
 
 
 class _Progress:
     """Prints a line for each test."""
 
-    def __init__(self, choice: _Choice) -> None:
+    def __init__(self, choice: _Choice | _Named) -> None:
         self._choice = choice
         self._done = 0
         self._start = time.monotonic()
 
     def __call__(self, result: Result) -> None:
         self._done += 1
-        result = judged(result, self._choice._subject)
+        result = judged(result, self._choice.subject)
         elapsed = time.monotonic() - self._start
         place = f"[{self._done}/{len(self._choice.chosen)} {elapsed:.0f} s]"
         line = f"{place} {result.outcome.value:7} {result.seconds:5.1f} s  {result.test}"

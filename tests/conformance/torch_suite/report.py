@@ -53,7 +53,12 @@ def _outcomes(subject: Subject) -> Sequence[Outcome]:
 
 
 def _count(results: Iterable[Result]) -> Counter[tuple[str, Outcome]]:
-    return Counter((result.suite, result.outcome) for result in results)
+    """What is unsteady has passed."""
+    passed = (Outcome.PASSED, Outcome.UNSTEADY)
+    outcomes = (
+        (each, Outcome.PASSED if each.outcome in passed else each.outcome) for each in results
+    )
+    return Counter((each.suite, outcome) for each, outcome in outcomes)
 
 
 def _row(name: str, cells: Iterable[object]) -> str:
@@ -68,7 +73,9 @@ def expected(runs: Runs, version: str) -> str:
         if section:
             parts.append(f"\n### {kind.value[0].upper()}{kind.value[1:]}\n{section}")
     parts.append(f"\n## Skipped\n\n{_skipped(runs)}")
-    failed = _failed(runs)
+    unsteady = _listed(Outcome.UNSTEADY, runs)
+    parts.append(f"\n## Unsteady: failed among others, passed alone\n\n{unsteady or 'None.'}\n")
+    failed = _listed(Outcome.FAILED, runs)
     parts.append(f"\n## Failed without a reason\n\n{failed or 'None.'}\n")
     return "".join(parts)
 
@@ -110,10 +117,10 @@ def _skipped(runs: Runs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _failed(runs: Runs) -> str:
+def _listed(outcome: Outcome, runs: Runs) -> str:
     return "".join(
         f"- `{result.test}` ({subject.title}): {result.reason}\n"
         for subject, results in runs.items()
         for result in results
-        if result.outcome is Outcome.FAILED
+        if result.outcome is outcome
     )

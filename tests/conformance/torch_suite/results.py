@@ -14,6 +14,7 @@ class Outcome(str, enum.Enum):
 
     PASSED = "passed"
     FAILED = "failed"
+    UNSTEADY = "unsteady"
     EXEMPT = "exempt"
     SKIPPED = "skipped"
 
@@ -24,7 +25,8 @@ class Result:
 
     Args:
         test: ``Class.test``.
-        outcome: see :class:`Outcome`; EXEMPT is a failure for which there is a reason.
+        outcome: see :class:`Outcome`; EXEMPT is a failure for which there is a reason,
+            UNSTEADY one that passed when it ran again, alone.
         seconds: how long it took.
         reason: why it did not pass, in one line.
     """
