@@ -126,10 +126,10 @@ def test_memory_stays_flat_over_many_large_requests(caller: Caller, echo: EchoPr
     levels = []
     tensor = torch.zeros(MIB // 4)
     for _ in range(5):
-        for _ in range(8):
-            for _ in range(20):
+        for _ in range(32):
+            for _ in range(5):  # few in flight: how many overlap is chance, and buffers are kept
                 ask(caller, b"", tensor)
-            caller.expect(20)
+            caller.expect(5)
         levels.append(echo.resident_bytes())
     assert levels[-1] - levels[0] < 20 * MIB
 

@@ -53,8 +53,9 @@ class Side:
             self.changed.notify_all()
 
     def reply(self, correlation: int) -> None:
-        self.other.sendall(pack_fixed(2, correlation, self.sequence, 0, 0, 0))
-        self.sequence += 1
+        sequence = self.sequence
+        self.sequence += 1  # before sending: what is sent may be answered by another reply
+        self.other.sendall(pack_fixed(2, correlation, sequence, 0, 0, 0))
 
     def block(self, correlation: int) -> None:
         with self.changed:
