@@ -43,7 +43,8 @@ What overtakes a creation
 
 When a worker is lost
     As owner: its forks and holds go; placeholders for its creations fail. As
-    user: handles it owned fail. Forks whose chain of parents broke before they
+    user: handles it owned fail, and the parents of those that were registering are
+    told, for they may not have lost it. Forks whose chain of parents broke before they
     registered may find their value gone; their handles then fail with a reason.
 
 What the agent promises
@@ -424,11 +425,19 @@ class ReferenceTable:
             effects += self._entry_lost_worker(rref, reason)
         for user in list(self._users.values()):
             if user.state is not _State.GONE and self._is_lost(user.handle.reference.owner):
-                effects += self._fail(user, FailureKind.OWNER_LOST, reason) + self._gone(user)
+                effects += self._user_lost_owner(user, reason)
         for token, hold in list(self._holds.items()):
             if self._is_lost(hold.to):
                 effects += self._end_hold(token)
         return effects
+
+    def _user_lost_owner(self, user: _User, reason: str) -> list[Effect]:
+        """The parent of a fork that never registered may still reach the owner: it is told."""
+        failed = self._fail(user, FailureKind.OWNER_LOST, reason)
+        fork = user.handle.fork
+        accepts = user.state is _State.REGISTERING
+        accepted = self._send(fork.life, Accepted(fork)) if accepts else []
+        return failed + accepted + self._gone(user)
 
     def _entry_lost_worker(self, rref: GlobalId, reason: str) -> list[Effect]:
         entry = self._entries[rref]

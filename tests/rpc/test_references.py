@@ -417,6 +417,16 @@ def test_handles_of_a_lost_owner_fail_and_hold_nothing() -> None:
     assert (counts.num_user_rrefs, counts.num_pending_children, counts.num_borrows) == (0, 0, 0)
 
 
+def test_parent_lets_go_when_only_the_child_lost_the_owner() -> None:
+    alice, bob = table(ALICE), table(BOB)
+    handle, _ = alice.create_remote(OWNER)
+    child = receive(bob, share(alice, handle, BOB))
+    [accepted] = sent(bob.worker_lost(OWNER, "the link broke"))
+    assert accepted == Accepted(child.fork)
+    alice.dropped(handle)
+    assert sent(alice.message_arrived(BOB, accepted)) == [Delete(handle.reference, handle.fork)]
+
+
 def test_waiters_are_told_when_the_creator_is_lost_before_its_request_came() -> None:
     alice, owner = table(ALICE), table(OWNER)
     handle, _ = alice.create_remote(OWNER)
