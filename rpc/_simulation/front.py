@@ -1,0 +1,117 @@
+"""The simulator as tests use it: plays many seeds, and tells a failing one in few lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rpc._simulation.generator import Scenario
+from rpc._simulation.ledger import Rule, RuleBrokenError
+from rpc._simulation.runs import Played, draw, replay
+from rpc._simulation.shrink import shrink
+from rpc._simulation.worker import Machines
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    """What many runs came to.
+
+    Args:
+        runs: how many seeds were played.
+        steps: what happened in all of them.
+        messages: how many were sent.
+        seconds: how long it took.
+    """
+
+    runs: int = 0
+    steps: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = self.runs / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.runs} runs, {self.steps} steps, {self.messages} messages: "
+            f"every rule held ({self.seconds:.1f} s, {rate:.0f} runs/s)"
+        )
+
+
+class SimulationError(AssertionError):
+    """A simulated run broke a rule. Its text has the seed and a shortened transcript.
+
+    Args:
+        seed: of the run.
+        rule: what did not hold.
+        transcript: the shortest run found that breaks the same rule, line by line.
+    """
+
+    def __init__(self, seed: int, rule: Rule, transcript: tuple[str, ...]) -> None:
+        super().__init__("\n".join((f"seed {seed} breaks a rule: {rule.value}", *transcript)))
+        self.seed = seed
+        self.rule = rule
+        self.transcript = transcript
+
+
+def simulate(
+    seeds: Iterable[int],
+    scenario: Scenario | None = None,
+    machines: Machines | None = None,
+    progress: Callable[[SimulationReport], None] | None = None,
+) -> SimulationReport:
+    """Plays whole groups of workers, one run for each seed, and holds them to every rule.
+
+    Each run has a network that delays, reorders, duplicates and loses messages
+    and comes apart, workers that join, crash and return, calls with deadlines,
+    references passed on in every way, and a shutdown at its end. Nothing is
+    real but the decisions: no threads, sockets or time. The same seed plays the
+    same run, for ever.
+
+    Args:
+        seeds: one run for each.
+        scenario: what may happen; default everything.
+        machines: which decision modules are played; default those of this package.
+        progress: called after each run with what was done so far.
+
+    Raises:
+        SimulationError: a rule was broken; says which, with the seed and a short
+            transcript of a run that breaks it.
+
+    Example::
+
+        from rpc.testing import simulate
+
+        def test_a_thousand_runs():
+            simulate(range(1000))
+    """
+    scenario = scenario or Scenario()
+    machines = machines or Machines()
+    began = time.perf_counter()
+    report = SimulationReport()
+    for seed in seeds:
+        played = draw(seed, scenario, machines)
+        if played.broken is not None:
+            raise explain(seed, played, machines) from played.broken
+        report = SimulationReport(
+            report.runs + 1,
+            report.steps + len(played.script.steps),
+            report.messages + played.messages,
+            time.perf_counter() - began,
+        )
+        if progress is not None:
+            progress(report)
+    return report
+
+
+def explain(seed: int, played: Played, machines: Machines) -> SimulationError:
+    """The error for a run that broke a rule: shortens it and tells what happens."""
+    broken = played.broken
+    assert broken is not None
+    script = shrink(played.script, broken.rule, machines)
+    transcript: list[str] = [f"{script.size} workers"]
+    again = replay(script, machines, transcript).broken
+    return SimulationError(seed, broken.rule, (*transcript, _last_line(again or broken)))
+
+
+def _last_line(broken: RuleBrokenError) -> str:
+    return f"broken: {broken.detail}"

@@ -1,0 +1,505 @@
+"""The simulator's own books: what is true, against which every decision is held.
+
+Owns what each fork owes its life to, which values were freed, what was promised
+to every call. It sees what happens and what was decided, never how. The rules
+that it enforces are in :class:`Rule`; the first one broken ends the run.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from rpc._simulation.packets import (
+    Batch,
+    Job,
+    Outcome,
+    Packet,
+    Record,
+    Reply,
+    Request,
+    Value,
+    passed_in,
+)
+from rpc.calls import Ended, Ending
+from rpc.control import Leaving, Passage, Passed, Probe, Quiet, Ready
+from rpc.errors import UnknownWorkerError, WorkerLostError
+from rpc.ids import GlobalId, Life
+from rpc.reference_terms import Failure, FailureKind, Handle, OwnerHandle, UserHandle
+from rpc.termination import Phase as Shutdown
+
+if TYPE_CHECKING:
+    from rpc._simulation.worker import Worker
+    from rpc._simulation.world import World
+
+_GRAIN = 1 / 64
+_UNCOUNTED = (Ready, Probe, Quiet, Leaving)
+
+
+class Rule(enum.Enum):
+    """What must hold; the value says it in words."""
+
+    NOT_FREED_IN_USE = "no value is freed while a live fork exists"
+    FREED_ONCE = "a value is freed once"
+    ALWAYS_FREED = "every value is freed in the end, and nothing kept for it"
+    HANDLES_WORK = "a handle that did not fail reaches its value"
+    FAILURES_HAVE_CAUSES = "a handle fails only for a cause, and says which"
+    COUNTS = "what a worker says that it keeps is what it keeps"
+    CALLS_END_ONCE = "every call ends exactly once, with a result or one typed error"
+    CALLS_END = "every call ends"
+    DEADLINES = "a call ends at its deadline, neither before nor after"
+    RIGHT_LIFE = "no call and no reply reaches the wrong incarnation"
+    DUPLICATES = "what comes twice is taken once, and what comes once is taken"
+    MEMBERS = "a worker knows who is there, and under which incarnation"
+    CONVERGENCE = "the membership views of the living converge"
+    SHUTDOWN_WAITS = "a shutdown cuts nothing short"
+    SHUTDOWN_ENDS = "a shutdown comes to its end"
+    NO_EXCEPTION = "decisions do not raise"
+    QUIESCENCE = "a group without work comes to rest"
+
+
+class RuleBrokenError(AssertionError):
+    """A run broke a rule.
+
+    Args:
+        rule: which.
+        detail: where and how.
+    """
+
+    def __init__(self, rule: Rule, detail: str) -> None:
+        super().__init__(f"{rule.value}: {detail}")
+        self.rule = rule
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What is known of one fork, or of one passage of a reference."""
+
+    rref: GlobalId
+    owner: Life
+    holder: Life
+    parent: GlobalId | None
+    known_to_owner: bool
+    gone: bool = False
+
+
+class Ledger:
+    """The truth about one run.
+
+    Args:
+        world: what happens.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._claims: dict[GlobalId, _Claim] = {}
+        self._failed: dict[GlobalId, Failure] = {}
+        self._confirmed: set[GlobalId] = set()
+        self._freed: set[GlobalId] = set()
+        self._arrived: set[GlobalId] = set()
+        self._given_up: set[GlobalId] = set()
+        self._released: set[Life] = set()
+        self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
+        self._phases: dict[Shutdown, frozenset[Life]] = {}
+
+    @staticmethod
+    def broken(rule: Rule, detail: str) -> NoReturn:
+        """Ends the run."""
+        raise RuleBrokenError(rule, detail)
+
+    def _require(self, holds: bool, rule: Rule, *detail: object) -> None:
+        if not holds:
+            self.broken(rule, " ".join(map(str, detail)))
+
+    # --- Members
+
+    def membership_changed(self, worker: Worker) -> None:
+        """A worker heard of another; it must now say what it was told."""
+        group = worker.group
+        view = {info.id: group.life(info.id) for info in group.living()}
+        self._require(view == worker.view, Rule.MEMBERS, worker.life, view, worker.view)
+        order = [info.id for info in group.living()]
+        self._require(order == sorted(order), Rule.MEMBERS, worker.life, "order", order)
+        for record in worker.records.values():
+            self._require(worker.knows(record.to), Rule.CALLS_END, worker.life, "waits", record)
+        for life in worker.view.values():
+            self._require(group.lost_error(life.worker) is None, Rule.MEMBERS, life, "lost")
+
+    def loss_reported(self, worker: Worker, life: Life, error: WorkerLostError | None) -> None:
+        """``worker`` was told that ``life`` is gone."""
+        for found in (error, worker.group.lost_error(life.worker)):
+            named = found is not None and (found.name, found.incarnation) == (
+                f"w{life.worker}",
+                life.incarnation,
+            )
+            self._require(named, Rule.MEMBERS, worker.life, "lost", life, "and says", found)
+        again = worker.group.lose(life.worker, "twice")
+        self._require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
+
+    def resolved(self, worker: Worker, to: int, found: Life | Exception) -> None:
+        """A program named a worker, living, lost or unknown."""
+        living = worker.view.get(to)
+        if living is not None:
+            self._require(found == living, Rule.RIGHT_LIFE, worker.life, to, "is", found)
+        elif to in worker.met:
+            named = isinstance(found, WorkerLostError) and found.name == f"w{to}"
+            self._require(named, Rule.MEMBERS, worker.life, to, "is", found)
+        else:
+            unknown = isinstance(found, UnknownWorkerError)
+            self._require(unknown, Rule.MEMBERS, worker.life, to, "is", found)
+
+    # --- Calls
+
+    def call_opened(self, worker: Worker, record: Record) -> None:
+        """A call is outstanding now."""
+        self._count_calls(worker)
+
+    def call_withdrawn(self, worker: Worker, record: Record, withdrawn: bool) -> None:
+        """A request did not leave; ``withdrawn`` unless the call ended before that was known."""
+        was_open = record.outcome is None
+        self._require(withdrawn == was_open, Rule.CALLS_END_ONCE, worker.life, record, withdrawn)
+
+    def call_settled(self, worker: Worker, record: Record, outcome: Outcome) -> None:
+        """The program is told how its call ended."""
+        first = record.outcome is None
+        self._require(first, Rule.CALLS_END_ONCE, worker.life, record, "ends with", outcome)
+
+    def calls_expired(self, worker: Worker, expired: Sequence[Ended[Record]]) -> None:
+        """Deadlines passed."""
+        now = self._world.now
+        deadlines: list[float] = []
+        for ended in expired:
+            record = ended.call
+            due = record.deadline is not None and record.deadline <= now
+            self._require(due, Rule.DEADLINES, worker.life, record, "at", now)
+            right = ended.ending is Ending.DEADLINE
+            self._require(right, Rule.CALLS_END_ONCE, worker.life, ended)
+            deadlines.append(record.deadline or 0.0)
+        pairs = itertools.pairwise(deadlines)
+        ordered = all(later >= earlier - _GRAIN for earlier, later in pairs)
+        self._require(ordered, Rule.DEADLINES, worker.life, "order", deadlines)
+
+    def time_passed(self, worker: Worker) -> None:
+        """Nothing that is overdue may be left."""
+        for record in worker.records.values():
+            overdue = record.deadline is not None and record.deadline + _GRAIN <= self._world.now
+            over = record.outcome is not None
+            self._require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
+        self._count_calls(worker)
+
+    def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
+        """A call, or what a deadline left of it, ended because its worker is lost."""
+        record = ended.call
+        self._require(record.to == life, Rule.CALLS_END_ONCE, worker.life, life, "ends", record)
+        expected = Ending.LOST if record.outcome is None else Ending.GHOST_LOST
+        right = ended.ending is expected and not record.answered
+        self._require(right, Rule.CALLS_END_ONCE, worker.life, ended)
+
+    def reply_taken(
+        self, worker: Worker, sender: Life, reply: Reply, ended: Ended[Record] | None
+    ) -> None:
+        """A reply came; ``ended`` is what the table of calls made of it."""
+        record = worker.records.get(reply.answers)
+        if record is None or sender.worker != record.to.worker:
+            ignored = ended is None
+            self._require(ignored, Rule.CALLS_END_ONCE, worker.life, "takes", sender, reply)
+            return
+        right = reply.served_by == record.to and reply.for_life == worker.life
+        self._require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
+        expected = Ending.REPLY if record.outcome is None else Ending.LATE_REPLY
+        taken = ended is not None and ended.call is record and ended.ending is expected
+        self._require(taken, Rule.CALLS_END_ONCE, worker.life, record, "got", ended)
+
+    def _count_calls(self, worker: Worker) -> None:
+        table, records = worker.calls, worker.records.values()
+        right = len(table) == len(records)
+        self._require(right, Rule.CALLS_END, worker.life, len(table), "calls, not", len(records))
+
+    # --- Requests
+
+    def request_taken(self, worker: Worker, packet: Packet, request: Request, job: Job) -> None:
+        """A request is about to be served."""
+        self._require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
+        if request.creates is not None:
+            self._arrived.add(request.creates.reference.rref)
+        if request.fetches is None:
+            return
+        (handle,) = job.handles.values()
+        parent = self._claims[request.table[0].fork].parent
+        certain = not self._world.losses or (parent is not None and self._reaches(parent))
+        reached = isinstance(handle, OwnerHandle)
+        self._require(reached or not certain, Rule.HANDLES_WORK, worker.life, "refused", request)
+
+    def batch_taken(self, worker: Worker, sender: Life, sequence: int, fresh: bool) -> None:
+        """A batch of control messages came and was, or was not, recognised as new."""
+        seen = self._batches[worker.life, sender]
+        right = fresh == (sequence not in seen)
+        self._require(right, Rule.DUPLICATES, worker.life, sender, sequence, fresh)
+        seen.add(sequence)
+
+    # --- References
+
+    def created(self, worker: Worker, passed: Passed) -> None:
+        """``remote()`` made a handle."""
+        reference = passed.reference
+        claim = _Claim(reference.rref, reference.owner, worker.life, None, known_to_owner=True)
+        self._claims[passed.fork] = claim
+
+    def creation_given_up(self, fork: GlobalId) -> None:
+        """The call behind ``remote()`` ended without a result."""
+        self._given_up.add(fork)
+
+    def shared(self, worker: Worker, handle: Handle, to: Life, passed: Passed | Failure) -> None:
+        """A reference was prepared to travel to ``to``."""
+        failure = worker.references.failure(handle)
+        if isinstance(handle, UserHandle):
+            known = self._failed.get(handle.fork)
+            right = failure == known and isinstance(passed, Failure) == (known is not None)
+            self._require(right, Rule.FAILURES_HAVE_CAUSES, handle, failure, known)
+        if isinstance(passed, Failure):
+            return
+        reference = passed.reference
+        parent = handle.fork if isinstance(handle, UserHandle) else None
+        granted = passed.passage is Passage.GRANT
+        unused = passed.fork not in self._claims
+        self._require(unused, Rule.HANDLES_WORK, worker.life, "reuses", passed.fork)
+        claim = _Claim(reference.rref, reference.owner, to, parent, known_to_owner=granted)
+        self._claims[passed.fork] = claim
+
+    def received(self, worker: Worker, passed: Passed, handle: Handle) -> None:
+        """A reference arrived and became a handle."""
+        mine = passed.reference.owner == worker.life
+        same = handle.reference == passed.reference and (mine or isinstance(handle, UserHandle))
+        self._require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
+
+    def not_sent(self, passed: Passed) -> None:
+        """The message that was to carry ``passed`` did not leave."""
+        if passed.passage is Passage.CREATION:
+            self._given_up.add(passed.fork)
+        else:
+            self._claims[passed.fork].gone = True
+
+    def handle_confirmed(self, worker: Worker, fork: GlobalId) -> None:
+        """The owner is said to know ``fork``."""
+        twice = fork in self._confirmed
+        self._require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
+        self._confirmed.add(fork)
+        self._claims[fork].known_to_owner = True
+
+    def handle_failed(self, worker: Worker, fork: GlobalId, failure: Failure) -> None:
+        """A handle must not be used any more."""
+        claim = self._claims[fork]
+        first = fork not in self._failed
+        self._require(first, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, "fails twice", failure)
+        caused = bool(failure.reason) and self._has_cause(worker, fork, claim, failure.kind)
+        self._require(caused, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, failure)
+        self._failed[fork] = failure
+        if failure.kind in (FailureKind.STALE, FailureKind.OWNER_LOST):
+            claim.gone = True
+
+    def _has_cause(self, worker: Worker, fork: GlobalId, claim: _Claim, kind: FailureKind) -> bool:
+        if kind is FailureKind.CREATION:
+            return fork in self._given_up
+        if kind is FailureKind.DELETED:
+            return worker.life in self._released
+        if kind is FailureKind.OWNER_LOST:
+            return worker.fences(claim.owner)
+        return worker.fences(claim.owner) or (self._world.losses and not self._reaches(fork))
+
+    def released(self, worker: Worker) -> None:
+        """A worker lets go of all its references."""
+        self._released.add(worker.life)
+
+    def _reaches(self, fork: GlobalId) -> bool:
+        """Whether ``fork`` has a claim on its value: known to the owner, or held for by one.
+
+        Nobody has a claim through a worker that took the next one for lost.
+        """
+        claim = self._claims[fork]
+        world = self._world
+        if claim.gone or claim.holder not in world.living:
+            return False
+        if claim.known_to_owner:
+            owner = world.living.get(claim.owner)
+            return owner is not None and not owner.fences(claim.holder)
+        if claim.parent is None:
+            return False
+        holds = world.living.get(self._claims[claim.parent].holder)
+        trusted = holds is not None and not holds.fences(claim.holder)
+        return trusted and self._reaches(claim.parent)
+
+    def failed_value(self, worker: Worker, rref: GlobalId, reason: str) -> None:
+        """A value is said never to come."""
+        justified = bool(reason) and rref not in self._arrived
+        self._require(justified, Rule.FAILURES_HAVE_CAUSES, worker.life, rref, reason)
+
+    def freed_value(self, owner: Worker, rref: GlobalId) -> None:
+        """A value is gone."""
+        self._require(rref not in self._freed, Rule.FREED_ONCE, owner.life, rref)
+        self._freed.add(rref)
+        for worker in self._world.living.values():
+            jobs = (handle for job in worker.jobs.values() for handle in job.handles.values())
+            for handle in (*worker.handles.values(), *jobs):
+                if handle.reference.rref == rref:
+                    used = self._may_use(worker, handle)
+                    self._require(not used, Rule.NOT_FREED_IN_USE, rref, "at", worker.life, handle)
+        for packet, passed in passed_in(self._world.network.values(), rref):
+            valid = self._is_valid(packet, passed)
+            self._require(not valid, Rule.NOT_FREED_IN_USE, rref, "under way", packet)
+
+    def _may_use(self, worker: Worker, handle: Handle) -> bool:
+        if isinstance(handle, OwnerHandle):
+            return True
+        return worker.references.failure(handle) is None and self._reaches(handle.fork)
+
+    def _is_valid(self, packet: Packet, passed: Passed) -> bool:
+        living = self._world.living
+        receiver = living.get(packet.to)
+        if packet.source not in living or receiver is None or receiver.fences(packet.source):
+            return False
+        if packet.origin in self._world.taken:
+            return False
+        if passed.passage in (Passage.CREATION, Passage.LOOPBACK):
+            return True
+        return self._reaches(passed.fork)
+
+    # --- Shutting down
+
+    def entered(self, worker: Worker, phase: Shutdown | None) -> None:
+        """A worker got on with its shutdown, or is through with it (None)."""
+        decided = self._phases.setdefault(phase or Shutdown.CLOSE, frozenset(worker.view.values()))
+        if phase is None:
+            decided = self._phases[Shutdown.CLOSE]
+        notices = phase is not Shutdown.RELEASE
+        left = self._left_for(decided, notices=notices)
+        self._require(not left, Rule.SHUTDOWN_WAITS, worker.life, phase, left)
+        if notices and not self._world.losses:
+            leaks = worker.references.leaks()
+            self._require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
+
+    def _left_for(self, group: frozenset[Life], *, notices: bool) -> list[object]:
+        """What is under way, or runs, and was not caused by anybody that died."""
+        world = self._world
+        present = {life for life in group if life in world.living or life in world.closed}
+        left: list[object] = []
+        for packet in world.network.values():
+            if packet.origin in world.taken or not packet.causes <= present:
+                continue
+            if self._must_arrive(packet, notices):
+                left.append(packet)
+        for worker in world.living.values():
+            left += [job for job in worker.jobs.values() if job.causes <= present]
+        return left
+
+    @staticmethod
+    def _must_arrive(packet: Packet, notices: bool) -> bool:
+        """Requests and replies always; what shutdowns are about never."""
+        if not isinstance(packet.body, Batch):
+            return True
+        return notices and not all(isinstance(m, _UNCOUNTED) for m in packet.body.messages)
+
+    # --- At rest
+
+    def check_settled(self) -> None:
+        """Nothing is under way any more: everybody got what was promised."""
+        self._check_views()
+        for worker in self._world.living.values():
+            self._require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
+            self._require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
+            self._require(not worker.calls.outstanding(), Rule.CALLS_END, worker.life, "a row")
+            idle = worker.calls.next_expiry() is None
+            self._require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
+            self._check_handles(worker)
+            self._check_counts(worker)
+
+    def _check_views(self) -> None:
+        world = self._world
+        for worker in world.living.values():
+            expected = {
+                life.worker: life
+                for life in world.living
+                if frozenset((life, worker.life)) not in world.cut
+            }
+            right = worker.view == expected
+            self._require(right, Rule.CONVERGENCE, worker.life, worker.view, expected)
+
+    def _check_handles(self, worker: Worker) -> None:
+        for handle in worker.handles.values():
+            if isinstance(handle, OwnerHandle):
+                continue
+            failure = worker.references.failure(handle)
+            same = failure == self._failed.get(handle.fork)
+            self._require(same, Rule.FAILURES_HAVE_CAUSES, worker.life, handle, failure)
+            if failure is not None:
+                continue
+            sure = worker.references.is_confirmed(handle.fork)
+            self._require(sure, Rule.HANDLES_WORK, worker.life, handle, "is not confirmed")
+            owner = self._world.living.get(handle.reference.owner)
+            there = owner is not None and handle.reference.rref in owner.values
+            self._require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
+
+    def _check_counts(self, worker: Worker) -> None:
+        counts = worker.references.counts()
+        mine = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
+        usable = len(self._usable(worker))
+        forks = sum(
+            handle.reference.owner == worker.life
+            for other in self._world.living.values()
+            for handle in self._usable(other)
+        )
+        found = (counts.num_user_rrefs, counts.num_owner_rrefs, counts.num_forks)
+        right = found == (usable, len(worker.values), forks)
+        self._require(right, Rule.COUNTS, worker.life, counts, usable, len(worker.values), forks)
+        passing = (counts.num_pending_users, counts.num_pending_children, counts.num_borrows)
+        self._require(passing == (0, 0, 0), Rule.COUNTS, worker.life, counts)
+        listed = {handle.fork for handle, _ in worker.references.users()}
+        self._require(
+            listed == {handle.fork for handle in mine}, Rule.COUNTS, worker.life, listed, mine
+        )
+        self._check_leaks(worker)
+        waiting = [rref for rref, value in worker.values.items() if value is Value.AWAITED]
+        self._require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
+
+    @staticmethod
+    def _usable(worker: Worker) -> list[UserHandle]:
+        """The handles to others' values that did not fail."""
+        users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
+        return [handle for handle in users if worker.references.failure(handle) is None]
+
+    def _check_leaks(self, worker: Worker) -> None:
+        lent: defaultdict[GlobalId, set[Life]] = defaultdict(set)
+        for other in self._world.living.values():
+            for handle in self._usable(other):
+                if handle.reference.owner == worker.life:
+                    lent[handle.reference.rref].add(other.life)
+        leaks = {leak.rref: leak.users for leak in worker.references.leaks()}
+        expected = {rref: tuple(sorted(users)) for rref, users in lent.items()}
+        self._require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
+
+    def check_empty(self) -> None:
+        """Programs let go of everything: nothing may be kept for their sake."""
+        for worker in self._world.living.values():
+            counts = worker.references.counts()
+            kept = (
+                counts.num_user_rrefs
+                + counts.num_owner_rrefs
+                + counts.num_forks
+                + counts.num_pending_children
+                + counts.num_borrows
+            )
+            nothing = kept == 0 and not worker.values and not worker.references.users()
+            self._require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
+            self._require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")
+
+    def check_everybody_left(self) -> None:
+        """A shutdown is over."""
+        stuck = [
+            (worker.life, worker.termination.phase, worker.termination.missing())
+            for worker in self._world.living.values()
+        ]
+        self._require(not stuck, Rule.SHUTDOWN_ENDS, stuck)

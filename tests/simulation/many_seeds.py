@@ -1,0 +1,61 @@
+"""Plays thousands of simulated groups on all cores: ``make simulate``.
+
+Prints progress and a summary; stops at the first seed that breaks a rule and
+prints its transcript.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+
+from rpc.testing import SimulationError, SimulationReport, simulate
+
+_BATCH = 250
+
+
+def _play(batch: tuple[int, int]) -> SimulationReport | str:
+    first, end = batch
+    try:
+        return simulate(range(first, end))
+    except SimulationError as error:
+        return str(error)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10_000, help="how many (10000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Returns the exit status."""
+    wanted = _arguments()
+    end = wanted.first + wanted.seeds
+    batches = [(s, min(s + _BATCH, end)) for s in range(wanted.first, end, _BATCH)]
+    began = time.perf_counter()
+    total = SimulationReport()
+    with multiprocessing.get_context("spawn").Pool(wanted.jobs) as pool:
+        for outcome in pool.imap(_play, batches):
+            if isinstance(outcome, str):
+                print(f"\n{outcome}")
+                return 1
+            total = SimulationReport(
+                total.runs + outcome.runs,
+                total.steps + outcome.steps,
+                total.messages + outcome.messages,
+                time.perf_counter() - began,
+            )
+            print(f"\r{total.runs} of {wanted.seeds} seeds", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(total)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

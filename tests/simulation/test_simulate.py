@@ -1,0 +1,110 @@
+"""Many simulated groups hold every rule, and one that does not is told in a few lines.
+
+A failing seed prints its transcript; play it again with
+``rpc.testing.simulate([seed])``. The long part, 10 000 seeds, is run by
+``make simulate``, or here with ``SIMULATE_SEEDS=10000``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from rpc._simulation.runs import draw, replay
+from rpc.calls import CallTable, Ended
+from rpc.control import ControlMessage, DuplicateFilter, Register
+from rpc.group import Group
+from rpc.ids import Life
+from rpc.reference_terms import Effect
+from rpc.references import ReferenceTable
+from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
+from rpc.transports.base import Peer
+
+SHORT = 300
+LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))
+BATCH = 500
+
+
+def test_every_rule_holds_in_a_few_hundred_runs() -> None:
+    assert simulate(range(SHORT)).runs == SHORT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, LONG, BATCH))
+def test_every_rule_holds_in_all_runs(first: int) -> None:
+    simulate(range(first, min(first + BATCH, LONG)))
+
+
+def test_the_same_seed_plays_the_same_run() -> None:
+    for seed in range(20):
+        once, again = (draw(seed, Scenario(), Machines()) for _ in range(2))
+        assert once.script == again.script
+        assert once.messages == again.messages
+
+
+def test_a_script_plays_the_run_again_to_the_last_message() -> None:
+    for seed in range(50):
+        played = draw(seed, Scenario(), Machines())
+        assert replay(played.script, Machines()).messages == played.messages
+
+
+def test_a_group_without_faults_breaks_no_rule_and_loses_nobody() -> None:
+    calm = Scenario(crashes=False, joins=False, cuts=False, partitions=False, duplicates=False)
+    assert simulate(range(50), calm).runs == 50
+
+
+def test_progress_is_reported_after_each_run() -> None:
+    reports: list[int] = []
+    simulate(range(3), progress=lambda report: reports.append(report.runs))
+    assert reports == [1, 2, 3]
+
+
+# --- It bites: each of these leaves out something that a rule needs ---------------
+
+
+class ForgetsRegistrations(ReferenceTable):
+    def message_arrived(self, sender: Life, message: ControlMessage) -> list[Effect]:
+        effects = super().message_arrived(sender, message)
+        if isinstance(message, Register) and message.reference.rref in self._entries:
+            self._entries[message.reference.rref].forks.pop(message.fork, None)
+        return effects
+
+
+class KeepsTheDeadWaitedFor(CallTable):  # type: ignore[type-arg]
+    def lose(self, worker_id: int) -> list[Ended]:  # type: ignore[type-arg]
+        return []
+
+
+class TakesEverythingTwice(DuplicateFilter):
+    def accept(self, number: int) -> bool:
+        super().accept(number)
+        return True
+
+
+class NeverMeetsTheReturned(Group):
+    def add(self, peer: Peer) -> None:
+        if peer.info.id not in self._by_id:
+            super().add(peer)
+
+
+@pytest.mark.parametrize(
+    ("machines", "rules"),
+    [
+        (Machines(references=ForgetsRegistrations), {Rule.NOT_FREED_IN_USE, Rule.HANDLES_WORK}),
+        (Machines(calls=KeepsTheDeadWaitedFor), {Rule.CALLS_END}),
+        (Machines(duplicates=TakesEverythingTwice), {Rule.DUPLICATES}),
+        (Machines(group=NeverMeetsTheReturned), {Rule.MEMBERS}),
+    ],
+)
+def test_a_broken_decision_is_found_and_told_in_a_few_lines(
+    machines: Machines, rules: set[Rule]
+) -> None:
+    with pytest.raises(SimulationError) as caught:
+        simulate(itertools.count(), machines=machines)
+    error = caught.value
+    assert error.rule in rules
+    assert f"seed {error.seed} breaks a rule: {error.rule.value}" in str(error)
+    assert len(error.transcript) < 60, str(error)
+    assert error.transcript[-1].startswith("broken: ")
