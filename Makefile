@@ -1,4 +1,4 @@
-# The things people do here. Each sets up what it needs, once, in $(VENV).
+# The six things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a digit classifier with a parameter server and two trainers
 #   make test     all tests          (make test ARGS="-k rref -x")
@@ -6,7 +6,6 @@
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
-#   make simulate   10 000 whole groups in a simulator where everything goes wrong, two minutes
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
 # make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
@@ -32,9 +31,12 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
 TEST := $(RUN) -m pytest -n 2 --dist loadgroup
+# Those that run as modules; train.py of parameter_server/ and what it imports run by their paths.
+TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py tutorials/*/*.py)) \
+  tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench conformance simulate clean
+.PHONY: help setup train test test-command check bench conformance clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -59,16 +61,14 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict
-	$(RUN) -m mypy --strict benchmarks tutorials/parameter_server
+	$(RUN) -m mypy --strict benchmarks tutorials/parameter_server/train.py
+	$(RUN) -m mypy --strict --namespace-packages --explicit-package-bases $(TUTORIALS)
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)
 
 conformance: $(READY)
 	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)
-
-simulate: $(READY)
-	@$(RUN) tests/simulation/many_seeds.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

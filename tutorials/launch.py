@@ -1,0 +1,168 @@
+"""Starts a tutorial: the options they all have, one process per worker, an orderly end.
+
+Every tutorial is the same kind of program. Its workers form one RPC group; rank 0
+drives, the others serve its calls until it is done. A tutorial says how its workers
+are named and what rank 0 does; this file does the rest, so that none repeats it:
+
+    python -m tutorials.pipeline.train                       all workers on this machine
+    python -m tutorials.pipeline.train --rank 1 --world-size 3 --master-addr host0
+    torchrun --nproc-per-node 3 -m tutorials.pipeline.train
+
+How processes are kept from outliving each other is ``parameter_server/processes.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutorials.parameter_server.processes import end_with_parent, run_together
+
+_over = threading.Event()  # on rank 0: the job is done
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What makes one tutorial different from another.
+
+    Args:
+        names: the workers' names by rank, for a number of workers.
+        drive: what rank 0 does, with the options and all names.
+        fewest: workers it needs.
+        most: workers it has work for.
+    """
+
+    names: Callable[[int], Sequence[str]]
+    drive: Callable[[argparse.Namespace, Sequence[str]], None]
+    fewest: int
+    most: int = sys.maxsize
+
+
+def parser(description: str | None, workers: int, output: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all tutorials have.
+
+    Args:
+        description: the tutorial's docstring, whose first line ``--help`` shows.
+        workers: how many there are unless the user says otherwise.
+        output: folder in ``runs/`` for pictures and traces.
+    """
+    result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    add = result.add_argument
+    add("--backend", default="TENSORWIRE", help="TENSORWIRE or TENSORPIPE (%(default)s)")
+    add(*("--workers", "--world-size"), type=positive, default=workers, help="processes, rank 0 "
+        "among them (%(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of everything random (%(default)s)")
+    add("--output", type=Path, default=Path("runs") / output, help="folder (%(default)s)")
+    hand = result.add_argument_group("one process per machine, started by hand")
+    hand.add_argument("--rank", type=int, help="which worker this process is; rank 0 drives")
+    hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
+    hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
+    hand.add_argument("--init-method", help=argparse.SUPPRESS)
+    hand.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    return result
+
+
+def positive(text: str) -> int:
+    """Return the number that ``text`` says if it is at least 1; for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def run(options: argparse.Namespace, job: Job) -> int:
+    """Be the one rank that the options or torchrun name, or else start them all.
+
+    Returns:
+        The exit status of this process.
+    """
+    if options.rank is None and "RANK" in os.environ:  # torchrun tells by the environment
+        options.rank, options.workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        options.init_method = options.init_method or "env://"
+    if options.workers < job.fewest:
+        print(f"this takes at least {job.fewest} workers", file=sys.stderr)
+        return 2
+    if options.workers > job.most:
+        print(f"this takes at most {job.most} workers", file=sys.stderr)
+        return 2
+    names = job.names(options.workers)
+    return _run_all(names) if options.rank is None else _run_rank(options, job, names)
+
+
+def _run_all(names: Sequence[str]) -> int:
+    specification = sys.modules["__main__"].__spec__
+    assert specification is not None, "start a tutorial with python -m"
+    with tempfile.TemporaryDirectory(prefix="tutorial_") as folder:
+        # The processes find each other through a file here: no port to choose, none to collide.
+        together = ["--supervised", "--init-method", f"file://{folder}/rendezvous"]
+        this = [sys.executable, "-u", "-m", specification.name, *sys.argv[1:], *together]
+        return run_together({name: [*this, "--rank", str(rank)] for rank, name in enumerate(names)})
+
+
+def _run_rank(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
+    # Ctrl-C ends this process on the spot, even while it waits inside native code.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if options.supervised:
+        end_with_parent()
+    name = names[options.rank]
+    try:
+        _take_part(options, job, names)
+    except RuntimeError as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _leave_at_once()
+    except Exception:
+        traceback.print_exc()
+        _leave_at_once()
+    return 0
+
+
+def _leave_at_once() -> None:
+    """The group is broken: do not wait for it, and do not let a stuck thread hold us."""
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
+    import torch  # the launcher can do without
+
+    import rpc
+
+    torch.set_num_threads(1)  # several processes share this machine's cores
+    torch.manual_seed(options.seed + options.rank)
+    _join(options, names)
+    if options.rank == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        job.drive(options, names)
+        _over.set()
+    else:
+        # Everything a worker does is done for calls. This call of its own is how it
+        # learns that rank 0 is done, or was lost.
+        rpc.rpc_sync(names[0], _wait_until_over, timeout=0)
+    rpc.shutdown()
+
+
+def _wait_until_over() -> None:
+    _over.wait()
+
+
+def _join(options: argparse.Namespace, names: Sequence[str]) -> None:
+    import rpc
+
+    backend: Any = getattr(rpc.BackendType, options.backend, None)
+    if backend is None:
+        known = ", ".join(each.name for each in rpc.BackendType)
+        raise RuntimeError(f"there is no backend {options.backend!r}; there are {known}")
+    meeting = f"tcp://{options.master_addr}:{options.master_port}"
+    rpc_options = rpc.backend_registry.construct_rpc_backend_options(
+        backend, init_method=options.init_method or meeting
+    )
+    rpc.init_rpc(names[options.rank], backend, options.rank, len(names), rpc_options)

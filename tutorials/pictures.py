@@ -1,0 +1,19 @@
+"""What the tutorials' pictures share. Draws into files and needs no screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+
+def figure(width: float, height: float) -> Figure:
+    """Return an empty figure of that many inches."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write the figure as a PNG picture and say where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=110)
+    print(f"picture: {path}", flush=True)
