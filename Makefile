@@ -1,4 +1,4 @@
-# The six things people do here. Each sets up what it needs, once, in $(VENV).
+# The things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a digit classifier with a parameter server and two trainers
 #   make test     all tests          (make test ARGS="-k rref -x")
@@ -6,6 +6,7 @@
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
+#   make simulate   10 000 whole groups in a simulator where everything goes wrong, two minutes
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
 # make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
@@ -36,7 +37,7 @@ TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py 
   tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench conformance clean
+.PHONY: help setup train test test-command check bench conformance simulate clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -69,6 +70,9 @@ bench: $(READY)
 
 conformance: $(READY)
 	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)
+
+simulate: $(READY)
+	@$(RUN) tests/simulation/many_seeds.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
