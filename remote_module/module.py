@@ -18,6 +18,7 @@ import rpc
 from remote_module import handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
+from remote_module.scripting import scriptable_class
 from rpc.current import current_agent
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         args: its positional arguments.
         kwargs: its keyword arguments.
         _module_interface_cls: a TorchScript interface; if given, the module is
-            compiled with TorchScript where it lives, ``is_scriptable`` is True, and
-            the handle cannot be sent: send its ``module_rref`` instead.
+            compiled with TorchScript where it lives, ``is_scriptable`` is True, the
+            handle may be compiled as well (``torch.jit.script``), and cannot be sent: send
+            its ``module_rref`` instead.
     """
 
     on: str | int
@@ -84,6 +86,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     generated_methods: list[Callable[..., Any]]
     module_rref: rpc.RRef[nn.Module]
     forward_async: Callable[..., rpc.Future[Any]]
+    _interface: Any
 
     def __init__(
         self,
@@ -96,13 +99,12 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         super().__init__()
         if not callable(module_cls):
             raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
-        scripted = _module_interface_cls is not None
-        self._place(remote_device, scripted)
+        self._place(remote_device, _module_interface_cls)
         self._attach(
             rpc.remote(
                 self.on,
                 handlers.create_module,
-                (module_cls, args or (), kwargs or {}, self.device, scripted),
+                (module_cls, args or (), kwargs or {}, self.device, self.is_scriptable),
             )
         )
 
@@ -127,7 +129,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             raise TypeError(f"module_rref must be an RRef, but got {type(module_rref).__name__}")
         remote_module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
-        remote_module._place(remote_device, _module_interface_cls is not None)
+        remote_module._place(remote_device, _module_interface_cls)
         remote_module._attach(module_rref)
         return remote_module
 
@@ -186,12 +188,19 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             "when using RPC"
         )
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses ``torch.jit.script``: what a handle does is to make calls, from Python."""
-        raise RuntimeError(
-            "A RemoteModule cannot be compiled with TorchScript, nor can a module that has one; "
-            "the module it stands for can be, where it lives: return a script module in module_cls"
-        )
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in place of this handle.
+
+        Raises:
+            RuntimeError: nothing says which types the module takes and returns.
+        """
+        if not self.is_scriptable:
+            raise RuntimeError(
+                "A RemoteModule can be compiled with TorchScript, or be part of a module that is, "
+                "only if it was made with its TorchScript interface: "
+                "_RemoteModule(..., _module_interface_cls=...)"
+            )
+        return scriptable_class(self._interface)(self)
 
     def __rpc_reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """How a handle travels in calls: see ``rpc.codec``."""
@@ -206,12 +215,14 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         carried = tuple(state[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
         return _arrive, (type(self), *carried)
 
-    def _place(self, remote_device: str, scripted: bool) -> None:
+    def _place(self, remote_device: str, interface: Any) -> None:
         place = parse_remote_device(remote_device)
         self.on = place.worker
         self.device = str(place.device)
         self.is_device_map_set = bool(current_agent().device_map(place.worker))
-        self.is_scriptable = scripted
+        self.is_scriptable = interface is not None
+        if self.is_scriptable:
+            self._interface = interface
         self.generated_methods = list(_FORWARD_METHODS)
 
     def _attach(self, module_rref: rpc.RRef[nn.Module]) -> None:

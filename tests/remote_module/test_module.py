@@ -424,13 +424,6 @@ def test_a_script_module_handle_stays_but_its_reference_travels(twice: _RemoteMo
 
 
 @torchscript
-def test_a_handle_itself_is_not_compiled_and_says_what_can_be(echo: RemoteModule) -> None:
-    for module in (echo, nn.Sequential(echo)):
-        with pytest.raises(RuntimeError, match="A RemoteModule cannot be compiled with TorchScri"):
-            torch.jit.script(module)
-
-
-@torchscript
 def test_a_function_may_make_a_script_module(agents: list[Agent]) -> None:
     module = RemoteModule("there", scripted_twice)
     assert module(torch.ones(1)).item() == 2
