@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 
 from rpc._simulation.front import SimulationError, SimulationReport, simulate
 from rpc._simulation.generator import Scenario
-from rpc._simulation.ledger import Rule
+from rpc._simulation.large import GroupReport, simulate_group
+from rpc._simulation.ledger import Rule, RuleBrokenError
 from rpc._simulation.worker import Machines
 from rpc.agent import Agent, AgentOptions
 from rpc.clock import Clock, VirtualClock
@@ -29,11 +30,13 @@ from rpc.transports.memory import MemoryHub, MemoryTransport, NetworkScript
 from rpc.worker_info import WorkerInfo
 
 __all__ = [
+    "GroupReport",
     "Machines",
     "MemoryHub",
     "MemoryTransport",
     "NetworkScript",
     "Rule",
+    "RuleBrokenError",
     "Scenario",
     "SimulationError",
     "SimulationReport",
@@ -42,6 +45,7 @@ __all__ = [
     "connect",
     "local_group",
     "simulate",
+    "simulate_group",
 ]
 
 

@@ -191,6 +191,10 @@ class Ledger:
             over = record.outcome is not None
             self._require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
         self._count_calls(worker)
+        rows = [(r.call_id, r.call, r.to, r.opened_at) for r in worker.calls.outstanding()]
+        still = [r for r in worker.records.values() if r.outcome is None]
+        expected = [(r.correlation, r, r.to.worker, r.opened_at) for r in still]
+        self._require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
 
     def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
         """A call, or what a deadline left of it, ended because its worker is lost."""
@@ -385,15 +389,18 @@ class Ledger:
     def _left_for(self, group: frozenset[Life], *, notices: bool) -> list[object]:
         """What is under way, or runs, and was not caused by anybody that died."""
         world = self._world
-        present = {life for life in group if life in world.living or life in world.closed}
-        left: list[object] = []
-        for packet in world.network.values():
-            if packet.origin in world.taken or not packet.causes <= present:
-                continue
-            if self._must_arrive(packet, notices):
-                left.append(packet)
+        absent = {life for life in group if life not in world.living and life not in world.closed}
+        present = group - absent
+        left: list[object] = [
+            packet
+            for packet in world.network.values()
+            if self._must_arrive(packet, notices)
+            and packet.origin not in world.taken
+            and packet.causes <= present
+        ]
         for worker in world.living.values():
-            left += [job for job in worker.jobs.values() if job.causes <= present]
+            if worker.jobs:
+                left += [job for job in worker.jobs.values() if job.causes <= present]
         return left
 
     @staticmethod
@@ -408,14 +415,34 @@ class Ledger:
     def check_settled(self) -> None:
         """Nothing is under way any more: everybody got what was promised."""
         self._check_views()
+        lent = self._lent()
         for worker in self._world.living.values():
             self._require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
             self._require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
             self._require(not worker.calls.outstanding(), Rule.CALLS_END, worker.life, "a row")
             idle = worker.calls.next_expiry() is None
             self._require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
+            self._check_filters(worker)
             self._check_handles(worker)
-            self._check_counts(worker)
+            self._check_counts(worker, lent[worker.life])
+
+    def _check_filters(self, worker: Worker) -> None:
+        """What came is remembered, nothing else is, and in as few ranges as can be."""
+        for sender, known in worker.seen.items():
+            came = self._batches[worker.life, sender]
+            ranges = sum(number - 1 not in came for number in came)
+            right = known.ranges == ranges and all(number in known for number in came)
+            exact = right and max(came) + 1 not in known
+            self._require(exact, Rule.DUPLICATES, worker.life, sender, known.ranges, came)
+
+    def _lent(self) -> defaultdict[Life, dict[GlobalId, list[Life]]]:
+        """Who holds usable handles to which values of whom; one entry for each handle."""
+        lent: defaultdict[Life, dict[GlobalId, list[Life]]] = defaultdict(dict)
+        for worker in self._world.living.values():
+            for handle in self._usable(worker):
+                reference = handle.reference
+                lent[reference.owner].setdefault(reference.rref, []).append(worker.life)
+        return lent
 
     def _check_views(self) -> None:
         world = self._world
@@ -443,15 +470,11 @@ class Ledger:
             there = owner is not None and handle.reference.rref in owner.values
             self._require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
 
-    def _check_counts(self, worker: Worker) -> None:
+    def _check_counts(self, worker: Worker, lent: dict[GlobalId, list[Life]]) -> None:
         counts = worker.references.counts()
         mine = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         usable = len(self._usable(worker))
-        forks = sum(
-            handle.reference.owner == worker.life
-            for other in self._world.living.values()
-            for handle in self._usable(other)
-        )
+        forks = sum(map(len, lent.values()))
         found = (counts.num_user_rrefs, counts.num_owner_rrefs, counts.num_forks)
         right = found == (usable, len(worker.values), forks)
         self._require(right, Rule.COUNTS, worker.life, counts, usable, len(worker.values), forks)
@@ -461,7 +484,9 @@ class Ledger:
         self._require(
             listed == {handle.fork for handle in mine}, Rule.COUNTS, worker.life, listed, mine
         )
-        self._check_leaks(worker)
+        leaks = {leak.rref: leak.users for leak in worker.references.leaks()}
+        expected = {rref: tuple(sorted(set(users))) for rref, users in lent.items()}
+        self._require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
         waiting = [rref for rref, value in worker.values.items() if value is Value.AWAITED]
         self._require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
 
@@ -470,16 +495,6 @@ class Ledger:
         """The handles to others' values that did not fail."""
         users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         return [handle for handle in users if worker.references.failure(handle) is None]
-
-    def _check_leaks(self, worker: Worker) -> None:
-        lent: defaultdict[GlobalId, set[Life]] = defaultdict(set)
-        for other in self._world.living.values():
-            for handle in self._usable(other):
-                if handle.reference.owner == worker.life:
-                    lent[handle.reference.rref].add(other.life)
-        leaks = {leak.rref: leak.users for leak in worker.references.leaks()}
-        expected = {rref: tuple(sorted(users)) for rref, users in lent.items()}
-        self._require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
 
     def check_empty(self) -> None:
         """Programs let go of everything: nothing may be kept for their sake."""

@@ -9,7 +9,7 @@ the ledger, which knows what must and must not be. It chooses nothing.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,6 @@ class Worker:
         self.values: dict[GlobalId, Value] = {}
         self.activity = 0
         self.begun = False
-        self.probed = False
         self.finished = False
         self._todo: deque[TerminationEffect] = deque()
         self._following = False
@@ -129,6 +128,18 @@ class Worker:
         return self.view.get(life.worker) == life
 
     # --- Members
+
+    def meet(self, members: Sequence[Peer]) -> None:
+        """The group that this worker starts with, itself included."""
+        for peer in members:
+            life = Life(peer.info.id, peer.incarnation)
+            self.view[life.worker] = life
+            self.group.add(peer)
+            if effects := self.references.worker_joined(life):
+                self.perform(effects)
+        self.termination = self.world.machines.termination(self.life.worker, set(self.view))
+        self.met.update(self.view)
+        self.world.ledger.membership_changed(self)
 
     def joined(self, life: Life) -> None:
         """``life`` is a member."""
@@ -419,8 +430,8 @@ class Worker:
 
     def answer_if_quiet(self) -> None:
         """Answers the leader's question as soon as that may be."""
-        while self.probed and self.quiet():
-            self.probed = False
+        while self.life in self.world.probed and self.quiet():
+            self.world.probed.discard(self.life)
             self.follow(self.termination.quiet(self.activity, self.sent, self.received))
 
     def follow(self, effects: Iterable[TerminationEffect]) -> None:
@@ -439,7 +450,7 @@ class Worker:
         if isinstance(effect, Tell):
             self._tell(effect)
         elif isinstance(effect, AnswerWhenQuiet):
-            self.probed = True
+            self.world.probed.add(self.life)
         elif isinstance(effect, Enter):
             self.world.ledger.entered(self, effect.phase)
             if effect.phase is Shutdown.RELEASE:

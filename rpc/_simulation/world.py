@@ -39,11 +39,12 @@ from rpc._simulation.packets import (
     Value,
 )
 from rpc._simulation.steps import Act, Name, Step, describe, short
-from rpc._simulation.worker import Machines, Worker
+from rpc._simulation.worker import Machines, Worker, info_of
 from rpc.control import Passage, Passed
 from rpc.errors import RpcError
 from rpc.ids import GlobalId, Life
 from rpc.reference_terms import Carrier, Handle, UserHandle
+from rpc.transports.base import Peer
 
 _NOBODY: Causes = frozenset()
 
@@ -71,6 +72,7 @@ class World:
         self.island: frozenset[int] = frozenset()
         self.losses = False
         self.messages = 0
+        self.probed: set[Life] = set()
         self.causes = _NOBODY
         self.ledger = Ledger(self)
         self._number = -1
@@ -78,9 +80,9 @@ class World:
         self._carry_out = self._table()
         for worker in range(size):
             self._spawn(Life(worker, 0))
+        members = [Peer(info_of(life), life.incarnation, b"") for life in self.living]
         for each in self.living.values():
-            for life in self.living:
-                each.joined(life)
+            each.meet(members)
 
     def _table(self) -> dict[type[Act], Callable[[Any], bool]]:
         return {
@@ -119,10 +121,9 @@ class World:
             if self.transcript is not None:
                 self.transcript.pop()
             return False
-        for worker in list(self.living.values()):
-            if worker.probed:
-                self.causes = frozenset((worker.life,))
-                worker.answer_if_quiet()
+        for life in sorted(self.probed & self.living.keys()):
+            self.causes = frozenset((life,))
+            self.living[life].answer_if_quiet()
         return True
 
     # --- What workers need
@@ -430,10 +431,13 @@ class World:
 
     def _vanish(self, life: Life, *, after_its_packets: bool) -> None:
         del self.living[life]
-        self.network = {name: p for name, p in self.network.items() if p.to != life}
-        self.news = {name: news for name, news in self.news.items() if news.listener != life}
-        for other in self.living:
-            self._spread(other, life, Tidings.LOST, after_its_packets)
+        for name in [name for name, p in self.network.items() if p.to == life]:
+            del self.network[name]
+        for name in [name for name, news in self.news.items() if news.listener == life]:
+            del self.news[name]
+        for other, worker in self.living.items():
+            if not worker.finished:  # who has finished does not care any more
+                self._spread(other, life, Tidings.LOST, after_its_packets)
 
     def _spread(
         self, listener: Life, about: Life, tidings: Tidings, after_its_packets: bool = False
