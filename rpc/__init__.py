@@ -12,16 +12,19 @@ from rpc.api import _init_rpc_backend as _init_rpc_backend
 from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import (
     _set_rpc_timeout,
+    cancelled,
     debug_info,
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
     is_available,
     metrics,
+    on_membership,
     remote,
     rpc_async,
     rpc_sync,
     shutdown,
+    workers,
 )
 from rpc.api import _wait_all as _wait_all
 from rpc.backend_registry import (
@@ -40,6 +43,7 @@ from rpc.debug_dump import install_debug_signal
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
+    CallCancelledError,
     DecodeError,
     DeviceMapError,
     EncodeError,
@@ -57,7 +61,9 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.futures import Future
+from rpc.membership_events import MembershipChange, MembershipEvent
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
@@ -70,11 +76,14 @@ __all__ = [
     "BackendType",
     "BackendValue",
     "BringUpError",
+    "CallCancelledError",
     "DecodeError",
     "DeviceMapError",
     "EncodeError",
     "FrameError",
     "Future",
+    "MembershipChange",
+    "MembershipEvent",
     "NotInitializedError",
     "PyRRef",
     "QueueFullError",
@@ -83,6 +92,7 @@ __all__ = [
     "RRefDeletedError",
     "RRefError",
     "RemoteError",
+    "Retry",
     "RpcAgent",
     "RpcBackendOptions",
     "RpcError",
@@ -98,6 +108,7 @@ __all__ = [
     "api",
     "backend_registered",
     "backend_registry",
+    "cancelled",
     "constants",
     "construct_rpc_backend_options",
     "debug_info",
@@ -111,6 +122,7 @@ __all__ = [
     "internal",
     "is_available",
     "metrics",
+    "on_membership",
     "options",
     "register_backend",
     "remote",
@@ -118,4 +130,5 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "tracing",
+    "workers",
 ]

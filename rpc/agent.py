@@ -21,7 +21,7 @@ from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
 from rpc.completions import Completions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
-from rpc.control import Leaving, encode_passed
+from rpc.control import Cancel, Leaving, Lost, encode_passed
 from rpc.current import context_of
 from rpc.debug import agent_debug_info
 from rpc.departure import Departure
@@ -34,12 +34,19 @@ from rpc.futures import Future
 from rpc.gathering import Gatherings
 from rpc.group import Group
 from rpc.ids import Life
+from rpc.liveness import fingers
+from rpc.liveness_probes import Prober
+from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.notices import Notices
 from rpc.pulse import Pulse
 from rpc.reference_keeper import ReferenceKeeper
+from rpc.retry import Retry
+from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef
 from rpc.sinks import FutureSink, WaitingCaller
+from rpc.timers import Timers
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
+from rpc.watch import Watch
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -62,12 +69,15 @@ class AgentOptions:
         rpc_timeout: default timeout of a call in seconds, 0 for none.
         flush_seconds: how long accepted messages get to leave at shutdown.
         shutdown_timeout: seconds a graceful shutdown waits by default, 0 for no limit.
+        liveness_timeout: seconds without a sign of life after which another worker is
+            declared lost, 0 for never; needs a prober.
     """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
     flush_seconds: float = 2.0
     shutdown_timeout: float = 0.0
+    liveness_timeout: float = 0.0
 
 
 class Agent:
@@ -79,6 +89,7 @@ class Agent:
         transport: moves its frames; the agent starts and closes it.
         options: see :class:`AgentOptions`.
         clock: tells the time; a test's may be virtual.
+        prober: asks the others for signs of life, and gives them.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class Agent:
         transport: Transport,
         options: AgentOptions | None = None,
         clock: Clock | None = None,
+        prober: Prober | None = None,
     ) -> None:
         self.options = options or AgentOptions()
         self.info = info
@@ -113,13 +125,21 @@ class Agent:
         self.gatherings = Gatherings()
         self.gil_profiling = False
         self._early_frames = EarlyFrames(self._deliver)
-        self.pulse = Pulse(f"{name}-pulse", self.clock, self.caller.expire)
+        self.events = MembershipEvents(self.completions.submit)
+        bound = self.options.liveness_timeout
+        self.watch = Watch(self, bound, prober) if bound and prober is not None else None
+        self.liveness = ""
+        self._expelled = False
+        self.pulse = Pulse(f"{name}-pulse", self.clock, self._beat)
+        self.timers = Timers(self.pulse.wake, self.completions.submit)
+        self.retries = Retries(self)
 
     # --- Life
 
     def start(self) -> bytes:
         """Begins to listen; returns the address for the other workers."""
         address = self.transport.start(self.info, self.life.incarnation, self)
+        self._start_watch()
         self.pulse.start()
         self.references.start()
         return address
@@ -130,15 +150,41 @@ class Agent:
             for peer in peers:
                 self.add_peer(peer)
 
+    def _start_watch(self) -> None:
+        """Begins to give signs of life, and to ask for them; what cannot be is logged."""
+        if self.watch is None:
+            return
+        try:
+            self.liveness = self.watch.start()
+        except (OSError, RuntimeError) as error:
+            _logger.warning("frozen workers will not be noticed: no store can be run: %s", error)
+
+    def _beat(self, now: float) -> float | None:
+        """What the pulse does; returns when to do it again."""
+        watched = None if self.watch is None else self.watch.beat(now)
+        times = (self.caller.expire(now), self.timers.beat(now), watched)
+        return min((time for time in times if time is not None), default=None)
+
     def add_peer(self, peer: Peer) -> None:
         """A worker joined, or came back in a new life."""
+        known = self.group.latest(peer.info.id)
+        if known is not None and known.incarnation < peer.incarnation:
+            if peer.info == self.info:
+                self.expelled("a later life of this worker joined the group")
+                return
+            self.declare_lost(Life(peer.info.id, known.incarnation), "it was replaced")
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
         self.departure.worker_joined(peer.info.id)
         self.transport.add_peer(peer)
+        returned = known is not None and known.info.name == peer.info.name
+        change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
+        self.events.announce(MembershipEvent(change, peer.info, peer.incarnation))
 
     def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
         """Leaves the group and ends every thread; see ``rpc.shutdown``."""
+        if self._expelled:
+            graceful = False  # nobody is there to be waited for
         try:
             if graceful and self.membership is None:
                 self.departure.leave_together(timeout)
@@ -160,12 +206,16 @@ class Agent:
         if self.membership is not None:
             self.membership.leave()
         self.caller.close("this worker shut down")
+        for attempt in self.timers.drop():
+            attempt()  # fails now that the caller is closed
         for extension in self.extensions.all():
             extension.close()
         self.event_loop.close()
         self.transport.close(self.options.flush_seconds)
         self.references.stop()
         self.pulse.stop()
+        if self.watch is not None:
+            self.watch.close()
         self.executor.close()
         self.completions.close()
         self.store = None
@@ -179,9 +229,15 @@ class Agent:
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         _require_callable(func)
+        if retry is not None:
+            waiting = WaitingCaller()
+            tried = RetriedCall(to, func, args or (), kwargs or {})
+            self.retries.start(tried, timeout, retry, waiting)
+            return self.caller.sync(waiting)
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
@@ -195,9 +251,14 @@ class Agent:
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
         _require_callable(func)
+        if retry is not None:
+            return self.retries.future(
+                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
+            )
         if profiling.wanted():
             return profiling.rpc_async(self, to, func, args, kwargs, timeout)
         name = getattr(func, "__qualname__", repr(func))
@@ -240,6 +301,10 @@ class Agent:
         if membership and isinstance(to, str | int) and not self.group.knows(to):
             membership.wait_for(to, self.timeout_of(timeout))
         return self.group.find(to)
+
+    def find_now(self, to: Destination) -> WorkerInfo:
+        """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
+        return self.group.find(to.name if isinstance(to, WorkerInfo) else to)
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         """A worker by name or id; this one without an argument."""
@@ -321,30 +386,102 @@ class Agent:
             _logger.error("dropped a message from worker %d: %s", sender, error)
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
-        """Fails, frees and forgets whatever involved a worker that is gone."""
-        error = self.group.lose(worker_id, reason)
-        if error is None:
+        """Takes the transport's word that a worker cannot be reached any more."""
+        verdict = None if self.watch is None else self.watch.verdict()
+        if verdict is not None:
+            self.expelled(verdict)
+        known = self.group.latest(worker_id)
+        if known is not None:
+            self.declare_lost(Life(worker_id, known.incarnation), reason)
+
+    def declare_lost(self, life: Life, reason: str) -> None:
+        """A life of a worker is over: ends what involved it here, and tells the others.
+
+        Whatever it still sends is refused; should it live, it learns why.
+        """
+        if not self._lose(life, reason, MembershipChange.LOST):
             return
+        if self.departure.expects_departures():
+            return
+        if self.membership is not None:
+            self.membership.remove(life)
+        if self.watch is None:
+            return
+        self.watch.tell_lost(life, self.accusation(reason))
+        message = Lost(life.worker, life.incarnation, self.accusation(reason))
+        for worker in fingers(self.info.id, [worker.id for worker in self.group.living()]):
+            self.notices.tell(self.group.life(worker), message)
+
+    def accusation(self, reason: str) -> str:
+        """What others are told about a worker that this one declares lost."""
+        told = "declared it lost"
+        return reason if told in reason else f"worker {self.info.name!r} {told}: {reason}"
+
+    def struck_off(self, life: Life) -> None:
+        """The group's store does not list a life any more: it left, or was declared lost."""
+        if life == self.life:
+            told = None if self.watch is None else self.watch.verdict()
+            self.expelled(told or "somebody declared it lost: the group does not list it any more")
+        else:
+            self._lose(life, "the group does not list it any more", MembershipChange.LOST)
+
+    def expelled(self, reason: str) -> None:
+        """The others declared this worker lost: its calls fail, now and from now on."""
+        self._expelled = True
+        error, others = self.group.expel(self.info.id, reason)
+        if not others:
+            return
+        _logger.error("%s; call rpc.shutdown(), then it may join again", error)
+        for life in others:
+            self._end(life, error)
+            self.transport.remove_peer(life.worker)
+        event = MembershipEvent(
+            MembershipChange.LOST, self.info, self.life.incarnation, error.reason
+        )
+        self.events.announce(event)
+
+    def _lose(self, life: Life, reason: str, change: MembershipChange) -> bool:
+        """Fails, frees and forgets whatever involved a life that is over; False if known."""
+        error = self.group.lose(life.worker, reason, life.incarnation)
+        if error is None:
+            return False
         if not self.departure.expects_departures():
             _logger.warning("%s", error)
-        self.notices.forget(worker_id)
-        self.caller.worker_lost(worker_id, error)
-        self.references.worker_lost(self.group.life(worker_id), reason)
+        self.transport.remove_peer(life.worker)
+        self._end(life, error)
+        info = self.group.peer(life.worker).info
+        self.events.announce(MembershipEvent(change, info, life.incarnation, reason))
+        return True
+
+    def _end(self, life: Life, error: WorkerLostError) -> None:
+        self.notices.forget(life.worker)
+        self.caller.worker_lost(life.worker, error)
+        self.callee.worker_lost(life.worker)
+        self.references.worker_lost(life, error.reason)
         for extension in self.extensions.all():
-            extension.on_worker_lost(worker_id, reason)
-        self.departure.worker_lost(worker_id)
+            extension.on_worker_lost(life.worker, error.reason)
+        self.departure.worker_lost(life.worker)
 
     def _control_arrived(self, sender: int, frame: Frame) -> None:
         life = self.group.life(sender)
         messages = self.notices.arrived(life, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                self.transport.remove_peer(sender)
-                self.peer_lost(sender, "it left the group")
+                self._lose(life, "it left the group", MembershipChange.LEFT)
+            elif isinstance(message, Cancel):
+                self.callee.cancel(sender, message.correlations)
+            elif isinstance(message, Lost):
+                self._told_of_loss(Life(message.worker, message.incarnation), message.reason)
             elif not self.departure.control_arrived(sender, message):
                 self.references.control_arrived(life, message)
         self.notices.acted_upon(life, messages)
         self.activity_changed()
+
+    def _told_of_loss(self, life: Life, reason: str) -> None:
+        if life == self.life:
+            self.expelled(reason)
+        else:
+            self.declare_lost(life, reason)
 
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""

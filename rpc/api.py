@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
+from rpc import deadlines
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
 from rpc.builtin_backends import default_backend, register_builtin_backends
@@ -24,7 +25,14 @@ from rpc.constants import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
 )
-from rpc.current import current_agent, find_agent, set_process_agent
+from rpc.current import (
+    current_agent,
+    find_agent,
+    joined_before,
+    keep_store,
+    note_joining,
+    set_process_agent,
+)
 from rpc.errors import RpcError
 from rpc.functions import is_async_execution
 from rpc.futures import Future
@@ -37,8 +45,10 @@ from rpc.internal import (
     run_serialized,
     run_serialized_async,
 )
+from rpc.membership_events import MembershipEvent
 from rpc.options import RpcBackendOptions
 from rpc.rendezvous import open_store
+from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.worker_info import WorkerInfo
 
@@ -94,7 +104,9 @@ def init_rpc(
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
+    note_joining()
     store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
+    keep_store(store)
     _init_rpc_backend(chosen, store, name, rank, size, options)
 
 
@@ -122,8 +134,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         RpcTimeoutError: the others did not finish in time; RPC is shut down all the same.
-        RuntimeError: RPC is not initialized.
+        RuntimeError: ``init_rpc`` was never called. After one that failed, or another
+            ``shutdown``, there is nothing to do.
     """
+    if find_agent() is None and joined_before():
+        return
     agent = current_agent()
     context = contextvars.copy_context()
     agent.departure.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
@@ -141,6 +156,7 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> T:
     """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
 
@@ -152,6 +168,9 @@ def rpc_sync(
         kwargs: keyword arguments, likewise.
         timeout: seconds; -1 for the default, 0 for no limit. Calls made by
             ``func`` inherit what is left.
+        retry: how to try again when an attempt takes too long or the worker is lost, for
+            functions marked with ``functions.idempotent``; ``timeout`` is then for all
+            attempts together. Default not at all.
 
     Raises:
         Exception: what ``func`` raised, as its own type and ``RuntimeError``.
@@ -166,7 +185,7 @@ def rpc_sync(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs)
-    result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout)
+    result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout, retry)
     return result
 
 
@@ -176,6 +195,7 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> Future[T]:
     """Like :func:`rpc_sync`, but returns a future at once.
 
@@ -183,7 +203,7 @@ def rpc_async(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs)
-    future = current_agent().rpc_async(to, func, args, kwargs, timeout)
+    future = current_agent().rpc_async(to, func, args, kwargs, timeout, retry)
     collected: list[torch.futures.Future[Any]] | None = getattr(
         _thread_local_var, "future_list", None
     )
@@ -226,6 +246,61 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
         UnknownWorkerError: there is no such worker.
     """
     return current_agent().get_worker_info(worker_name)
+
+
+def workers(prefix: str | None = None) -> list[WorkerInfo]:
+    """The workers that are in the group now, this one included, by id.
+
+    Args:
+        prefix: only those whose name begins with it; default all.
+
+    Example::
+
+        for trainer in rpc.workers("trainer"):
+            rpc.rpc_async(trainer, start)
+    """
+    living = current_agent().get_worker_infos()
+    return [worker for worker in living if worker.name.startswith(prefix or "")]
+
+
+def on_membership(callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
+    """From now on, tells ``callback`` of every worker that joins, leaves, is lost or returns.
+
+    Events come one after the other, on a thread that the callback may block. One of
+    this worker's own says that the others declared it lost.
+
+    Args:
+        callback: what it raises is logged.
+
+    Returns:
+        A function that ends this.
+
+    Example::
+
+        def tell(event: rpc.MembershipEvent) -> None:
+            print(event.worker.name, event.change.value, event.reason)
+
+        rpc.on_membership(tell)
+    """
+    return current_agent().events.subscribe(callback)
+
+
+def cancelled() -> bool:
+    """True, in a handler, if nobody waits for its result any more; False elsewhere.
+
+    That is so when the caller cancelled the call, when the call's time is over, and
+    when the caller was lost. A handler that runs for long should look now and then.
+
+    Example::
+
+        def search(space):
+            for part in space:
+                if rpc.cancelled():
+                    return None
+                look_at(part)
+    """
+    agent = find_agent()
+    return agent is not None and deadlines.cancelled(agent.clock.now())
 
 
 def get_rpc_timeout() -> float:

@@ -6,14 +6,19 @@ before the error is raised, so that a failed ``init_rpc`` leaves nothing behind.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import Store
 
 from rpc import rendezvous
 from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
-from rpc.membership import Membership, peer_of
+from rpc.liveness_probes import StoreProber
+from rpc.membership import LIVENESS, Membership, peer_of
 from rpc.options import RpcBackendOptions
 from rpc.rendezvous import Record
 from rpc.transports.base import Transport
@@ -50,14 +55,19 @@ def form_group(
         BringUpError: workers are missing or disagree.
     """
     info = WorkerInfo(name, rank)
-    incarnation = rendezvous.next_incarnation(store, name)
-    agent = kind(info, incarnation, transport, _agent_options(options))
+    incarnation = rendezvous.within(
+        options.bring_up_timeout, lambda: rendezvous.next_incarnation(store, name, rank)
+    )
+    prober = StoreProber(address_towards(options.init_method)) if options.liveness_timeout else None
+    agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
     agent.store = store
     try:
-        me = Record(name, rank, world_size, incarnation, backend, agent.start())
+        address = agent.start()
+        extras = {LIVENESS: agent.liveness}
+        me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
             agent.membership = Membership(agent, store, me)
-            agent.membership.join()
+            agent.membership.join(options.bring_up_timeout)
         else:
             records = rendezvous.meet(store, me, options.bring_up_timeout)
             check(records)
@@ -74,4 +84,24 @@ def _agent_options(options: RpcBackendOptions) -> AgentOptions:
         num_worker_threads=threads,
         rpc_timeout=options.rpc_timeout,
         shutdown_timeout=options.shutdown_timeout or 0.0,
+        liveness_timeout=options.liveness_timeout or 0.0,
     )
+
+
+def address_towards(init_method: str) -> str | None:
+    """This host's address on the network where the group's store is; None if that is here.
+
+    So a group on one host listens on the loopback interface only.
+    """
+    parts = urlsplit(init_method)
+    host = os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+    if not host:
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; makes the kernel choose our address
+            mine: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if ip_address(mine.partition("%")[0]).is_loopback else mine

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 from dataclasses import replace
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
-from rpc.bring_up import form_group
+from rpc.bring_up import address_towards, form_group
 from rpc.devices import DeviceInfo, validate_device_maps
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rendezvous import Record
@@ -88,7 +84,7 @@ def _init_tensorwire(
         )
     settings = rpc_backend_options.settings()
     if settings.bind_address is None:
-        settings = replace(settings, bind_address=_address_towards(rpc_backend_options.init_method))
+        settings = replace(settings, bind_address=address_towards(rpc_backend_options.init_method))
     return form_group(
         TENSORWIRE,
         store,
@@ -99,25 +95,6 @@ def _init_tensorwire(
         TensorWireTransport(settings),
         lambda records: None,
     )
-
-
-def _address_towards(init_method: str) -> str | None:
-    """This host's address on the network where the group's store is; None if that is here.
-
-    So a group on one host listens on the loopback interface only.
-    """
-    parts = urlsplit(init_method)
-    host = os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
-    if not host:
-        return None
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; makes the kernel choose our address
-            mine: str = probe.getsockname()[0]
-    except OSError:
-        return None
-    return None if ip_address(mine.partition("%")[0]).is_loopback else mine
 
 
 def _init_tensorpipe(

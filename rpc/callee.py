@@ -8,12 +8,14 @@ function, one marked with ``functions.async_execution`` or an ``async def``.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +24,14 @@ from torch.autograd import profiler
 
 from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
+from rpc.cancellation import EarlyCancellations
+from rpc.errors import CallCancelledError
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
 from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
+from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
 from rpc.transports.base import Frame, FrameKind
 
@@ -46,6 +51,8 @@ class Callee:
         self._lock = threading.Lock()
         self._serving: dict[_Service, float] = {}
         self._book = Book()
+        self._early = EarlyCancellations()
+        self._once: OnceTable[_Service, _Outcome] = OnceTable()
         self._handled = 0
 
     def request_arrived(self, sender: int, frame: Frame) -> None:
@@ -53,11 +60,53 @@ class Callee:
         agent = self._agent
         request = Request.decode(frame.header)
         service = _Service(agent, self, sender, request, frame)
+        now = agent.clock.now()
+        if request.timeout:
+            service.deadline = now + request.timeout
         with self._lock:
-            self._serving[service] = agent.clock.now()
+            self._serving[service] = now
+            if self._early and self._early.take(sender, frame.correlation):
+                service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
         executor.run_here(service.run, agent.transport.inline_handlers)
+
+    def cancel(self, sender: int, correlations: Collection[int]) -> None:
+        """Nobody waits for the replies to these requests any more."""
+        with self._lock:
+            found = [s for s in self._serving if s.is_one_of(sender, correlations)]
+            missing = {*correlations} - {service.correlation for service in found}
+            self._early.note(sender, missing)
+        for service in found:
+            service.cancel()
+
+    def worker_lost(self, sender: int) -> None:
+        """A worker is gone, and nobody waits for what is served for it."""
+        with self._lock:
+            self._early.worker_lost(sender)
+            self._once.worker_lost(sender)
+            found = [service for service in self._serving if service.sender == sender]
+            for service in found:  # nobody has to wait for them, not even a shutdown
+                del self._serving[service]
+        for service in found:
+            service.cancel()
+
+    def admit(self, service: _Service, request: RequestId) -> bool:
+        """True if a request that may come more than once is to be run now."""
+        with self._lock:
+            now = self._agent.clock.now()
+            verdict, outcome = self._once.arrived(service.sender, request, service, now)
+        if outcome is not None:
+            service.answer(outcome)
+        return verdict is Verdict.RUN
+
+    def ended_once(self, service: _Service, outcome: _Outcome) -> None:
+        """A request that may come more than once ran: answers all that came."""
+        number = RequestId.decode(service.request.target).number
+        with self._lock:
+            waiters = self._once.ended(service.sender, number, outcome)
+        for waiter in waiters or [service]:
+            waiter.answer(outcome)
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""
@@ -105,15 +154,26 @@ class Callee:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a function ended."""
+
+    result: object
+    error: BaseException | None
+
+
 class _Service:
     """One request, from its arrival to its reply."""
 
     __slots__ = (
         "_agent",
         "_callee",
-        "_correlation",
         "_payload",
+        "_stop",
         "_tensors",
+        "cancelled",
+        "correlation",
+        "deadline",
         "failed",
         "method",
         "received",
@@ -127,7 +187,7 @@ class _Service:
     ) -> None:
         self._agent = agent
         self._callee = callee
-        _, self._correlation, header, payload, tensors = frame
+        _, self.correlation, header, payload, tensors = frame
         self._payload = payload
         self._tensors = tensors
         self.sender = sender
@@ -138,6 +198,20 @@ class _Service:
             self.received += tensor_bytes(tensors)
         self.sent = 0
         self.failed = False
+        self.deadline = 0.0
+        self.cancelled = False
+        self._stop: Callable[[], None] | None = None
+
+    def is_one_of(self, sender: int, correlations: Collection[int]) -> bool:
+        """True if this serves one of a worker's requests."""
+        return self.sender == sender and self.correlation in correlations
+
+    def cancel(self) -> None:
+        """Nobody waits for the reply any more."""
+        self.cancelled = True
+        stop = self._stop
+        if stop is not None:
+            stop()
 
     def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
@@ -177,8 +251,22 @@ class _Service:
             self._fetch(adopted, scopes)
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
-        else:
+        elif not self.is_once() or self._callee.admit(self, RequestId.decode(self.request.target)):
             self._call(adopted, scopes)
+
+    def is_once(self) -> bool:
+        """True if the request may come more than once, but is to run once."""
+        return bool(self.request.target) and self.request.operation is Operation.CALL
+
+    def answer(self, outcome: _Outcome) -> None:
+        """Replies with what a function returned or raised, maybe for another request."""
+        if outcome.error is not None:
+            self._reply_error(outcome.error)
+            return
+        try:
+            self._reply(outcome.result)
+        except BaseException as error:
+            self._reply_error(error)
 
     def _unpack(self, adopted: Adopted, scopes: ExitStack | None) -> Any:
         request, payload, tensors = self.request, self._payload, self._tensors
@@ -191,8 +279,10 @@ class _Service:
 
     def _call(self, adopted: Adopted, scopes: ExitStack | None) -> None:
         request = self.request
-        if request.timeout:
-            deadlines.inherit(self._agent.clock.now() + request.timeout)
+        deadlines.enter(self)
+        if deadlines.is_over(self, self._agent.clock.now()):
+            self._give_up()
+            return
         if request.function:
             func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
         else:
@@ -210,7 +300,9 @@ class _Service:
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:
-            self._agent.event_loop.run(result, self._succeed, self._fail)
+            self._stop = self._agent.event_loop.run(result, self._succeed, self._fail)
+            if self.cancelled:
+                self._stop()
         else:
             del args, kwargs
             self._succeed(result)
@@ -271,6 +363,8 @@ class _Service:
             if self.request.operation is Operation.CREATE:
                 self._agent.references.created(self.request.target, result)
                 self._send(Reply(Status.OK, extensions=self._metadata(())))
+            elif self.request.target and self.is_once():
+                self._callee.ended_once(self, _Outcome(result, None))
             else:
                 self._reply(result)
         except BaseException as error:
@@ -300,11 +394,27 @@ class _Service:
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
+        if self.cancelled and isinstance(error, asyncio.CancelledError):
+            self._give_up()
+            return
         self.failed = True
         _print_traceback(error)
         if self.request.operation is Operation.CREATE:
             self._agent.references.creation_raised(self.request.target, error)
             self._send_quietly(Reply(Status.OK))
+        elif self.is_once():
+            self._callee.ended_once(self, _Outcome(None, error))
+        else:
+            self._reply_error(error)
+
+    def _give_up(self) -> None:
+        """Ends a request that nobody waits for any more, and of which nothing runs."""
+        when = "by its caller" if self.cancelled else "when its time was over"
+        error = CallCancelledError(f"{text_of(self.method)} was cancelled {when}")
+        if self.request.operation is Operation.CREATE:
+            self._agent.references.creation_raised(self.request.target, error)
+        if self.is_once():
+            self._callee.ended_once(self, _Outcome(None, error))
         else:
             self._reply_error(error)
 
@@ -329,7 +439,7 @@ class _Service:
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
-        frame = Frame(FrameKind.REPLY, self._correlation, header, payload, slots)
+        frame = Frame(FrameKind.REPLY, self.correlation, header, payload, slots)
         self._agent.transport.send(self.sender, frame)
         self._callee.finished(self)
 

@@ -8,7 +8,8 @@ agent's pulse.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
-from rpc.errors import AgentClosedError, EncodeError, RpcTimeoutError
+from rpc.control import Cancel
+from rpc.errors import AgentClosedError, CallCancelledError, EncodeError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
-from rpc.observation import WatchedSink, profiler_enabled, traced, watching
+from rpc.observation import WatchedSink, feeds, profiler_enabled, traced, watching
 from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
@@ -51,6 +53,8 @@ class Call:
         series: counts it when it is over.
         sent: bytes of its request.
         opened_at: when it was sent.
+        to: the worker it was sent to.
+        number: what the call table calls it.
     """
 
     method: MethodName
@@ -61,6 +65,8 @@ class Call:
     series: Series
     sent: int = 0
     opened_at: float = 0.0
+    to: int = 0
+    number: int = 0
 
     @property
     def description(self) -> str:
@@ -90,15 +96,19 @@ class Caller:
         timeout: float,
         sink: Sink,
         target: bytes | None = None,
+        once: bytes = b"",
     ) -> None:
-        """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef."""
+        """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef.
+
+        With ``once``, a packed ``RequestId``, it runs once however often this comes.
+        """
         operation = Operation.CALL if target is None else Operation.CREATE
         function = b"" if kwargs else codec.name_of(func) or b""
         by_name = function and func is not call_method
         name = function if by_name else method_name(func, args)
         value = tuple(args) if function else (func, args, kwargs)
         try:
-            self.request(operation, to, value, timeout, sink, target or b"", name, function)
+            self.request(operation, to, value, timeout, sink, target or once, name, function)
         except EncodeError as error:
             detail = codec.describe_unpicklable(func, args, kwargs)
             raise EncodeError(detail) from error
@@ -188,7 +198,40 @@ class Caller:
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""
         transport = self._agent.transport
-        return Future(description=description, waiter=transport.wait, waker=transport.wake)
+        return Future(
+            description=description,
+            waiter=transport.wait,
+            waker=transport.wake,
+            canceller=self.cancel,
+        )
+
+    def cancel(self, future: Future[Any]) -> bool:
+        """Gives up the call whose outcome ``future`` waits for; False if it is over."""
+        return self.cancel_where(lambda sink: feeds(sink, future))
+
+    def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
+        """Gives up the call whose sink is wanted; False if there is none."""
+        with self._lock:
+            rows = self._table.outstanding()
+            found = [row.call_id for row in rows if wanted(row.call.sink)]
+            ended = self._table.cancel(found[0]) if found else None
+            if ended is not None:
+                _count_failures((ended.call,), self._agent.clock.now(), ErrorKind.OTHER)
+        if ended is None:
+            return False
+        call = ended.call
+        call.sink.failed(CallCancelledError(f"{call.description} was cancelled by its caller"))
+        self._tell_cancelled([call])
+        return True
+
+    def _tell_cancelled(self, calls: Iterable[Call]) -> None:
+        """Lets those who serve the calls know that nobody waits any more."""
+        agent = self._agent
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            numbers[call.to].append(call.number)
+        for to, theirs in numbers.items():
+            agent.notices.tell(agent.group.life(to), Cancel(tuple(theirs)))
 
     def sync(self, sink: WaitingCaller) -> Any:
         """Waits for a sink's outcome."""
@@ -239,6 +282,8 @@ class Caller:
             )
         if ended:
             self._agent.transport.wake()
+            expired = [item.call for item in ended]
+            self._agent.completions.submit(lambda: self._tell_cancelled(expired))
         return armed
 
     def worker_lost(self, worker_id: int, error: Exception) -> None:
@@ -284,6 +329,11 @@ class Caller:
             rows = self._table.outstanding()
         return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
 
+    def destinations(self) -> set[int]:
+        """The workers that a reply is expected from."""
+        with self._lock:
+            return self._table.destinations()
+
     def metrics(self) -> tuple[CallMetrics, ...]:
         """The calls made, by method and peer."""
         peer = self._agent.group.peer
@@ -309,7 +359,8 @@ class Caller:
             if self._closed is not None:
                 raise AgentClosedError(f"{call.description}: {self._closed}")
             call.opened_at = now = agent.clock.now()
-            call_id = self._table.open(call, to.id, now, call.timeout)
+            call.to = to.id
+            call.number = call_id = self._table.open(call, to.id, now, call.timeout)
             self._sent += 1
             rearm = bool(call.timeout) and self._arm(now + call.timeout)
         if rearm:

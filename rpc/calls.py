@@ -1,10 +1,10 @@
 """Decides what becomes of this worker's outstanding calls. Sans-IO.
 
 A call is open from the moment before its request is sent until its reply, its
-deadline or the loss of its worker, whichever comes first: exactly one of them
-ends it. A call that ended by deadline leaves a *ghost* behind until the late
-reply arrives or the worker is lost, because only then is it known that the
-request is no longer under way: references lent to it stay alive, and shutdown
+deadline, its cancellation or the loss of its worker, whichever comes first: exactly
+one of them ends it. A call that ended by deadline or was cancelled leaves a *ghost*
+behind until the late reply arrives or the worker is lost, because only then is it
+known that the request is no longer under way: references lent to it stay alive, and shutdown
 must not overtake it.
 
 Deadlines are kept in buckets of 1/64 s, so that opening and closing a call
@@ -28,6 +28,7 @@ class Ending(enum.Enum):
 
     REPLY = "reply"
     DEADLINE = "deadline"
+    CANCELLED = "cancelled"
     LOST = "lost"
     LATE_REPLY = "late reply"
     GHOST_LOST = "ghost lost"
@@ -110,6 +111,15 @@ class CallTable(Generic[T]):
         self._unbucket(call_id, entry.bucket)
         return True
 
+    def cancel(self, call_id: int) -> Ended[T] | None:
+        """The caller gives up; leaves a ghost. None if the call ended already."""
+        entry = self._open.pop(call_id, None)
+        if entry is None:
+            return None
+        self._unbucket(call_id, entry.bucket)
+        self._ghosts[call_id] = (entry.call, entry.to)
+        return Ended(Ending.CANCELLED, entry.call)
+
     def expire(self, now: float) -> list[Ended[T]]:
         """Ends the calls whose deadline has passed, earliest first; each leaves a ghost."""
         ended: list[Ended[T]] = []
@@ -134,6 +144,10 @@ class CallTable(Generic[T]):
     def next_expiry(self) -> float | None:
         """When :meth:`expire` should run next, or None while no call has a deadline."""
         return min(self._buckets) / _BUCKETS_PER_SECOND if self._buckets else None
+
+    def destinations(self) -> set[int]:
+        """The workers that a reply is expected from."""
+        return {entry.to for entry in self._open.values()}
 
     def outstanding(self) -> list[OutstandingCall[T]]:
         """The open calls, oldest first."""

@@ -21,3 +21,6 @@ DEFAULT_INIT_METHOD: Final = "env://"
 
 DEFAULT_BRING_UP_TIMEOUT_SEC: Final = 300.0
 """Seconds to wait for the other workers when a group forms."""
+
+DEFAULT_LIVENESS_TIMEOUT_SEC: Final = 5.0
+"""Seconds without a sign of life after which a worker is declared lost."""

@@ -149,6 +149,22 @@ class Leaving(ControlMessage):
     phase: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lost(ControlMessage):
+    """A life of a worker was declared lost, perhaps the receiver's own."""
+
+    worker: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(ControlMessage):
+    """Caller to callee: nobody waits for the replies to these requests of mine any more."""
+
+    correlations: tuple[int, ...]
+
+
 # --- Codec ------------------------------------------------------------------
 
 _VERSION: Final = 1
@@ -295,6 +311,8 @@ _LAYOUTS: Final = (
     _Layout(8, Probe, (NUMBER, NUMBER, NUMBERS)),
     _Layout(9, Quiet, (NUMBER, NUMBER, NUMBER, NUMBER, NUMBER)),
     _Layout(10, Leaving, (NUMBER,)),
+    _Layout(11, Lost, (NUMBER, NUMBER, TEXT)),
+    _Layout(12, Cancel, (NUMBERS,)),
 )
 _BY_TYPE: Final = {layout.message: layout for layout in _LAYOUTS}
 _BY_CODE: Final = {layout.code: layout for layout in _LAYOUTS}

@@ -1,8 +1,9 @@
 """Which agent the code that is running belongs to.
 
 Owns the one piece of mutable module state: the process's default agent, set by
-``init_rpc`` and cleared by ``shutdown``. Handlers and callbacks of an agent see
-that agent, whatever the default is, because it is in their context.
+``init_rpc`` and cleared by ``shutdown``, and the store that its group met at.
+Handlers and callbacks of an agent see that agent, whatever the default is, because
+it is in their context.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 from rpc.errors import NotInitializedError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from rpc.agent import Agent
 
 _of_context: contextvars.ContextVar[Agent | None] = contextvars.ContextVar(
@@ -21,9 +24,13 @@ _of_context: contextvars.ContextVar[Agent | None] = contextvars.ContextVar(
 
 
 class _Process:
-    """The process-wide default."""
+    """The process-wide default, and what outlives it."""
 
     agent: Agent | None = None
+    joined: bool = False
+    """``init_rpc`` was called, however it ended."""
+    store: Store | None = None
+    """The last group's store, which others may still need when this process has left."""
 
 
 def find_agent() -> Agent | None:
@@ -49,6 +56,24 @@ def current_agent() -> Agent:
 def set_process_agent(agent: Agent | None) -> None:
     """Makes ``agent`` the process's default; None clears it."""
     _Process.agent = agent
+
+
+def keep_store(store: Store) -> None:
+    """Keeps a group's store until the next group's takes its place.
+
+    Its host may leave before the others have, and may meet them there again.
+    """
+    _Process.store = store
+
+
+def note_joining() -> None:
+    """``init_rpc`` was called."""
+    _Process.joined = True
+
+
+def joined_before() -> bool:
+    """True if ``init_rpc`` was called in this process, however it ended."""
+    return _Process.joined
 
 
 def enter_agent(agent: Agent) -> contextvars.Token[Agent | None]:

@@ -1,4 +1,4 @@
-"""The deadline that a handler inherits, and how a timeout argument is read.
+"""The deadline that a handler inherits, if it is still wanted, and how timeouts are read.
 
 Owns the one place where torch's conventions (-1 = default, 0 = no limit) are
 translated; inside, a timeout is seconds, and 0 means none.
@@ -7,19 +7,41 @@ translated; inside, a timeout is seconds, and 0 means none.
 from __future__ import annotations
 
 import contextvars
+from typing import Protocol
 
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import RpcTimeoutError
 
-_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("rpc_deadline", default=0.0)
+
+class Scope(Protocol):
+    """The request that the running code serves."""
+
+    deadline: float
+    """When nobody waits for its result any more, on the agent's clock; 0 for never."""
+    cancelled: bool
+    """Nobody waits for its result any more."""
+
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("rpc_scope", default=None)
 
 _MIN_TIMEOUT = 1e-6
 _FOREVER = 1e9
 
 
-def inherit(deadline: float) -> None:
-    """Makes ``deadline`` (0 = none) bound every call made in the current context."""
-    _deadline.set(deadline)
+def enter(scope: Scope) -> None:
+    """Makes a request's deadline bound every call made in the current context."""
+    _scope.set(scope)
+
+
+def cancelled(now: float) -> bool:
+    """True if nobody waits for the result of what runs in the current context."""
+    scope = _scope.get()
+    return scope is not None and is_over(scope, now)
+
+
+def is_over(scope: Scope, now: float) -> bool:
+    """True if nobody waits for the result of a request."""
+    return scope.cancelled or 0.0 < scope.deadline <= now
 
 
 def effective_timeout(timeout: float, default: float, now: float) -> float:
@@ -43,10 +65,10 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
         )
     if timeout >= _FOREVER:
         timeout = 0.0
-    deadline = _deadline.get()
-    if not deadline:
+    scope = _scope.get()
+    if scope is None or not scope.deadline:
         return timeout
-    left = deadline - now
+    left = scope.deadline - now
     if left <= 0:
         raise RpcTimeoutError(
             "RPC ran for more than the timeout of the call it was made in, and was not sent"

@@ -6,6 +6,7 @@
         ├── BringUpError              a group could not be formed; names who is missing and why
         ├── UnknownWorkerError        a destination that is not in the group
         ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
+        ├── CallCancelledError        the call was given up with ``future.cancel()``
         ├── WorkerLostError           the other worker died, froze or was cut off
         ├── AgentClosedError          this worker shut down while the call was outstanding
         ├── QueueFullError            back-pressure: too many bytes are in flight to one worker
@@ -50,6 +51,10 @@ class UnknownWorkerError(RpcError):
 
 class RpcTimeoutError(RpcError, TimeoutError):
     """A call, or a wait for a value, passed its deadline."""
+
+
+class CallCancelledError(RpcError):
+    """The caller gave the call up; its handler did not start, or was told."""
 
 
 class WorkerLostError(RpcError):

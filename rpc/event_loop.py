@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import threading
@@ -41,29 +42,44 @@ class EventLoop:
         coroutine: Coroutine[Any, Any, Any],
         succeed: Callable[[Any], None],
         fail: Callable[[BaseException], None],
-    ) -> None:
-        """Runs a coroutine in the caller's context; its end is reported on the executor."""
+    ) -> Callable[[], None]:
+        """Runs a coroutine in the caller's context; its end is reported on the executor.
+
+        Returns:
+            What cancels it, if it has not ended; any thread may call it.
+        """
         context = contextvars.copy_context()
 
         def ended(task: asyncio.Task[Any]) -> None:
             report = partial(_report, task, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
+        begun: list[asyncio.Task[Any]] = []
+
         def begin() -> None:
-            asyncio.ensure_future(coroutine).add_done_callback(ended)
+            task = asyncio.ensure_future(coroutine)
+            begun.append(task)
+            task.add_done_callback(ended)
+
+        def cancel() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: begun[0].cancel())
 
         with self._lock:
             closed = self._closed
             if not closed:
                 new = self._make() if self._loop is None else None
                 assert self._loop is not None
-                self._loop.call_soon_threadsafe(begin, context=context)
+                loop = self._loop
+                loop.call_soon_threadsafe(begin, context=context)
         if closed:
             coroutine.close()
             fail(AgentClosedError("this worker shut down"))
-        elif new is not None:
+            return lambda: None
+        if new is not None:
             new.start()
             self._started.set()
+        return cancel
 
     def close(self) -> None:
         """Cancels what still runs and joins the thread."""

@@ -24,6 +24,7 @@ import contextvars
 import enum
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -32,6 +33,7 @@ Task = Callable[[], None]
 _MANY = 1 << 30
 _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
+_SECONDS_TO_END = 5.0
 
 _logger = logging.getLogger("rpc")
 
@@ -158,8 +160,11 @@ class Executor:
         with self._lock:
             return self._size
 
-    def close(self) -> list[Task]:
+    def close(self, seconds: float = _SECONDS_TO_END) -> list[Task]:
         """Lets running tasks end and joins every thread but the caller's.
+
+        Args:
+            seconds: how long to wait; tasks that run on are named in the log and abandoned.
 
         Returns:
             The tasks that were queued; they will not run.
@@ -177,9 +182,13 @@ class Executor:
                 self._all_started.wait()
             threads = [*self._threads]
         self._stop_monitor.set()
+        deadline = time.monotonic() + seconds
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = sum(t.is_alive() for t in threads if t is not threading.current_thread())
+        if stuck:
+            _logger.error("%s: %d handlers do not end, and are abandoned", self._name, stuck)
         return dropped
 
     # --- Decisions; all with the lock held

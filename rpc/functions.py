@@ -48,6 +48,36 @@ def _name_after(wrapper: Callable[..., object], script: Any) -> None:
     wrapper.__name__ = wrapper.__qualname__ = name
 
 
+def idempotent(fn: Callable[P, T]) -> Callable[P, T]:
+    """Declares that it does no harm to run a function more than once; returns it.
+
+    Only such functions can be called with ``retry=``. Order among other decorators
+    does not matter.
+
+    Raises:
+        TypeError: the function cannot be marked, as it is built in; wrap it in one of
+            your own.
+
+    Example::
+
+        @rpc.functions.idempotent
+        def fetch(key):
+            return table[key]
+    """
+    try:
+        fn._rpc_idempotent = True  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"{fn!r} cannot be marked as idempotent; wrap it in a function of your own"
+        ) from None
+    return fn
+
+
+def is_idempotent(func: object) -> bool:
+    """True if ``func`` was marked with :func:`idempotent`."""
+    return getattr(func, "_rpc_idempotent", False) is True
+
+
 def is_async_execution(func: object) -> bool:
     """True if ``func`` was marked with :func:`async_execution`."""
     return getattr(func, "_wrapped_async_rpc_function", None) is not None

@@ -75,6 +75,7 @@ class Future(_TorchFuture[T]):
         waiter: how to wait; the default sleeps.
         waker: called when the future is done, so that a waiter that does something
             else meanwhile looks at it.
+        canceller: gives up the call that this is the result of.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class Future(_TorchFuture[T]):
         description: str = "a call",
         waiter: Waiter | None = None,
         waker: Callable[[], None] | None = None,
+        canceller: Callable[[Future[Any]], bool] | None = None,
     ) -> None:
         super().__init__(devices=devices)
         self._description = description
         self._waiter = waiter
         self._waker = waker
+        self.canceller = canceller
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
         self._lock = threading.RLock()
@@ -114,6 +117,19 @@ class Future(_TorchFuture[T]):
             return cast(T, torch._C.Future.value(self))
         finally:
             del self  # as in wait
+
+    def cancel(self) -> bool:
+        """Gives up the call whose result this is, which fails with ``CallCancelledError``.
+
+        A handler that has not started will not; one that runs can ask
+        :func:`rpc.cancelled`, and an ``async def`` one is cancelled.
+
+        Returns:
+            False if the call is over, or this is no call's result but, for example, that
+            of :meth:`then`.
+        """
+        canceller = self.canceller
+        return canceller is not None and not self.done() and canceller(self)
 
     def then(self, callback: Callable[..., S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns once this one is done.

@@ -1,6 +1,9 @@
-"""Decides who is in the group: names, ids, lives, and who is gone. Sans-IO."""
+"""Decides who is in the group: names, ids, lives, and who is gone. No I/O; any thread may ask."""
 
 from __future__ import annotations
+
+import threading
+from copy import copy
 
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.ids import Life
@@ -9,26 +12,68 @@ from rpc.worker_info import WorkerInfo
 
 
 class Group:
-    """The members that one worker knows of, itself included."""
+    """The members that one worker knows of, itself included.
+
+    Attributes:
+        version: counts the changes.
+    """
 
     def __init__(self) -> None:
+        self.version = 0
+        self._lock = threading.Lock()
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, WorkerLostError] = {}
 
     def add(self, peer: Peer) -> None:
-        """A worker joined, or returned in a new life."""
-        self._by_id[peer.info.id] = peer
-        self._by_name[peer.info.name] = peer
-        self._lost.pop(peer.info.id, None)
+        """A worker joined, or returned in a new life; its id may have been another's before."""
+        with self._lock:
+            former = self._by_id.get(peer.info.id)
+            if former is not None and self._by_name.get(former.info.name) is former:
+                del self._by_name[former.info.name]
+            self._by_id[peer.info.id] = peer
+            self._by_name[peer.info.name] = peer
+            self._lost.pop(peer.info.id, None)
+            self.version += 1
 
-    def lose(self, worker_id: int, reason: str) -> WorkerLostError | None:
-        """A worker is gone; None if that is no news. Returns the error its callers get."""
-        peer = self._by_id.get(worker_id)
-        if peer is None or worker_id in self._lost:
-            return None
-        self._lost[worker_id] = reason
-        return self._error(peer, reason)
+    def lose(
+        self, worker_id: int, reason: str, incarnation: int | None = None
+    ) -> WorkerLostError | None:
+        """A worker is gone.
+
+        Args:
+            worker_id: which.
+            reason: what was observed.
+            incarnation: the life that is over; None for the latest.
+
+        Returns:
+            The error its callers get; None if that life is over already.
+        """
+        with self._lock:
+            peer = self._by_id.get(worker_id)
+            if peer is None or worker_id in self._lost:
+                return None
+            if incarnation is not None and incarnation != peer.incarnation:
+                return None
+            error = WorkerLostError(peer.info.name, peer.incarnation, reason)
+            self._lost[worker_id] = error
+            self.version += 1
+            return copy(error)
+
+    def expel(self, me: int, reason: str) -> tuple[WorkerLostError, list[Life]]:
+        """The others declared worker ``me``, this one, lost: to it, they are gone.
+
+        Returns:
+            The error that calls to any of them get, which names this worker, and who is
+            gone only now.
+        """
+        with self._lock:
+            here = self._by_id[me]
+            error = WorkerLostError(here.info.name, here.incarnation, reason)
+            others = [i for i in sorted(self._by_id) if i != me and i not in self._lost]
+            self._lost.update(dict.fromkeys(others, error))
+            self.version += 1
+            return copy(error), [Life(i, self._by_id[i].incarnation) for i in others]
 
     def find(self, to: WorkerInfo | str | int) -> WorkerInfo:
         """Resolves a destination as users write it.
@@ -57,14 +102,18 @@ class Group:
             raise UnknownWorkerError(
                 f"could not find destination {missing}; the group has: {known}"
             )
-        reason = self._lost.get(peer.info.id)
-        if reason is not None:
-            raise self._error(peer, reason)
+        if peer.info.id in self._lost:
+            raise copy(self._lost[peer.info.id])
         return peer.info
 
     def knows(self, to: str | int) -> bool:
         """True if a worker of this name or id is or was a member."""
         return to in self._by_name or to in self._by_id
+
+    def lives(self, who: str | int) -> bool:
+        """True if a worker of this name or id is a member that is not lost."""
+        peer = self._by_name.get(who) if isinstance(who, str) else self._by_id.get(who)
+        return peer is not None and peer.info.id not in self._lost
 
     def peer(self, worker_id: int) -> Peer:
         """A member, living or lost, by id.
@@ -87,13 +136,13 @@ class Group:
 
     def lost_error(self, worker_id: int) -> WorkerLostError | None:
         """The error to give to callers of a worker that is gone; None if it lives."""
-        reason = self._lost.get(worker_id)
-        return None if reason is None else self._error(self._by_id[worker_id], reason)
+        error = self._lost.get(worker_id)
+        return None if error is None else copy(error)
 
     def living(self) -> list[WorkerInfo]:
         """The members that are not lost, by id."""
         return [p.info for i, p in sorted(self._by_id.items()) if i not in self._lost]
 
-    @staticmethod
-    def _error(peer: Peer, reason: str) -> WorkerLostError:
-        return WorkerLostError(peer.info.name, peer.incarnation, reason)
+    def latest(self, worker_id: int) -> Peer | None:
+        """The latest life of a worker, living or lost; None if there never was one."""
+        return self._by_id.get(worker_id)

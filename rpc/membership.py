@@ -1,9 +1,10 @@
 """Keeps one worker's view of a dynamic group up to date, by asking the store.
 
-Static groups need none of this. A thread asks the store a few times a second
-whether anybody came or went; a call to a worker that is not known yet asks at
-once, and waits for it. When the store is gone, nobody can join any more, which
-is logged once; the workers that are there go on.
+Static groups need none of this. One thread asks the store a few times a second
+whether anybody came or went, and is the only one that asks: the process that hosts
+the store may be frozen, and a request would then take for ever. When the store is
+gone, nobody can join any more, which is logged once; the workers that are there go
+on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
 from rpc import rendezvous
-from rpc.errors import BringUpError, RpcError
+from rpc.clock import Alarm
+from rpc.errors import RpcError
+from rpc.ids import Life
 from rpc.rendezvous import Record
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
@@ -25,12 +29,18 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 _logger = logging.getLogger("rpc")
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.2
+_PRESSING_LOOK_SECONDS = 0.05
+_LEAVE_SECONDS = 2.0
+
+LIVENESS = "liveness"
+"""What a record's extras call the way to ask for signs of life."""
 
 
 def peer_of(record: Record) -> Peer:
-    """What the transport needs to know of the worker that left this record."""
-    return Peer(WorkerInfo(record.name, record.rank), record.incarnation, record.address)
+    """What the others need to know of the worker that left this record."""
+    info = WorkerInfo(record.name, record.rank)
+    return Peer(info, record.incarnation, record.address, str(record.extras.get(LIVENESS, "")))
 
 
 class Membership:
@@ -46,61 +56,101 @@ class Membership:
         self._agent = agent
         self._store = store
         self._me = me
-        self._lock = threading.Lock()
-        self._known: dict[int, int] = {}
+        self._known: dict[int, Record] = {}
         self._changes = -1
-        self._stopping = threading.Event()
+        self._lost: deque[Record] = deque()
+        self._waiting = 0
+        self._looked = threading.Condition()
+        self._closed = False
+        self._alarm = Alarm()
+        self._stopping = False
         self._thread = threading.Thread(
-            target=self._watch, name=f"rpc-{me.name}-membership", daemon=True
+            target=self._run, name=f"rpc-{me.name}-membership", daemon=True
         )
 
-    def join(self) -> None:
+    def join(self, timeout: float) -> None:
         """Becomes a member, learns of the others and begins to watch.
 
+        Args:
+            timeout: seconds.
+
         Raises:
-            BringUpError: the group does not take this worker; says why.
+            BringUpError: the group does not take this worker, or the store does not
+                answer; says why.
         """
-        rendezvous.join(self._store, self._me)
-        self.refresh()
+        rendezvous.within(timeout, lambda: rendezvous.join(self._store, self._me))
+        rendezvous.within(timeout, self._look)
         self._thread.start()
 
     def leave(self) -> None:
         """Ends the membership and stops watching."""
-        self._stopping.set()
+        self._stopping = True
+        self._alarm.set()
+        if not self._thread.ident:
+            return
+        self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
-            self._thread.join()
-        try:
-            rendezvous.leave(self._store, self._me)
-        except RpcError as error:
-            _logger.warning("%s left, but the store could not be told: %s", self._me, error)
+            _logger.warning("%s left, but the store does not answer", self._me)
 
-    def refresh(self) -> None:
-        """Asks the store who is there."""
-        with self._lock:
-            changes = rendezvous.changes(self._store)
-            if changes == self._changes:
-                return
-            for record in rendezvous.members(self._store):
-                if self._known.get(record.rank, 0) < record.incarnation:
-                    self._known[record.rank] = record.incarnation
-                    self._agent.add_peer(peer_of(record))
-            self._changes = changes
+    def remove(self, life: Life) -> None:
+        """A worker was declared lost: its name is free."""
+        record = self._known.get(life.worker)
+        if record is not None and record.incarnation == life.incarnation:
+            self._lost.append(record)
+            self._alarm.set()
 
     def wait_for(self, who: str | int, timeout: float) -> None:
         """Returns when ``who`` is a member, or after ``timeout`` seconds (0: no limit)."""
         deadline = time.monotonic() + timeout if timeout else None
-        while not self._stopping.is_set():
-            self.refresh()
-            if self._agent.group.knows(who):
-                return
-            if deadline is not None and time.monotonic() >= deadline:
-                return
-            self._stopping.wait(_LOOK_SECONDS)
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        with self._looked:
+            self._waiting += 1
+            self._alarm.set()
             try:
-                self.refresh()
-            except BringUpError as error:
-                _logger.error("nobody can join the group any more: %s", error)
-                return
+                while not (self._agent.group.lives(who) or self._closed):
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return
+                    self._looked.wait(left)
+            finally:
+                self._waiting -= 1
+
+    # --- On the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._remove_lost()
+                self._look()
+                pause = _PRESSING_LOOK_SECONDS if self._waiting else _LOOK_SECONDS
+                self._alarm.wait(pause)
+            self._remove_lost()
+            rendezvous.leave(self._store, self._me)
+        except RpcError as error:
+            _logger.error("nobody can join the group any more: %s", error)
+        finally:
+            with self._looked:
+                self._closed = True
+                self._looked.notify_all()
+
+    def _remove_lost(self) -> None:
+        while self._lost:
+            rendezvous.leave(self._store, self._lost.popleft())
+
+    def _look(self) -> None:
+        """Asks the store who is there."""
+        changes = rendezvous.changes(self._store)
+        if changes == self._changes:
+            return
+        records = {record.rank: record for record in rendezvous.members(self._store)}
+        for rank, record in list(self._known.items()):
+            if rank not in records:
+                del self._known[rank]
+                self._agent.struck_off(Life(rank, record.incarnation))
+        for rank, record in records.items():
+            known = self._known.get(rank)
+            if known is None or known.incarnation < record.incarnation:
+                self._known[rank] = record
+                self._agent.add_peer(peer_of(record))
+        self._changes = changes
+        with self._looked:
+            self._looked.notify_all()

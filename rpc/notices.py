@@ -11,9 +11,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from rpc.control import (
+    Cancel,
     ControlMessage,
     DuplicateFilter,
     Leaving,
+    Lost,
     Probe,
     Quiet,
     Ready,
@@ -27,7 +29,7 @@ from rpc.transports.base import Frame, FrameKind
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
-UNCOUNTED = (Ready, Probe, Quiet, Leaving)
+UNCOUNTED = (Ready, Probe, Quiet, Leaving, Lost, Cancel)
 
 
 class Notices:

@@ -19,10 +19,11 @@ from torch.autograd import profiler
 
 from rpc import tracing
 from rpc.codec import ImportNeeded
+from rpc.futures import Future
 from rpc.messages import Operation, Reply, Status
 from rpc.method_names import operator_name, span_name
 from rpc.profiling import followed
-from rpc.sinks import Decode, Sink, Unpack, WaitingCaller
+from rpc.sinks import Decode, FutureSink, Sink, Unpack, WaitingCaller
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord
 from rpc.transports.base import Frame
 from rpc.worker_info import WorkerInfo
@@ -98,6 +99,23 @@ class WatchedSink:
             return value
 
         return unpack_and_end
+
+
+def feeds(sink: Sink, future: Future[Any]) -> bool:
+    """True if a call's outcome goes to this future."""
+    sink = _inside(sink)
+    return isinstance(sink, FutureSink) and sink.future is future
+
+
+def leads_to(sink: Sink, wanted: Sink) -> bool:
+    """True if a call's outcome goes to this sink."""
+    return _inside(sink) is wanted
+
+
+def _inside(sink: Sink) -> Sink:
+    while isinstance(sink, WatchedSink):
+        sink = sink._sink
+    return sink
 
 
 @contextlib.contextmanager

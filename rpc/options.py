@@ -14,6 +14,7 @@ import torch
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
     DEFAULT_INIT_METHOD,
+    DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
@@ -30,6 +31,9 @@ class RpcBackendOptions:
         bring_up_timeout: seconds to wait for the other workers in ``init_rpc``. Default 300.
         shutdown_timeout: seconds a graceful ``shutdown`` waits for the other workers
             when it is not told otherwise; None waits without limit. Default None.
+        liveness_timeout: seconds after which a worker that gives no sign of life is
+            declared lost, although its connections are open; 1 or more is sensible,
+            None or 0 never does. Default 5.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -43,11 +47,13 @@ class RpcBackendOptions:
         *,
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
+        liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
     ) -> None:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
         self.bring_up_timeout = bring_up_timeout
         self.shutdown_timeout = shutdown_timeout
+        self.liveness_timeout = liveness_timeout
 
     @property
     def rpc_timeout(self) -> float:
@@ -94,6 +100,16 @@ class RpcBackendOptions:
     def shutdown_timeout(self, seconds: float | None) -> None:
         self._shutdown_timeout = None if seconds is None else _seconds("shutdown_timeout", seconds)
 
+    @property
+    def liveness_timeout(self) -> float | None:
+        """Seconds of silence after which a worker is declared lost; None never does."""
+        return self._liveness_timeout
+
+    @liveness_timeout.setter
+    def liveness_timeout(self, seconds: float | None) -> None:
+        value = 0.0 if seconds is None else _seconds("liveness_timeout", seconds)
+        self._liveness_timeout = value or None
+
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Options of the TENSORPIPE backend.
@@ -107,6 +123,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         devices: the CUDA devices RPC may use. Default those the device maps name.
         bring_up_timeout: see :class:`RpcBackendOptions`.
         shutdown_timeout: see :class:`RpcBackendOptions`.
+        liveness_timeout: see :class:`RpcBackendOptions`.
 
     Example:
         >>> options = TensorPipeRpcBackendOptions(num_worker_threads=8)
@@ -127,12 +144,14 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _channels: Sequence[str] | None = None,
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
+        liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
     ) -> None:
         super().__init__(
             rpc_timeout,
             init_method,
             bring_up_timeout=bring_up_timeout,
             shutdown_timeout=shutdown_timeout,
+            liveness_timeout=liveness_timeout,
         )
         self.num_worker_threads = num_worker_threads
         self.device_maps = {} if device_maps is None else device_maps

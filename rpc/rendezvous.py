@@ -12,10 +12,10 @@ store and one bulk read, and an error reaches everyone at once.
 Members of a dynamic group come and go: each name has a key with its worker's
 record, which is empty once the worker left.
 
-Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` counts a name's
-lives; ``round/RANK`` a rank's meetings; ``ROUND/...`` belongs to one round;
-``member/NAME``, ``id/RANK`` and ``names/N`` to the dynamic group, in which
-``joined`` counts names and ``changes`` comings and goings.
+Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` and
+``incarnation-of-rank/RANK`` count lives; ``round/RANK`` a rank's meetings;
+``ROUND/...`` belongs to one round; ``member/NAME``, ``id/RANK`` and ``names/N`` to the
+dynamic group, in which ``joined`` counts names and ``changes`` comings and goings.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -38,6 +40,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import BringUpError, RpcError
 from rpc.messages import PROTOCOL_VERSION
+
+T = TypeVar("T")
 
 _PREFIX = "tensorwire"
 _COMPLETE = "complete"
@@ -157,14 +161,49 @@ def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, in
     return found
 
 
-def next_incarnation(store: Store, name: str) -> int:
-    """The number of the life that ``name`` begins now, from 1.
+def within(timeout: float, ask: Callable[[], T]) -> T:
+    """Returns ``ask()``, which makes requests to the store, or gives up waiting for it.
+
+    A store whose host is frozen never answers; the thread that waits for it is left behind.
+
+    Args:
+        timeout: seconds.
+        ask: what to do.
+
+    Raises:
+        BringUpError: the time is over.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(ask())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="rpc-rendezvous", daemon=True).start()
+    if not wait([outcome], timeout).done:
+        raise BringUpError(
+            f"the store did not answer within {timeout:g} s; is the worker that hosts it, "
+            "usually rank 0, frozen or cut off?"
+        )
+    return outcome.result()
+
+
+def next_incarnation(store: Store, name: str, rank: int) -> int:
+    """The number of the life that ``name`` begins now: higher than any of this name or rank.
 
     Raises:
         BringUpError: the store was lost.
     """
+    counters = (f"incarnation/{name}", f"incarnation-of-rank/{rank}")
     with _names_store_loss():
-        life: int = _ours(store).add(f"incarnation/{name}", 1)
+        ours = _ours(store)
+        counts = {counter: ours.add(counter, 1) for counter in counters}
+        life: int = max(counts.values())
+        for counter, count in counts.items():
+            if count < life:
+                ours.add(counter, life - count)
         return life
 
 

@@ -93,10 +93,10 @@ class WaitingCaller:
 class FutureSink:
     """A future that the outcome completes."""
 
-    __slots__ = ("_completions", "_future")
+    __slots__ = ("_completions", "future")
 
     def __init__(self, future: Future[Any], completions: Completions) -> None:
-        self._future = future
+        self.future = future
         self._completions = completions
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
@@ -111,7 +111,7 @@ class FutureSink:
                 lambda: self._complete(*_outcome(reply, frame, unpack, decode))
             )
         elif not (
-            self._completions.lends_delivery and self._future.complete_unless_watched(*outcome)
+            self._completions.lends_delivery and self.future.complete_unless_watched(*outcome)
         ):
             self._completions.run_on_delivery(lambda: self._complete(*outcome))
 
@@ -121,9 +121,9 @@ class FutureSink:
 
     def _complete(self, value: Any, error: Exception | None) -> None:
         if error is None:
-            self._future.set_result(value)
+            self.future.set_result(value)
         else:
-            self._future.set_exception(error)
+            self.future.set_exception(error)
 
 
 def _outcome(

@@ -25,6 +25,7 @@ from rpc._simulation.worker import Machines
 from rpc.agent import Agent, AgentOptions
 from rpc.clock import Clock, VirtualClock
 from rpc.current import enter_agent, leave_agent
+from rpc.liveness_probes import Prober, StoreProber
 from rpc.transports.base import Peer, Transport
 from rpc.transports.memory import MemoryHub, MemoryTransport, NetworkScript
 from rpc.worker_info import WorkerInfo
@@ -57,13 +58,16 @@ def connect(
     transport: Callable[[], Transport] | None = None,
 ) -> list[Agent]:
     """Starts one agent per name, all connected to each other; see :func:`local_group`."""
-    make = transport or (hub or MemoryHub(clock)).transport
+    hub = hub or MemoryHub(clock)
+    make = transport or hub.transport
+    make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
     agents: list[Agent] = []
     peers: list[Peer] = []
     for rank, name in enumerate(names):
         info = WorkerInfo(name, rank)
-        agent = Agent(info, 0, make(), options, clock)
-        peers.append(Peer(info, 0, agent.start()))
+        watches = options is not None and options.liveness_timeout > 0
+        agent = Agent(info, 0, make(), options, clock, make_prober() if watches else None)
+        peers.append(Peer(info, 0, agent.start(), agent.liveness))
         agents.append(agent)
     for agent in agents:
         agent.join(peers)
@@ -84,7 +88,7 @@ def local_group(
         names: of the workers; their ids count from 0.
         hub: the network, if faults are wanted.
         clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
-        options: of every agent.
+        options: of every agent; with a ``liveness_timeout`` they watch each other.
         transport: makes a transport for each worker, such as ``TensorWireTransport``;
             default through ``hub``.
     """

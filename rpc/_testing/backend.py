@@ -20,6 +20,7 @@ from rpc.constants import (
 )
 from rpc.futures import Future
 from rpc.options import TensorPipeRpcBackendOptions
+from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.transports.tensorpipe import TensorPipeTransport, available
 
@@ -77,9 +78,10 @@ class FaultyTensorPipeAgent(Agent):
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> Any:
         """See ``Agent.rpc_sync``."""
-        return self.rpc_async(to, func, args, kwargs, timeout).wait()
+        return self.rpc_async(to, func, args, kwargs, timeout, retry).wait()
 
     def rpc_async(
         self,
@@ -88,10 +90,11 @@ class FaultyTensorPipeAgent(Agent):
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> Future[Any]:
         """See ``Agent.rpc_async``."""
         with self.transport.callables.calling(func):
-            return super().rpc_async(to, func, args, kwargs, timeout)
+            return super().rpc_async(to, func, args, kwargs, timeout, retry)
 
     def remote(
         self,

@@ -25,6 +25,8 @@ from typing import ClassVar, Protocol
 
 from rpc.clock import Alarm, Clock, MonotonicClock
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
+from rpc.ids import Life
+from rpc.liveness_probes import Answer
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.worker_info import WorkerInfo
 
@@ -86,10 +88,30 @@ class MemoryHub:
         self._lock = threading.Lock()
         self._ends: dict[bytes, MemoryTransport] = {}
         self._addresses = itertools.count()
+        self._probers: dict[str, MemoryProber] = {}
+        self._frozen: set[int] = set()
+        self._parked: list[tuple[MemoryTransport, MemoryTransport, _Arrival, float]] = []
 
     def transport(self) -> MemoryTransport:
         """A new worker's end of this network."""
         return MemoryTransport(self)
+
+    def prober(self) -> MemoryProber:
+        """What a new worker on this network asks for signs of life with."""
+        return MemoryProber(self)
+
+    def freeze(self, worker_id: int) -> None:
+        """Makes a worker as silent as a stopped process: what it sends and is sent waits."""
+        with self._lock:
+            self._frozen.add(worker_id)
+
+    def thaw(self, worker_id: int) -> None:
+        """Ends :meth:`freeze`; what waited arrives."""
+        with self._lock:
+            self._frozen.discard(worker_id)
+            parked, self._parked = self._parked, []
+        for source, end, arrival, delay in parked:
+            self._carry(source, end, arrival, delay)
 
     def cut(self, worker_id: int, reason: str = "cut off by the test") -> None:
         """Makes a worker vanish, as a crash would.
@@ -98,6 +120,9 @@ class MemoryHub:
         any more, and what it says is lost.
         """
         ends = self._attached()
+        with self._lock:
+            probers = [p for p in self._probers.values() if p._worker_id != worker_id]
+            self._probers = {prober._address: prober for prober in probers}
         for end in ends:
             if end.worker_id == worker_id:
                 self._detach(end)
@@ -115,6 +140,18 @@ class MemoryHub:
     def _detach(self, end: MemoryTransport) -> None:
         with self._lock:
             self._ends = {address: e for address, e in self._ends.items() if e is not end}
+            parked = [entry for entry in self._parked if end not in entry[:2]]
+            self._parked = parked
+
+    def _carry(
+        self, source: MemoryTransport, end: MemoryTransport, arrival: _Arrival, delay: float
+    ) -> None:
+        with self._lock:
+            parked = not self._frozen.isdisjoint((source.worker_id, end.worker_id))
+            if parked:
+                self._parked.append((source, end, arrival, delay))
+        if not parked:
+            end._accept(arrival, delay)
 
     def _attached(self) -> list[MemoryTransport]:
         with self._lock:
@@ -192,7 +229,7 @@ class MemoryTransport:
             raise WorkerLostError(link.peer.info.name, link.peer.incarnation, link.lost)
         delay = self._hub.script.delay(self.worker_id, to, frame)
         if end is not None and delay is not None:
-            end._accept(_Arrival(self, _copy(frame)), delay)
+            self._hub._carry(self, end, _Arrival(self, _copy(frame)), delay)
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
@@ -308,6 +345,64 @@ class MemoryTransport:
                 return due, None
             heapq.heappop(self._due)
             return None, event
+
+
+class MemoryProber:
+    """Signs of life on a :class:`MemoryHub`; see ``liveness_probes.Prober``."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self._hub = hub
+        self._address = ""
+        self._worker_id = -1
+        self._asked: dict[Life, str] = {}
+        self._condemned: set[str] = set()
+        self._note: str | None = None
+
+    def start(self, me: Life) -> str:
+        """Begins to give signs of life."""
+        self._worker_id = me.worker
+        with self._hub._lock:
+            self._address = f"memory:{next(self._hub._addresses)}"
+            self._hub._probers[self._address] = self
+        return self._address
+
+    def ask(self, life: Life, address: str) -> None:
+        """Asks a peer."""
+        self._asked[life] = address
+
+    def collect(self) -> list[Answer]:
+        """The answers of those who are there; a worker that is frozen itself asks in vain."""
+        answers = []
+        for life, address in list(self._asked.items()):
+            peer = self._hub._probers.get(address)
+            if self._frozen() or (peer is not None and not peer._frozen()):
+                del self._asked[life]
+                expelled = peer is not None and self._address in peer._condemned
+                answers.append(Answer(life, expelled and not self._frozen()))
+        return answers
+
+    def forget(self, life: Life) -> None:
+        """A peer will not be asked for a while."""
+        self._asked.pop(life, None)
+
+    def condemn(self, address: str, reason: str) -> None:
+        """Leaves a note for a worker that was declared lost."""
+        self._condemned.add(address)
+        peer = self._hub._probers.get(address)
+        if peer is not None:
+            peer._note = reason
+
+    def verdict(self) -> str | None:
+        """The note that somebody left."""
+        return None if self._frozen() else self._note
+
+    def close(self) -> None:
+        """Stops giving signs of life."""
+        with self._hub._lock:
+            self._hub._probers.pop(self._address, None)
+
+    def _frozen(self) -> bool:
+        return self._worker_id in self._hub._frozen
 
 
 def _is_from(worker_id: int, event: _Event) -> bool:

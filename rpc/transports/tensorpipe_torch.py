@@ -10,6 +10,8 @@ peers are added to its tables by hand and its store is private to the process.
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from rpc.options import TensorPipeRpcBackendOptions
 
+_log = logging.getLogger(__name__)
+
 SELF_ID = 0
 """What every process calls itself; torch's ids never leave the process."""
 
@@ -35,6 +39,7 @@ _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 POOL_THREADS = 16
 _NO_TIMEOUT = 0.0
 _PRIMING_SECONDS = 60.0
+_SECONDS_TO_STOP = 10.0
 
 
 def available() -> bool:
@@ -154,8 +159,17 @@ class TorchAgent:
         return torch._C.Future(self._devices)
 
     def stop(self) -> None:
-        """Closes every pipe and joins torch's threads; what is under way is dropped."""
-        self._agent.shutdown()
+        """Closes every pipe and joins torch's threads; what is under way is dropped.
+
+        A handler that does not end keeps its thread of torch's, which is then abandoned.
+        """
+        stopping = threading.Thread(
+            target=self._agent.shutdown, name="tensorpipe-stop", daemon=True
+        )
+        stopping.start()
+        stopping.join(_SECONDS_TO_STOP)
+        if stopping.is_alive():
+            _log.error("a handler does not end; torch's threads are abandoned")
         self._torch._reset_current_rpc_agent()
         del self._agent
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass
 
 import pytest
 
-from rpc.deadlines import effective_timeout, inherit
+from rpc.deadlines import cancelled, effective_timeout, enter
 from rpc.errors import RpcTimeoutError
 
 DEFAULT = 60.0
 
 
+@dataclass
+class Request:
+    deadline: float = 0.0
+    cancelled: bool = False
+
+
 def effective(timeout: float, deadline: float = 0.0, now: float = 100.0) -> float:
     def call() -> float:
-        inherit(deadline)
+        enter(Request(deadline))
         return effective_timeout(timeout, DEFAULT, now)
 
     return contextvars.copy_context().run(call)
@@ -75,10 +82,28 @@ def test_what_is_left_never_becomes_none_by_being_tiny():
 
 
 def test_a_deadline_is_inherited_in_its_context_only():
-    contextvars.copy_context().run(inherit, 101.0)
+    contextvars.copy_context().run(enter, Request(101.0))
     assert effective_timeout(5, DEFAULT, 100.0) == 5
 
 
 def test_a_timeout_error_is_also_pythons():
     with pytest.raises(TimeoutError):
         effective(-3)
+
+
+def test_a_request_is_over_when_its_time_is_or_its_caller_gave_up():
+    def over(request: Request) -> bool:
+        enter(request)
+        return cancelled(100.0)
+
+    for request, expected in [
+        (Request(), False),
+        (Request(101.0), False),
+        (Request(100.0), True),
+        (Request(cancelled=True), True),
+    ]:
+        assert contextvars.copy_context().run(over, request) is expected
+
+
+def test_what_serves_no_request_is_never_cancelled():
+    assert not contextvars.Context().run(cancelled, 100.0)

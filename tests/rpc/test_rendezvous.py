@@ -330,8 +330,30 @@ class TestDynamicGroup:
 class TestIncarnations:
     def test_each_life_of_a_name_has_its_number(self) -> None:
         store = HashStore()
-        assert [rendezvous.next_incarnation(store, "a") for _ in range(3)] == [1, 2, 3]
-        assert rendezvous.next_incarnation(store, "b") == 1
+        assert [rendezvous.next_incarnation(store, "a", 0) for _ in range(3)] == [1, 2, 3]
+        assert rendezvous.next_incarnation(store, "b", 1) == 1
+
+    def test_neither_a_name_nor_a_rank_has_two_lives_of_one_number(self) -> None:
+        store = HashStore()
+        lives = [("a", 3), ("b", 3), ("b", 4), ("a", 3), ("c", 4), ("c", 3), ("a", 4)]
+        numbers = [rendezvous.next_incarnation(store, *life) for life in lives]
+        for position in (0, 1):
+            for key in {life[position] for life in lives}:
+                mine = [n for n, life in zip(numbers, lives, strict=True) if life[position] == key]
+                assert mine == sorted(set(mine))
+
+
+class TestWithin:
+    def test_returns_and_raises_what_was_asked_for(self) -> None:
+        assert rendezvous.within(SOON, lambda: 3) == 3
+        with pytest.raises(KeyError):
+            rendezvous.within(SOON, lambda: {}["x"])
+
+    def test_gives_up_waiting_for_a_store_that_does_not_answer(self) -> None:
+        answer = threading.Event()
+        with pytest.raises(BringUpError, match=r"did not answer within 0\.05 s"):
+            rendezvous.within(0.05, lambda: answer.wait(SOON))
+        answer.set()
 
 
 class TestOpenStore:

@@ -87,6 +87,7 @@ class Door:
         self._kept: list[tuple[Proven, float]] = []
         self._paused: list[socket.socket] = []
         self._lock = threading.Lock()
+        self._closed = False
         self._requests: RequestSide | None = None
 
     def open(self, requests: RequestSide) -> None:
@@ -111,7 +112,7 @@ class Door:
         side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
         guest = _Guest(sock, side, time.monotonic() + self._seconds)
         with self._lock:
-            crowded = len(self._guests) >= _MAX_UNPROVEN
+            crowded = self._closed or len(self._guests) >= _MAX_UNPROVEN
             if not crowded:
                 self._guests[sock.fileno()] = guest
         if crowded or self._requests is None:
@@ -167,8 +168,12 @@ class Door:
     def keep(self, proven: Proven) -> None:
         """Lets a connection wait for its worker to become known, for as long as a handshake."""
         with self._lock:
-            self._kept.append((proven, time.monotonic() + self._seconds))
-        if self._requests is not None:
+            closed = self._closed
+            if not closed:
+                self._kept.append((proven, time.monotonic() + self._seconds))
+        if closed:
+            proven.reject("this worker is shutting down")
+        elif self._requests is not None:
             self._requests.sweeping = True
 
     def kept(self, worker_id: int) -> list[Proven]:
@@ -203,6 +208,7 @@ class Door:
                 self._requests.remove(listener)
             listener.close()
         with self._lock:
+            self._closed = True
             guests = list(self._guests.values())
             kept, self._kept = self._kept, []
         for guest in guests:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
     DEFAULT_INIT_METHOD,
+    DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
@@ -45,6 +46,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         max_message_bytes: bound on one message. Default 64 GiB.
         bring_up_timeout: see :class:`rpc.RpcBackendOptions`.
         shutdown_timeout: see :class:`rpc.RpcBackendOptions`.
+        liveness_timeout: see :class:`rpc.RpcBackendOptions`.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -76,6 +78,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         _channels: Sequence[str] | None = None,
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
+        liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
     ) -> None:
         super().__init__(
             num_worker_threads=num_worker_threads,
@@ -87,6 +90,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             _channels=_channels,
             bring_up_timeout=bring_up_timeout,
             shutdown_timeout=shutdown_timeout,
+            liveness_timeout=liveness_timeout,
         )
         self._settings = Settings(
             bind_address=bind_address,

@@ -16,6 +16,7 @@ more than the watch's tick.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -31,6 +32,9 @@ from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.spinning import Lookout
 
+_log = logging.getLogger("rpc.transports.tensorwire")
+
+_SECONDS_TO_END = 5.0
 _TICK_SECONDS = 0.001
 _QUIET_TICKS = 50
 _SLOW_SECONDS = 0.0005
@@ -266,7 +270,7 @@ class RequestSide:
         successor.gate.put(None)
 
     def close(self) -> None:
-        """Stops reading; joins every thread but the caller's."""
+        """Stops reading; joins every thread but the caller's, and those that a handler holds."""
         with self._lock:
             self._closed = True
             servers = [*self._idle, *([self._holder] if self._holder else [])]
@@ -275,9 +279,14 @@ class RequestSide:
         self._watch_gate.put(None)
         for server in servers:
             server.gate.put(None)
+        deadline = time.monotonic() + _SECONDS_TO_END
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._backlog.clear()
+        stuck = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
+        if stuck:  # they may still look at the descriptors
+            _log.error("%d handlers do not end, and are abandoned", len(stuck))
+            return
         self._epoll.close()
         os.close(self._bell)

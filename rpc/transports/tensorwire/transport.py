@@ -74,6 +74,7 @@ class TensorWireTransport:
         self._lock = threading.Lock()
         self._peers: dict[int, RemotePeer] = {}
         self._former: list[RemotePeer] = []
+        self._past: dict[int, int] = {}
         self._closed = False
         self._now: _Running | None = None
 
@@ -176,6 +177,8 @@ class TensorWireTransport:
         """See :meth:`rpc.transports.base.Transport.remove_peer`."""
         with self._lock:
             peer = self._peers.pop(worker_id, None)
+            if peer is not None:
+                self._past[worker_id] = peer.incarnation
             self._remember(peer)
         if peer is not None:
             peer.remove()
@@ -186,6 +189,8 @@ class TensorWireTransport:
         peer = self._peers.get(initiator.worker_id)
         if self._closed:
             proven.reject("this worker is shutting down")
+        elif initiator.incarnation <= self._past.get(initiator.worker_id, -1):
+            proven.reject("this life of the worker is no member any more")
         elif peer is None or peer.incarnation < initiator.incarnation:
             door = self._running().door
             door.keep(proven)

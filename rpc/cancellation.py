@@ -1,0 +1,40 @@
+"""Decides which requests that arrive were cancelled before they did. Sans-IO.
+
+A caller that gives up says so in a control message, which may overtake the request.
+A cancellation of a request that is not there is therefore remembered for a while;
+most are of requests that were over already, so only the latest are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_KEPT = 4096
+
+
+class EarlyCancellations:
+    """Cancellations of requests that did not arrive yet."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._early: dict[tuple[int, int], None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._early)
+
+    def note(self, sender: int, correlations: Iterable[int]) -> None:
+        """Requests of ``sender`` that are not here were cancelled."""
+        self._early.update(dict.fromkeys((sender, each) for each in correlations))
+        while len(self._early) > self._kept:
+            del self._early[next(iter(self._early))]
+
+    def take(self, sender: int, correlation: int) -> bool:
+        """A request arrived: was it cancelled before?"""
+        known = (sender, correlation) in self._early
+        if known:
+            del self._early[sender, correlation]
+        return known
+
+    def worker_lost(self, sender: int) -> None:
+        """A worker is gone; in its next life it counts its requests anew."""
+        self._early = {key: None for key in self._early if key[0] != sender}

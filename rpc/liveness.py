@@ -1,0 +1,117 @@
+"""Decides which workers to ask for a sign of life, and which have been silent too long. Sans-IO.
+
+A worker is *watched* while somebody here depends on it: its calls are open, or it
+is the next one on the ring of the living. So everybody is watched by one worker at
+least, and what a worker does does not grow with the group. Whoever learns of a
+loss tells its *fingers* (the workers 1, 2, 4, 8, … places on), who do the same, so
+that all know after a few hops.
+
+Time counts only while this worker is awake: when :meth:`Liveness.tick` comes late,
+because this process was stopped or held the interpreter lock, the others are given
+that time too. A loss is found within 0.85 of the bound after the last answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from rpc.ids import Life
+
+_TICKS_PER_BOUND = 5
+_PATIENCE = 0.65
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Effect: ask this worker for a sign of life, unless it still owes one."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Effect: this worker need not be watched any more."""
+
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Effect: declare this worker lost, which has given no sign for ``seconds``."""
+
+    life: Life
+    seconds: float
+
+
+Effect = Ask | Forget | Silent
+
+
+class Liveness:
+    """What one worker knows of the signs of life of the others.
+
+    Times are seconds on any monotonic clock, always passed in.
+
+    Args:
+        bound: seconds from the moment a worker falls silent until it is declared lost.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._period = bound / _TICKS_PER_BOUND
+        self._patience = bound * _PATIENCE
+        self._asked: dict[Life, float] = {}  # since when an answer is due
+        self._wanted: dict[Life, float] = {}  # when it was last watched
+        self._due: float | None = None
+
+    def due(self, now: float) -> float:
+        """When :meth:`tick` should run next."""
+        return now if self._due is None else self._due
+
+    def answered(self, life: Life) -> None:
+        """A sign of life came; to be told before the tick that follows."""
+        self._asked.pop(life, None)
+
+    def tick(self, now: float, watched: Set[Life]) -> list[Effect]:
+        """Time has passed; ``watched`` are the workers that somebody here depends on."""
+        self._excuse_own_absence(now)
+        effects: list[Effect] = []
+        for life in sorted(self._wanted.keys() - watched):
+            self._asked.pop(life, None)
+            if now - self._wanted[life] >= self._bound:
+                del self._wanted[life]
+                effects.append(Forget(life))
+        for life in sorted(watched):
+            effects.append(self._look_at(life, now))
+        earliest = min(self._asked.values(), default=now)
+        self._due = min(now + self._period, max(now, earliest) + self._patience)
+        if earliest < now:
+            self._due = min(self._due, earliest + self._patience)
+        return effects
+
+    def _look_at(self, life: Life, now: float) -> Ask | Silent:
+        self._wanted[life] = now
+        since = self._asked.setdefault(life, now)
+        if now - since < self._patience:
+            return Ask(life)
+        del self._asked[life], self._wanted[life]
+        return Silent(life, now - since)
+
+    def _excuse_own_absence(self, now: float) -> None:
+        late = 0.0 if self._due is None else now - self._due
+        if late > self._period:
+            self._asked = {life: since + late for life, since in self._asked.items()}
+
+
+def neighbour(me: int, living: Sequence[int]) -> int | None:
+    """The next living worker on the ring of ids, or None if this one is alone."""
+    others = sorted(worker for worker in living if worker != me)
+    return next((worker for worker in others if worker > me), others[0]) if others else None
+
+
+def fingers(me: int, living: Sequence[int]) -> list[int]:
+    """The workers 1, 2, 4, 8, … places further on the ring: whom to tell of a loss."""
+    ring = sorted({*living, me})
+    here = ring.index(me)
+    steps = (1 << power for power in range((len(ring) - 1).bit_length()))
+    return [ring[(here + step) % len(ring)] for step in steps]

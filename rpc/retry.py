@@ -1,0 +1,201 @@
+"""Decides when a call is tried again, and sees to it that none runs twice. Sans-IO.
+
+At the caller, :class:`Attempts` says how long each attempt may take and when the next
+begins. At the receiver, :class:`OnceTable` recognises a request that came before: one
+that still runs gets one more waiter, one that ended is answered with the same outcome.
+
+An entry of the table is kept while its caller may try again: until a later request of
+that caller says so (each names the oldest that is still open), until the time of the
+whole call is over, or until the caller is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+from rpc.errors import FrameError
+
+_ID: Final = struct.Struct("<QQd")
+_KEPT_WITHOUT_LIMIT: Final = 3600.0
+_MIN_SECONDS: Final = 1e-3
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How a call is tried again when it took too long or its worker was lost.
+
+    Only for functions marked with :func:`rpc.functions.idempotent`. A request that
+    reaches the same life of a worker twice still runs once; in a later life of the
+    worker it may run again.
+
+    Args:
+        attempts: how many there are at most, 1 or more. Default 3.
+        backoff: seconds before the second attempt. Default 0.1.
+        factor: by how much the pause grows with each further one. Default 2.
+        attempt_timeout: seconds each attempt may take; default an equal share of what is
+            left of the call's timeout.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example::
+
+        rpc.rpc_sync("server", fetch, (key,), timeout=30, retry=rpc.Retry(attempts=5))
+    """
+
+    attempts: int = 3
+    backoff: float = 0.1
+    factor: float = 2.0
+    attempt_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or not self.backoff >= 0 or not self.factor >= 1:
+            raise ValueError(f"{self}: attempts and factor must be 1 or more, backoff 0 or more")
+        if self.attempt_timeout is not None and not self.attempt_timeout > 0:
+            raise ValueError(f"{self}: attempt_timeout must be above 0")
+
+
+class Attempts:
+    """The attempts at one call. Times are seconds on any monotonic clock.
+
+    Args:
+        retry: what the user wants.
+        now: when the call was made.
+        timeout: seconds the whole call may take, 0 for no limit.
+    """
+
+    def __init__(self, retry: Retry, now: float, timeout: float) -> None:
+        self._retry = retry
+        self._deadline = now + timeout if timeout else 0.0
+        self._made = 0
+        self._pauses = 0
+
+    def seconds_left(self, now: float) -> float:
+        """Of the whole call, 0 for no limit."""
+        return max(self._deadline - now, _MIN_SECONDS) if self._deadline else 0.0
+
+    def begin(self, now: float) -> float:
+        """An attempt begins; returns the seconds it may take, 0 for no limit."""
+        left = self.seconds_left(now)
+        share = left / max(1, self._retry.attempts - self._made)
+        self._made += 1
+        own = self._retry.attempt_timeout
+        if own is None:
+            return share
+        return min(own, left) if left else own
+
+    def not_sent(self) -> None:
+        """The attempt that began came to nothing, as its worker is not there: not counted."""
+        self._made -= 1
+
+    def next_after(self, now: float) -> float | None:
+        """An attempt failed; returns when the next begins, None if there is none."""
+        pause = self._retry.backoff * self._retry.factor**self._pauses
+        if self._made >= self._retry.attempts or (self._deadline and now + pause >= self._deadline):
+            return None
+        if self._made == 0 and not self._deadline and self._pauses >= self._retry.attempts:
+            return None
+        self._pauses += 1
+        return now + pause
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """What a request that may be repeated carries.
+
+    Args:
+        number: the same in every attempt; its caller's numbers rise.
+        oldest: the caller's oldest call of this kind that is not over.
+        seconds: how long the caller may still try again; 0 for no limit.
+    """
+
+    number: int
+    oldest: int
+    seconds: float
+
+    def encode(self) -> bytes:
+        """As bytes for a request's target."""
+        return _ID.pack(self.number, self.oldest, self.seconds)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RequestId:
+        """Reads what :meth:`encode` wrote.
+
+        Raises:
+            FrameError: ``data`` is anything else.
+        """
+        try:
+            return cls(*_ID.unpack(data))
+        except struct.error:
+            raise FrameError(f"a request id of {len(data)} bytes") from None
+
+
+class Verdict(enum.Enum):
+    """What to do with a request that arrived."""
+
+    RUN = enum.auto()
+    WAIT = enum.auto()
+    """It runs already, and its outcome will be handed to this one too."""
+    REPEAT = enum.auto()
+    """It ran, and is answered with its outcome."""
+
+
+@dataclass(slots=True)
+class _Entry(Generic[W, R]):
+    keep_until: float
+    waiters: list[W] = field(default_factory=list)
+    outcome: R | None = None
+
+
+class OnceTable(Generic[W, R]):
+    """The requests that may come again; ``W`` waits for an outcome of type ``R``."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, dict[int, _Entry[W, R]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    def arrived(
+        self, sender: int, request: RequestId, waiter: W, now: float
+    ) -> tuple[Verdict, R | None]:
+        """A request came; says what to do, and with :attr:`Verdict.REPEAT` its outcome."""
+        theirs = self._entries.setdefault(sender, {})
+        for number in [n for n, entry in theirs.items() if _is_over(n, entry, request, now)]:
+            del theirs[number]
+        keep_until = now + (request.seconds or _KEPT_WITHOUT_LIMIT)
+        entry = theirs.get(request.number)
+        if entry is None:
+            theirs[request.number] = _Entry(keep_until, [waiter])
+            return Verdict.RUN, None
+        entry.keep_until = max(entry.keep_until, keep_until)
+        if entry.outcome is not None:
+            return Verdict.REPEAT, entry.outcome
+        entry.waiters.append(waiter)
+        return Verdict.WAIT, None
+
+    def ended(self, sender: int, number: int, outcome: R) -> list[W]:
+        """A request ran; returns all who wait for its outcome."""
+        entry = self._entries.get(sender, {}).get(number)
+        if entry is None:
+            return []
+        entry.outcome = outcome
+        waiters, entry.waiters = entry.waiters, []
+        return waiters
+
+    def worker_lost(self, sender: int) -> None:
+        """A caller is gone; in its next life it counts anew."""
+        self._entries.pop(sender, None)
+
+
+def _is_over(number: int, entry: _Entry[W, R], request: RequestId, now: float) -> bool:
+    if entry.outcome is None or number == request.number:
+        return False
+    return number < request.oldest or entry.keep_until <= now

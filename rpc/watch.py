@@ -1,0 +1,119 @@
+"""Watching others for one agent: the I/O half of ``liveness``.
+
+Runs on the agent's pulse, a few times per bound; whatever a loss entails happens on
+the agent's own threads, so that nobody who is slow or stuck can hold up the watch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rpc.ids import Life
+from rpc.liveness import Ask, Forget, Liveness, Silent, neighbour
+from rpc.liveness_probes import Prober
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+class Watch:
+    """One agent's watch over the workers it depends on.
+
+    Args:
+        agent: the worker.
+        bound: seconds from the moment a worker falls silent until it is declared lost.
+        prober: asks for signs of life, and gives them.
+    """
+
+    def __init__(self, agent: Agent, bound: float, prober: Prober) -> None:
+        self._agent = agent
+        self._liveness = Liveness(bound)
+        self._prober = prober
+        self._condemned: deque[tuple[str, str]] = deque()
+        self._version = -1
+        self._neighbour: Life | None = None
+        self._expelled = False
+
+    def start(self) -> str:
+        """Begins to give signs of life; returns what the others need to ask for them."""
+        return self._prober.start(self._agent.life)
+
+    def beat(self, now: float) -> float:
+        """Looks after everybody; returns when to come back."""
+        while self._condemned:
+            self._prober.condemn(*self._condemned.popleft())
+        due = self._liveness.due(now)
+        if now < due:
+            return due
+        self._collect()
+        for effect in self._liveness.tick(now, self._watched()):
+            if isinstance(effect, Ask):
+                self._prober.ask(effect.life, self._address(effect.life))
+            elif isinstance(effect, Forget):
+                self._prober.forget(effect.life)
+            else:
+                self._fell_silent(effect)
+        return self._liveness.due(now)
+
+    def tell_lost(self, life: Life, reason: str) -> None:
+        """Leaves a note for a worker that was declared lost, in case it lives."""
+        address = self._address(life)
+        if address:
+            self._condemned.append((address, reason))
+            self._agent.pulse.wake()
+
+    def verdict(self) -> str | None:
+        """Why this worker was declared lost, if others say that it was."""
+        return self._prober.verdict()
+
+    def close(self) -> None:
+        """Stops giving signs of life; the pulse must have stopped."""
+        while self._condemned:
+            self._prober.condemn(*self._condemned.popleft())
+        self._prober.close()
+
+    def _collect(self) -> None:
+        reason = self._prober.verdict()  # says more than the others' answers
+        if reason is not None:
+            self._learn(reason)
+        for answer in self._prober.collect():
+            self._liveness.answered(answer.life)
+            if answer.expelled:
+                name = self._agent.group.peer(answer.life.worker).info.name
+                self._learn(f"worker {name!r} says that it was declared lost")
+
+    def _learn(self, reason: str) -> None:
+        if not self._expelled:
+            self._expelled = True
+            self._agent.completions.submit(partial(self._agent.expelled, reason))
+
+    def _fell_silent(self, effect: Silent) -> None:
+        reason = f"it gave no sign of life for {effect.seconds:.1f} s"
+        address = self._address(effect.life)
+        if address:  # at once, before its connections are closed, so that it learns why
+            self._prober.condemn(address, self._agent.accusation(reason))
+        self._agent.completions.submit(partial(self._agent.declare_lost, effect.life, reason))
+
+    def _watched(self) -> Set[Life]:
+        agent = self._agent
+        group = agent.group
+        if group.version != self._version:
+            self._version = group.version
+            able = [worker.id for worker in group.living() if group.peer(worker.id).liveness]
+            nearest = neighbour(agent.info.id, able)
+            self._neighbour = None if nearest is None else group.life(nearest)
+        wanted = {
+            group.life(to)
+            for to in agent.caller.destinations()
+            if to != agent.info.id and group.lost_error(to) is None and group.peer(to).liveness
+        }
+        if self._neighbour is not None:
+            wanted.add(self._neighbour)
+        return wanted
+
+    def _address(self, life: Life) -> str:
+        peer = self._agent.group.latest(life.worker)
+        return peer.liveness if peer is not None and peer.incarnation == life.incarnation else ""

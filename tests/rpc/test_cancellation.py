@@ -1,0 +1,197 @@
+"""Calls that are given up: handlers that do not start, are told, or are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rpc
+from rpc import CallCancelledError, RpcTimeoutError
+from rpc.agent import Agent, AgentOptions
+from rpc.cancellation import EarlyCancellations
+from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+
+SECONDS = 20.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class TestEarlyCancellations:
+    def test_one_that_overtakes_its_request_is_remembered_once(self) -> None:
+        early = EarlyCancellations()
+        early.note(1, [7, 8])
+        assert early.take(1, 7)
+        assert not early.take(1, 7)
+        assert not early.take(2, 8)
+        assert early
+
+    def test_only_the_latest_are_kept(self) -> None:
+        early = EarlyCancellations(kept=2)
+        early.note(1, [1, 2, 3])
+        assert [early.take(1, number) for number in (1, 2, 3)] == [False, True, True]
+
+    def test_those_of_a_lost_worker_are_not_for_its_next_life(self) -> None:
+        early = EarlyCancellations()
+        early.note(1, [7])
+        early.note(2, [7])
+        early.worker_lost(1)
+        assert not early.take(1, 7)
+        assert early.take(2, 7)
+
+
+class Seen:
+    """What handlers did, in this process."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.started: list[str] = []
+        self.told = threading.Event()
+        self.stopped = threading.Event()
+
+
+seen = Seen()
+
+
+def hold(name: str) -> None:
+    seen.started.append(name)
+    seen.gate.wait(SECONDS)
+
+
+def look_until_told() -> bool:
+    seen.started.append("looking")
+    deadline = time.monotonic() + SECONDS
+    while not rpc.cancelled() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if rpc.cancelled():
+        seen.told.set()
+    return rpc.cancelled()
+
+
+async def sleep_for_long() -> None:
+    seen.started.append("sleeping")
+    try:
+        await asyncio.sleep(SECONDS)
+    except asyncio.CancelledError:
+        seen.stopped.set()
+        raise
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.hub = MemoryHub(self.clock)
+        options = AgentOptions(num_worker_threads=1, rpc_timeout=0)
+        self.alice, self.bob = connect(
+            "alice", "bob", hub=self.hub, clock=self.clock, options=options
+        )
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    global seen
+    seen = Seen()
+    made = Pair()
+    with as_worker(made.alice):
+        yield made
+    seen.gate.set()
+    for agent in (made.alice, made.bob):
+        agent.shutdown(graceful=False)
+
+
+def quiet(agent: Agent) -> bool:
+    return agent.caller.quiet() and agent.callee.quiet()
+
+
+class TestCancel:
+    def test_a_future_that_is_cancelled_fails_and_the_call_leaves_nothing(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", hold, ("x",))
+        assert future.cancel()
+        with pytest.raises(CallCancelledError, match="hold was cancelled by its caller"):
+            future.wait()
+        seen.gate.set()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+    def test_what_is_over_cannot_be_cancelled(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", abs, (-3,))
+        assert future.wait() == 3
+        assert not future.cancel()
+        assert future.value() == 3
+        assert not future.then(lambda f: f).cancel()
+
+    def test_a_handler_that_waits_for_its_turn_does_not_start(self, pair: Pair) -> None:
+        calls = [rpc.rpc_async("bob", hold, (str(i),)) for i in range(40)]
+        until(lambda: bool(seen.started))
+        for future in calls[1:]:
+            future.cancel()
+        until(lambda: sum(s.cancelled for s in pair.bob.callee._serving) >= 1)
+        seen.gate.set()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+        assert len(seen.started) < 40
+        assert calls[0].wait() is None
+
+    def test_a_running_handler_is_told(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", look_until_told)
+        until(lambda: bool(seen.started))
+        assert future.cancel()
+        assert seen.told.wait(SECONDS)
+
+    def test_a_coroutine_is_cancelled(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", sleep_for_long)
+        until(lambda: bool(seen.started))
+        assert future.cancel()
+        assert seen.stopped.wait(SECONDS)
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+    def test_outside_of_handlers_nothing_is_cancelled(self, pair: Pair) -> None:
+        assert not rpc.cancelled()
+
+
+class TestDeadlines:
+    def test_a_handler_whose_time_is_over_before_its_turn_does_not_start(self, pair: Pair) -> None:
+        early = [rpc.rpc_async("bob", hold, (str(i),)) for i in range(40)]
+        late = rpc.rpc_async("bob", hold, ("late",), timeout=1)
+        until(lambda: len(pair.bob.callee.serving()) == 41)
+        pair.clock.advance(2)
+        with pytest.raises(RpcTimeoutError):
+            late.wait()
+        seen.gate.set()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+        assert len(seen.started) == 40
+        assert "late" not in seen.started
+        assert [future.wait() for future in early] == [None] * 40
+
+    def test_a_running_handler_sees_that_its_time_is_over(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", look_until_told, timeout=5)
+        until(lambda: bool(seen.started))
+        pair.clock.advance(6)
+        assert seen.told.wait(SECONDS)
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+
+    def test_a_coroutine_is_cancelled_when_its_time_is_over(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", sleep_for_long, timeout=5)
+        until(lambda: bool(seen.started))
+        pair.clock.advance(6)
+        assert seen.stopped.wait(SECONDS)
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+
+
+def test_a_handler_is_told_that_its_caller_was_lost(pair: Pair) -> None:
+    future = rpc.rpc_async("bob", look_until_told)
+    until(lambda: bool(seen.started))
+    pair.hub.cut(0)
+    assert seen.told.wait(SECONDS)
+    until(pair.bob.callee.quiet)
+    pair.alice.caller.close("the test is over")
+    with pytest.raises(rpc.AgentClosedError):
+        future.wait()

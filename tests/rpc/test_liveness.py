@@ -1,0 +1,115 @@
+"""Who is asked for a sign of life, and when silence counts as loss."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc.ids import Life
+from rpc.liveness import Ask, Effect, Forget, Liveness, Silent, fingers, neighbour
+
+B, C = Life(1, 1), Life(2, 1)
+BOUND = 10.0
+
+
+def run(
+    liveness: Liveness, until: float, watched: set[Life], answering: set[Life]
+) -> tuple[float, list[Effect]]:
+    """Ticks on time until there is something else to do than to ask."""
+    now = 0.0
+    while now < until:
+        now = liveness.due(now)
+        effects = liveness.tick(now, watched)
+        other = [effect for effect in effects if not isinstance(effect, Ask)]
+        if other:
+            return now, other
+        for life in answering:
+            liveness.answered(life)
+    return now, []
+
+
+class TestSilence:
+    def test_a_worker_that_answers_is_asked_again_and_again(self) -> None:
+        liveness = Liveness(BOUND)
+        assert liveness.tick(0, {B}) == [Ask(B)]
+        liveness.answered(B)
+        assert liveness.due(0) == 2.0
+        assert liveness.tick(2, {B}) == [Ask(B)]
+        assert run(liveness, 1000, {B}, {B})[1] == []
+
+    def test_one_that_never_answers_is_declared_lost_in_time(self) -> None:
+        now, effects = run(Liveness(BOUND), 100, {B, C}, {C})
+        assert now == 6.5
+        assert effects == [Silent(B, 6.5)]
+
+    @given(st.floats(0, 100))
+    def test_it_is_declared_lost_within_the_bound_after_it_froze(self, froze: float) -> None:
+        liveness, now = Liveness(BOUND), 0.0
+        while now < 200:
+            now = liveness.due(now)
+            if any(isinstance(effect, Silent) for effect in liveness.tick(now, {B})):
+                break
+            if now < froze:
+                liveness.answered(B)
+        assert froze < now <= froze + 0.85 * BOUND + 1e-6
+
+    def test_it_is_declared_lost_once(self) -> None:
+        liveness = Liveness(BOUND)
+        run(liveness, 100, {B}, set())
+        assert liveness.tick(50, set()) == []
+
+    def test_a_late_answer_counts(self) -> None:
+        liveness = Liveness(BOUND)
+        for now in (0, 2, 4, 6):
+            assert liveness.tick(now, {B}) == [Ask(B)]
+        liveness.answered(B)
+        assert liveness.due(6) == 6.5
+        assert liveness.tick(6.5, {B}) == [Ask(B)]
+        assert liveness.tick(12.5, {B}) == [Ask(B)]
+
+    def test_the_time_in_which_this_worker_slept_does_not_count(self) -> None:
+        liveness = Liveness(BOUND)
+        liveness.tick(0, {B})
+        assert liveness.tick(1000, {B}) == [Ask(B)]
+        assert liveness.tick(1002, {B}) == [Ask(B)]
+        effects = liveness.tick(1004.5, {B})
+        assert [type(effect) for effect in effects] == [Silent]
+
+
+class TestWatching:
+    def test_one_that_nobody_depends_on_is_not_asked_and_forgotten_in_time(self) -> None:
+        liveness = Liveness(BOUND)
+        liveness.tick(0, {B})
+        assert liveness.tick(2, set()) == []
+        assert liveness.tick(8, {C}) == [Ask(C)]
+        assert liveness.tick(10, {C}) == [Forget(B), Ask(C)]
+
+    def test_silence_counts_only_while_it_is_watched(self) -> None:
+        liveness = Liveness(BOUND)
+        liveness.tick(0, {B})
+        liveness.tick(2, set())
+        for now in (4, 6, 8, 10):
+            assert liveness.tick(now, {B}) == [Ask(B)]
+
+
+class TestRing:
+    def test_everybody_has_the_next_one_for_a_neighbour(self) -> None:
+        assert [neighbour(me, [0, 3, 7]) for me in (0, 3, 7)] == [3, 7, 0]
+
+    def test_who_is_alone_has_none(self) -> None:
+        assert neighbour(3, [3]) is None
+        assert fingers(3, [3]) == []
+
+    def test_fingers_are_powers_of_two_away(self) -> None:
+        assert fingers(0, range(10)) == [1, 2, 4, 8]
+        assert fingers(9, range(10)) == [0, 1, 3, 7]
+
+    @pytest.mark.parametrize("count", [2, 3, 8, 9, 100, 1000])
+    def test_news_reach_everybody_in_a_few_hops_at_a_few_messages_each(self, count: int) -> None:
+        told, news, hops = {0}, [0], 0
+        while news:
+            heard = {other for me in news for other in fingers(me, range(count))} - told
+            told |= heard
+            news, hops = sorted(heard), hops + 1
+        assert told == set(range(count))
+        assert hops - 1 <= count.bit_length()
+        assert len(fingers(0, range(count))) <= count.bit_length()

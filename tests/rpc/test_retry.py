@@ -1,0 +1,149 @@
+"""When a call is tried again, and that a request which comes twice runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rpc.errors import FrameError
+from rpc.retry import Attempts, OnceTable, RequestId, Retry, Verdict
+
+
+class TestRetry:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"attempts": 0},
+            {"backoff": -1.0},
+            {"factor": 0.5},
+            {"attempt_timeout": 0.0},
+            {"backoff": float("nan")},
+        ],
+    )
+    def test_numbers_that_make_no_sense_are_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be"):
+            Retry(**wrong)
+
+
+class TestAttempts:
+    def test_each_gets_an_equal_share_of_what_is_left(self) -> None:
+        attempts = Attempts(Retry(attempts=3, backoff=0), now=100, timeout=30)
+        assert attempts.begin(100) == 10
+        assert attempts.next_after(104) == 104
+        assert attempts.begin(104) == 13
+        assert attempts.next_after(117) == 117
+        assert attempts.begin(117) == 13
+        assert attempts.next_after(120) is None
+
+    def test_pauses_grow(self) -> None:
+        attempts = Attempts(Retry(attempts=4, backoff=1, factor=3), now=0, timeout=0)
+        pauses = []
+        for _ in range(3):
+            attempts.begin(0)
+            pauses.append(attempts.next_after(0))
+        assert pauses == [1, 3, 9]
+
+    def test_an_attempt_takes_no_longer_than_it_may(self) -> None:
+        attempts = Attempts(Retry(attempt_timeout=5), now=0, timeout=8)
+        assert attempts.begin(0) == 5
+        assert attempts.begin(5) == 3
+        assert Attempts(Retry(attempt_timeout=5), now=0, timeout=0).begin(0) == 5
+        assert Attempts(Retry(), now=0, timeout=0).begin(0) == 0
+
+    def test_none_begins_after_the_time_of_the_call(self) -> None:
+        attempts = Attempts(Retry(attempts=9, backoff=2), now=0, timeout=10)
+        attempts.begin(0)
+        assert attempts.next_after(8.5) is None
+
+    def test_what_was_not_sent_does_not_count_while_there_is_time(self) -> None:
+        attempts = Attempts(Retry(attempts=1, backoff=1, factor=1), now=0, timeout=10)
+        now: float | None = 0.0
+        begun = []
+        while now is not None:
+            begun.append(now)
+            attempts.begin(now)
+            attempts.not_sent()
+            now = attempts.next_after(now)
+        assert begun == [float(second) for second in range(10)]
+
+    def test_without_a_limit_of_time_it_counts_in_the_end(self) -> None:
+        attempts = Attempts(Retry(attempts=2, backoff=1, factor=1), now=0, timeout=0)
+        for _ in range(2):
+            attempts.begin(0)
+            attempts.not_sent()
+            assert attempts.next_after(0) == 1
+        attempts.begin(0)
+        attempts.not_sent()
+        assert attempts.next_after(0) is None
+
+
+class TestRequestId:
+    def test_survives_encoding(self) -> None:
+        original = RequestId(2**60, 17, 12.5)
+        assert RequestId.decode(original.encode()) == original
+
+    @pytest.mark.parametrize("data", [b"", b"x", bytes(100)])
+    def test_anything_else_is_refused(self, data: bytes) -> None:
+        with pytest.raises(FrameError, match="request id"):
+            RequestId.decode(data)
+
+
+def request(number: int, oldest: int = 1, seconds: float = 10) -> RequestId:
+    return RequestId(number, oldest, seconds)
+
+
+class TestOnceTable:
+    def test_the_first_runs_and_the_outcome_goes_to_all_that_came(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        assert table.arrived(1, request(1), "first", 0) == (Verdict.RUN, None)
+        assert table.arrived(1, request(1), "second", 1) == (Verdict.WAIT, None)
+        assert table.ended(1, 1, "outcome") == ["first", "second"]
+        assert table.arrived(1, request(1), "third", 2) == (Verdict.REPEAT, "outcome")
+
+    def test_requests_of_different_workers_or_numbers_are_different(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        runs: Callable[[int, int], bool] = lambda sender, number: (  # noqa: E731
+            table.arrived(sender, request(number), "w", 0)[0] is Verdict.RUN
+        )
+        assert runs(1, 1)
+        assert runs(1, 2)
+        assert runs(2, 1)
+        assert not runs(1, 2)
+
+    def test_outcomes_are_let_go_when_their_caller_is_done_with_them(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        for number in range(1, 100):
+            table.arrived(1, request(number, oldest=number), "w", 0)
+            table.ended(1, number, "outcome")
+            assert len(table) == 1
+
+    def test_an_open_one_keeps_those_after_it(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        for number in range(1, 10):
+            table.arrived(1, request(number, oldest=1), "w", 0)
+            table.ended(1, number, "outcome")
+        assert table.arrived(1, request(5), "again", 1) == (Verdict.REPEAT, "outcome")
+
+    def test_outcomes_are_let_go_when_nobody_can_ask_again(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1, seconds=5), "w", 0)
+        table.ended(1, 1, "outcome")
+        table.arrived(1, request(2), "w", 4.9)
+        assert len(table) == 2
+        table.arrived(1, request(3), "w", 5.1)
+        assert len(table) == 2
+
+    def test_one_that_runs_is_kept_however_long_it_takes(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1, seconds=1), "w", 0)
+        table.arrived(1, request(2, oldest=2), "w", 1000)
+        assert table.arrived(1, request(1), "again", 1001) == (Verdict.WAIT, None)
+
+    def test_the_next_life_of_a_caller_counts_anew(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1), "w", 0)
+        table.worker_lost(1)
+        assert table.ended(1, 1, "outcome") == []
+        assert table.arrived(1, request(1), "w", 0) == (Verdict.RUN, None)

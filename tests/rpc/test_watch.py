@@ -1,0 +1,187 @@
+"""Workers that watch each other, in one process: silence, fencing, and who is told."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rpc
+from rpc import MembershipChange, MembershipEvent, WorkerLostError
+from rpc.agent import Agent, AgentOptions
+from rpc.rref import RRef
+from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+
+NAMES = ("alice", "bob", "carol", "dave")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Group:
+    """Four workers that watch each other, within 5 s of virtual time."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.hub = MemoryHub(self.clock)
+        options = AgentOptions(rpc_timeout=0, liveness_timeout=5)
+        self.agents = connect(*NAMES, hub=self.hub, clock=self.clock, options=options)
+
+    def __getitem__(self, name: str) -> Agent:
+        return self.agents[NAMES.index(name)]
+
+    def pass_time(self, until_: Callable[[], bool], limit: float = 20) -> float:
+        """Moves time in small steps until something holds; returns how long that took."""
+        start = self.clock.now()
+        while not until_():
+            assert self.clock.now() - start < limit
+            self.clock.advance(0.1)
+            time.sleep(0.002)
+        return self.clock.now() - start
+
+    def names(self, who: str) -> list[str]:
+        return [worker.name for worker in self[who].get_worker_infos()]
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = Group()
+    yield made
+    for agent in made.agents:
+        agent.shutdown(graceful=False)
+
+
+def reason_of(future: rpc.Future[object]) -> str:
+    with pytest.raises(WorkerLostError) as info:
+        future.wait()
+    return info.value.reason
+
+
+class TestSilence:
+    def test_a_call_to_a_frozen_worker_fails_within_the_bound(self, group: Group) -> None:
+        group.hub.freeze(1)
+        future = group["alice"].rpc_async("bob", operator.add, (1, 2))
+        group.pass_time(future.done, limit=6)
+        with pytest.raises(WorkerLostError) as info:
+            future.wait()
+        assert (info.value.name, info.value.incarnation) == ("bob", 0)
+        assert "no sign of life" in info.value.reason
+
+    def test_everybody_learns_of_it_without_calling_it(self, group: Group) -> None:
+        group.hub.freeze(1)
+        living = ["alice", "carol", "dave"]
+        group.pass_time(lambda: all(group.names(who) == living for who in living), limit=6)
+
+    def test_nobody_is_lost_who_answers(self, group: Group) -> None:
+        for _ in range(300):
+            group.clock.advance(0.1)
+            time.sleep(0.0005)
+        assert group.names("dave") == list(NAMES)
+
+    def test_two_neighbours_that_freeze_at_once_are_both_found(self, group: Group) -> None:
+        group.hub.freeze(1)
+        group.hub.freeze(2)
+        living = ["alice", "dave"]
+        group.pass_time(lambda: all(group.names(who) == living for who in living))
+
+
+class TestFencing:
+    @pytest.fixture
+    def woken(self, group: Group) -> Agent:
+        """Bob was declared lost while he was frozen, and has woken up."""
+        group.hub.freeze(1)
+        group.pass_time(lambda: all("bob" not in group.names(who) for who in NAMES if who != "bob"))
+        group.hub.thaw(1)
+        return group["bob"]
+
+    def test_one_that_wakes_learns_why_its_calls_fail(self, group: Group, woken: Agent) -> None:
+        group.pass_time(lambda: group.names("bob") == ["bob"])
+        with pytest.raises(WorkerLostError, match="declared it lost: it gave no sign") as info:
+            woken.rpc_sync("carol", operator.add, (1, 2))
+        assert info.value.name == "bob"
+
+    def test_a_call_it_made_before_fails_likewise(self, group: Group) -> None:
+        GATE.clear()
+        future = group["bob"].rpc_async("alice", wait_at_the_gate)
+        until(lambda: bool(group["alice"].callee.serving()))
+        group.hub.freeze(1)
+        group.pass_time(lambda: "bob" not in group.names("alice"))
+        GATE.set()
+        group.hub.thaw(1)
+        group.pass_time(future.done)
+        assert "lost" in reason_of(future)
+
+    def test_what_it_sends_is_refused(self, group: Group, woken: Agent) -> None:
+        GATE.clear()
+        future = woken.rpc_async("alice", open_the_gate)
+        group.pass_time(future.done)
+        assert not GATE.is_set()
+        assert "lost" in reason_of(future) or "no more messages" in reason_of(future)
+
+    def test_it_can_shut_down_and_waits_for_nobody(self, group: Group, woken: Agent) -> None:
+        group.pass_time(lambda: group.names("bob") == ["bob"])
+        woken.shutdown(graceful=True, timeout=20)
+
+    def test_its_references_are_released(self, group: Group) -> None:
+        alice, bob = group["alice"], group["bob"]
+        rref = alice.rpc_sync("bob", keep_from, ("alice",))
+        del rref
+        until(lambda: alice.references.shared_values() == 1)
+        group.hub.freeze(1)
+        group.pass_time(lambda: alice.references.shared_values() == 0)
+        assert bob.references.counts().num_user_rrefs == 1
+        KEPT.clear()
+
+
+GATE = threading.Event()
+KEPT: list[RRef[object]] = []
+
+
+def wait_at_the_gate() -> bool:
+    return GATE.wait(20)
+
+
+def open_the_gate() -> None:
+    GATE.set()
+
+
+def keep_from(owner: str) -> None:
+    KEPT.append(rpc.remote(owner, object))
+
+
+class TestEvents:
+    def test_a_loss_is_reported_once_to_everybody(self, group: Group) -> None:
+        seen: dict[str, list[MembershipEvent]] = {name: [] for name in NAMES}
+        for name in NAMES:
+            group[name].events.subscribe(seen[name].append)
+        group.hub.freeze(1)
+        group.pass_time(lambda: all(seen[name] for name in NAMES if name != "bob"))
+        for name in ("alice", "carol", "dave"):
+            (event,) = seen[name]
+            assert (event.change, event.worker.name) == (MembershipChange.LOST, "bob")
+
+    def test_the_lost_one_hears_of_itself(self, group: Group) -> None:
+        seen: list[MembershipEvent] = []
+        group["bob"].events.subscribe(seen.append)
+        group.hub.freeze(1)
+        group.pass_time(lambda: "bob" not in group.names("alice"))
+        group.hub.thaw(1)
+        group.pass_time(lambda: bool(seen))
+        assert (seen[0].change, seen[0].worker.name) == (MembershipChange.LOST, "bob")
+
+    def test_one_that_leaves_is_not_lost(self, group: Group) -> None:
+        with as_worker(group["carol"]):
+            seen: list[MembershipEvent] = []
+            rpc.on_membership(seen.append)
+            group["bob"].shutdown(graceful=False)
+            until(lambda: bool(seen))
+            assert seen[0].change is MembershipChange.LEFT
+            assert [worker.name for worker in rpc.workers()] == ["alice", "carol", "dave"]
+            assert [worker.name for worker in rpc.workers("da")] == ["dave"]

@@ -1,0 +1,111 @@
+"""Processes that freeze, die, hold the interpreter lock and come back, over both backends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rpc import WorkerLostError
+from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+BOUND = 1.0
+SECONDS_TO_ACT = 60.0
+
+
+def hold_the_interpreter(seconds: int) -> int:
+    """Sleeps in C without letting go of the interpreter lock."""
+    ctypes.PyDLL(None).sleep(seconds)
+    return os.getpid()
+
+
+def processor_seconds() -> float:
+    used = os.times()
+    return used.user + used.system
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS_TO_ACT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
+class TestAGroupThatWatches:
+    @pytest.fixture
+    def workers(self, backend: str, tmp_path: Path) -> Iterator[list[WorkerProcess]]:
+        """Alice, bob and carol; alice watches bob, bob carol, and carol alice."""
+        made = [WorkerProcess() for _ in range(3)]
+        try:
+            for rank, worker in enumerate(made):
+                self.let_join(worker, backend, tmp_path, rank)
+            for worker in made:
+                until(lambda worker=worker: worker.do(names) == ["alice", "bob", "carol"])  # type: ignore[misc]
+            yield made
+        finally:
+            for worker in made:
+                worker.end()
+
+    @staticmethod
+    def let_join(worker: WorkerProcess, backend: str, path: Path, rank: int) -> None:
+        url = f"file://{path}/store"
+        name = ("alice", "bob", "carol")[rank]
+        settings = {"_transports": ["uv"]}  # torch's shared memory polls all the time
+        worker.do(join, backend, url, name, rank, liveness_timeout=BOUND, rpc_timeout=0, **settings)
+
+    def test_frozen_is_lost_busy_is_not_and_the_lost_may_return(
+        self, workers: list[WorkerProcess], backend: str, tmp_path: Path
+    ) -> None:
+        alice, bob, carol = workers
+
+        pid = bob.process.pid
+        assert alice.do(call, "bob", hold_the_interpreter, 4) == pid
+        assert carol.do(names) == ["alice", "bob", "carol"]
+
+        alice.begin(call, "bob", time.sleep, 3600)
+        time.sleep(0.3)
+        bob.send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="no sign of life") as lost:
+            alice.result()
+        assert lost.value.name == "bob"
+        until(lambda: carol.do(names) == ["alice", "carol"])
+
+        bob.send_signal(signal.SIGCONT)
+        until(lambda: bob.do(names) == ["bob"])
+        with pytest.raises(WorkerLostError, match="declared it lost") as expelled:
+            bob.do(call, "carol", os.getpid)
+        assert expelled.value.name == "bob"
+
+        bob.do(leave)
+        self.let_join(bob, backend, tmp_path, 1)
+        until(lambda: alice.do(names) == ["alice", "bob", "carol"])
+        assert alice.do(call, "bob", os.getpid) == pid
+        assert bob.do(call, "carol", os.getpid) == carol.process.pid
+
+        carol.begin(call, "alice", time.sleep, 3600)
+        alice.begin(call, "carol", time.sleep, 3600)
+        time.sleep(0.3)
+        carol.send_signal(signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            alice.result()
+        until(lambda: bob.do(names) == ["alice", "bob"])
+        bob.do(leave)
+        alice.do(leave)
+
+    def test_an_idle_worker_uses_next_to_no_processor_time(
+        self, workers: list[WorkerProcess]
+    ) -> None:
+        time.sleep(1)
+        before = [worker.do(processor_seconds) for worker in workers]
+        time.sleep(8)
+        after = [worker.do(processor_seconds) for worker in workers]
+        used = [(late - early) / 8 for early, late in zip(before, after, strict=True)]
+        assert min(used) < 0.005, used  # of the one that others on the machine disturb least
