@@ -50,6 +50,7 @@ from rpc.options import RpcBackendOptions
 from rpc.rendezvous import open_store
 from rpc.retry import Retry
 from rpc.rref import RRef
+from rpc.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
@@ -236,6 +237,8 @@ def remote(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs)
+    if isinstance(func, torch.jit.ScriptFunction):
+        check_arguments(func, args or (), kwargs or {})
     return current_agent().remote(to, func, args, kwargs, timeout)
 
 

@@ -77,11 +77,12 @@ def _init_tensorwire(
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
-    if not isinstance(rpc_backend_options, TensorWireRpcBackendOptions):
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             "`rpc_backend_options` must be a `TensorWireRpcBackendOptions`, but got "
             f"{rpc_backend_options!r}"
         )
+    rpc_backend_options = TensorWireRpcBackendOptions.adopted(rpc_backend_options)
     settings = rpc_backend_options.settings()
     if settings.bind_address is None:
         settings = replace(settings, bind_address=address_towards(rpc_backend_options.init_method))

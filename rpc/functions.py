@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
+
+from rpc.script_functions import asynchronous
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,17 +37,10 @@ def async_execution(
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[T]:
         return fn(*args, **kwargs)
 
-    wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     if isinstance(fn, torch.jit.ScriptFunction):
-        _name_after(wrapper, fn)
+        wrapper = asynchronous(fn)  # type: ignore[assignment]
+    wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper
-
-
-def _name_after(wrapper: Callable[..., object], script: Any) -> None:
-    """Gives a wrapper the place of a TorchScript function, which has no Python names."""
-    module, _, name = script.qualified_name.removeprefix("__torch__.").rpartition(".")
-    wrapper.__module__ = module or "__main__"
-    wrapper.__name__ = wrapper.__qualname__ = name
 
 
 def idempotent(fn: Callable[P, T]) -> Callable[P, T]:

@@ -106,3 +106,19 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
     def settings(self) -> Settings:
         """What the transport is to be made with."""
         return self._settings.with_device_maps(self.device_maps)
+
+    @classmethod
+    def adopted(cls, options: TensorPipeRpcBackendOptions) -> TensorWireRpcBackendOptions:
+        """The same for TENSORWIRE, of a program that changed its backend and nothing else."""
+        if isinstance(options, cls):
+            return options
+        return cls(
+            num_worker_threads=options.num_worker_threads,
+            rpc_timeout=options.rpc_timeout,
+            init_method=options.init_method,
+            device_maps=options.device_maps,  # type: ignore[arg-type]  # keys are invariant
+            devices=options.devices,
+            bring_up_timeout=options.bring_up_timeout,
+            shutdown_timeout=options.shutdown_timeout,
+            liveness_timeout=options.liveness_timeout,
+        )

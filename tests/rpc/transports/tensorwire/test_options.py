@@ -70,3 +70,20 @@ def test_options_become_settings() -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(arguments)).replace("tcp", "bulk")):
         TensorWireRpcBackendOptions(**arguments)
+
+
+def test_options_of_tensorpipe_are_taken_over() -> None:
+    options = TensorPipeRpcBackendOptions(
+        num_worker_threads=3,
+        rpc_timeout=7,
+        init_method="file:///somewhere",
+        device_maps={"other": {0: 1}},
+        devices=[0],
+        bring_up_timeout=11,
+        shutdown_timeout=13,
+    )
+    adopted = TensorWireRpcBackendOptions.adopted(options)
+    for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
+        assert getattr(adopted, name) == getattr(options, name)
+    assert (adopted.bring_up_timeout, adopted.shutdown_timeout) == (11, 13)
+    assert TensorWireRpcBackendOptions.adopted(adopted) is adopted
