@@ -317,8 +317,14 @@ class ReferenceTable:
 
     def _accept(self, passed: Passed) -> list[Effect]:
         if passed.passage in (Passage.CHILD, Passage.RETURN):
-            return self._send(passed.fork.life, Accepted(passed.fork))
+            return self._tell_parent(passed.fork)
         return []
+
+    def _tell_parent(self, fork: GlobalId) -> list[Effect]:
+        """A worker that passed a reference to itself needs no message to hear of it."""
+        if fork.life == self._life:
+            return self._end_hold(fork)
+        return self._send(fork.life, Accepted(fork))
 
     def dropped(self, handle: Handle) -> list[Effect]:
         """Nobody has ``handle`` any more; exactly once per handle."""
@@ -378,7 +384,7 @@ class ReferenceTable:
         if user is None or user.state is not _State.REGISTERING:
             return []
         user.state = _State.CONFIRMED
-        accepted = self._send(message.fork.life, Accepted(message.fork))
+        accepted = self._tell_parent(message.fork)
         return [HandleConfirmed(message.fork), *accepted, *self._settle(user)]
 
     def _on_rejected(self, message: Rejected) -> list[Effect]:
@@ -386,7 +392,7 @@ class ReferenceTable:
         if user is None or user.state is not _State.REGISTERING:
             return []
         failed = self._fail(user, FailureKind.STALE, message.reason)
-        accepted = self._send(message.fork.life, Accepted(message.fork))
+        accepted = self._tell_parent(message.fork)
         return failed + accepted + self._gone(user)
 
     def _on_delete(self, sender: Life, message: Delete) -> list[Effect]:
@@ -436,7 +442,7 @@ class ReferenceTable:
         failed = self._fail(user, FailureKind.OWNER_LOST, reason)
         fork = user.handle.fork
         accepts = user.state is _State.REGISTERING
-        accepted = self._send(fork.life, Accepted(fork)) if accepts else []
+        accepted = self._tell_parent(fork) if accepts else []
         return failed + accepted + self._gone(user)
 
     def _entry_lost_worker(self, rref: GlobalId, reason: str) -> list[Effect]:

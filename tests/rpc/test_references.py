@@ -272,14 +272,17 @@ def test_every_arrival_of_one_rref_has_a_fork_of_its_own() -> None:
     assert bob.failure(second) is None
 
 
-def test_user_may_pass_to_itself() -> None:
+def test_user_may_pass_to_itself_and_accepts_without_a_message() -> None:
     alice = table(ALICE)
     handle, _ = alice.create_remote(OWNER)
     received, effects = alice.receive(share(alice, handle, ALICE))
     assert isinstance(received, UserHandle)
     assert effects == [Send(OWNER, Register(received.reference, received.fork))]
-    accepted = Send(ALICE, Accepted(received.fork))
-    assert accepted in alice.message_arrived(OWNER, Registered(received.fork))
+    assert alice.dropped(handle) == []
+    assert alice.message_arrived(OWNER, Registered(received.fork)) == [
+        HandleConfirmed(received.fork),
+        Send(OWNER, Delete(handle.reference, handle.fork)),
+    ]
 
 
 # --- With the owner -----------------------------------------------------------
