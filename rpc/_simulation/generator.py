@@ -64,7 +64,7 @@ class Generator:
         draw = self.random
         self.size = draw.randint(*scenario.workers)
         self.length = draw.randint(*scenario.steps)
-        self.leaves = scenario.leave_while_working and draw.random() < 0.25
+        self.leaves = scenario.leave_while_working and draw.random() < 0.3
         self._choose_faults()
         self._choose_habits()
 
@@ -76,7 +76,7 @@ class Generator:
         self.crashes = self._sometimes(scenario.crashes, 0, 0, 0.5, 2)
         self.cuts = self._sometimes(scenario.cuts and not self.leaves, 0, 0, 0, 1)
         self.joins = self._sometimes(scenario.joins, 0, 0, 1)
-        self.malice = self._sometimes(self.crashes > 0, 0, 0.01, 0.05)
+        self.malice = self._sometimes(self.crashes > 0, 0, 0.02, 0.06)
         self.partitions = self._sometimes(scenario.partitions, 0, 0, 2)
         self.duplicates = self._sometimes(scenario.duplicates, 0, 4)
         self.unsent = self._sometimes(scenario.unsent, 0, 0.1)
@@ -116,7 +116,16 @@ class Generator:
         self._fault_rate = min(0.3, sum(self._fault_weights) / 100)
         self._delivery_rate = draw.choice((0.2, 0.5, 0.7))
         self._slow_kinds: tuple[type, ...] = draw.choice(
-            ((), (Request,), (Register,), (Register,), (Delete,), (Reply,), (Accepted, Reply))
+            (
+                (),
+                (Request,),
+                (Register,),
+                (Register, Request),
+                (Register, Reply),
+                (Delete,),
+                (Reply,),
+                (Accepted, Reply),
+            )
         )
         links = [(source, to) for source in range(4) for to in range(4)]
         self._slow_links = frozenset(draw.sample(links, draw.choice((0, 1, 2, 4))))
@@ -124,6 +133,8 @@ class Generator:
         self._keep_rate = draw.choice((0.4, 0.9))
         self._drop_after_sharing = draw.choice((0, 0.6, 1))
         self._patience = draw.choice((0.2, 0.9))
+        late = draw.choice((0, 0, 20, 60)) if self.crashes else 0
+        self._late_faults = late if self.scenario.joins else 0
         self._nesting = draw.choice((0.0, 0.0, 0.3))
 
     # --- Choices
@@ -145,6 +156,9 @@ class Generator:
 
     def settling_act(self, world: World, phase: Phase) -> Act | None:
         """Something that still has to happen while everything comes to rest."""
+        if self._late_faults and (self.leaves or phase is Phase.LEAVE):
+            self._late_faults -= 1
+            return self._late_fault(world)
         if self.random.random() < 0.2:
             demanded = self._demanded(world, phase)
             if demanded is not None:
@@ -153,6 +167,13 @@ class Generator:
         if jobs and self.random.random() < 0.3:
             return self._serve_job(*self.random.choice(jobs))
         return self._something_under_way(world, patient=False)
+
+    def _late_fault(self, world: World) -> Act | None:
+        """Something that happens while everybody shuts down."""
+        if self.random.random() < 0.9:
+            return self._something_under_way(world, patient=False)
+        faults = (self._crash, self._crash, self._return, self._join)
+        return self.random.choice(faults)(world)
 
     def _demanded(self, world: World, phase: Phase) -> Act | None:
         worker = self._pick(world.living.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -26,10 +26,28 @@ from rpc._simulation.packets import (
     passed_in,
 )
 from rpc.calls import Ended, Ending
-from rpc.control import Leaving, Passage, Passed, Probe, Quiet, Ready
+from rpc.control import (
+    Accepted,
+    ControlMessage,
+    Delete,
+    Leaving,
+    Passage,
+    Passed,
+    Probe,
+    Quiet,
+    Ready,
+    Register,
+)
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.ids import GlobalId, Life
-from rpc.reference_terms import Failure, FailureKind, Handle, OwnerHandle, UserHandle
+from rpc.reference_terms import (
+    Carrier,
+    Failure,
+    FailureKind,
+    Handle,
+    OwnerHandle,
+    UserHandle,
+)
 from rpc.termination import Phase as Shutdown
 
 if TYPE_CHECKING:
@@ -37,6 +55,8 @@ if TYPE_CHECKING:
     from rpc._simulation.world import World
 
 _GRAIN = 1 / 64
+_MOST_WAVES = 20
+_ACKNOWLEDGED = (Passage.CHILD, Passage.RETURN)
 _UNCOUNTED = (Ready, Probe, Quiet, Leaving)
 
 
@@ -49,6 +69,7 @@ class Rule(enum.Enum):
     HANDLES_WORK = "a handle that did not fail reaches its value"
     FAILURES_HAVE_CAUSES = "a handle fails only for a cause, and says which"
     COUNTS = "what a worker says that it keeps is what it keeps"
+    TOLD_ONCE = "what one message settles is told once, and never to the dead"
     CALLS_END_ONCE = "every call ends exactly once, with a result or one typed error"
     CALLS_END = "every call ends"
     DEADLINES = "a call ends at its deadline, neither before nor after"
@@ -84,6 +105,7 @@ class _Claim:
     owner: Life
     holder: Life
     parent: GlobalId | None
+    passage: Passage
     known_to_owner: bool
     gone: bool = False
 
@@ -104,6 +126,9 @@ class Ledger:
         self._arrived: set[GlobalId] = set()
         self._given_up: set[GlobalId] = set()
         self._released: set[Life] = set()
+        self._told: set[tuple[type[ControlMessage], GlobalId]] = set()
+        self._creations: Counter[tuple[Life, Life]] = Counter()
+        self._passing: Counter[Life] = Counter()
         self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
         self._phases: dict[Shutdown, frozenset[Life]] = {}
 
@@ -191,10 +216,36 @@ class Ledger:
             over = record.outcome is not None
             self._require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
         self._count_calls(worker)
+        self._check_running_counts(worker)
         rows = [(r.call_id, r.call, r.to, r.opened_at) for r in worker.calls.outstanding()]
         still = [r for r in worker.records.values() if r.outcome is None]
         expected = [(r.correlation, r, r.to.worker, r.opened_at) for r in still]
         self._require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
+
+    def _check_running_counts(self, worker: Worker) -> None:
+        """What a worker says that it keeps, while there is work."""
+        counts = worker.references.counts()
+        users = [
+            (state, worker.references.failure(handle))
+            for handle, state in worker.references.users()
+        ]
+        known = sum(state != "gone" for state, _ in users)
+        creating = sum(state == "creating" and failure is None for state, failure in users)
+        pending = creating + sum(state == "registering" for state, _ in users)
+        found = (counts.num_user_rrefs, counts.num_pending_users)
+        self._require(found == (known, pending), Rule.COUNTS, worker.life, counts, users)
+        if not self._world.losses:
+            tables = [record.table for record in worker.records.values()]
+            borrows = sum(p.passage is Passage.BORROW for table in tables for p in table)
+            passing = (counts.num_pending_children, counts.num_borrows)
+            expected = (self._passing[worker.life], borrows)
+            self._require(passing == expected, Rule.COUNTS, worker.life, counts, expected)
+
+    def confirmation_asked(self, worker: Worker, fork: GlobalId) -> None:
+        """Somebody wants to know whether the owner knows ``fork``."""
+        said = worker.references.is_confirmed(fork)
+        true = not said or fork in self._confirmed
+        self._require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
 
     def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
         """A call, or what a deadline left of it, ended because its worker is lost."""
@@ -251,14 +302,21 @@ class Ledger:
     def created(self, worker: Worker, passed: Passed) -> None:
         """``remote()`` made a handle."""
         reference = passed.reference
-        claim = _Claim(reference.rref, reference.owner, worker.life, None, known_to_owner=True)
-        self._claims[passed.fork] = claim
+        made = self._creations[worker.life, reference.owner]
+        numbered = reference.creation == made
+        self._require(numbered, Rule.COUNTS, worker.life, passed, "is number", made)
+        self._creations[worker.life, reference.owner] += 1
+        self._claims[passed.fork] = _Claim(
+            reference.rref, reference.owner, worker.life, None, Passage.CREATION, True
+        )
 
     def creation_given_up(self, fork: GlobalId) -> None:
         """The call behind ``remote()`` ended without a result."""
         self._given_up.add(fork)
 
-    def shared(self, worker: Worker, handle: Handle, to: Life, passed: Passed | Failure) -> None:
+    def shared(
+        self, worker: Worker, handle: Handle, to: Life, carrier: Carrier, passed: Passed | Failure
+    ) -> None:
         """A reference was prepared to travel to ``to``."""
         failure = worker.references.failure(handle)
         if isinstance(handle, UserHandle):
@@ -267,13 +325,35 @@ class Ledger:
             self._require(right, Rule.FAILURES_HAVE_CAUSES, handle, failure, known)
         if isinstance(passed, Failure):
             return
-        reference = passed.reference
+        right = passed.passage is _passage(worker.life, handle, to, carrier)
+        self._require(right, Rule.TOLD_ONCE, worker.life, "passes", handle, "as", passed)
+        reference, passage = passed.reference, passed.passage
         parent = handle.fork if isinstance(handle, UserHandle) else None
-        granted = passed.passage is Passage.GRANT
+        granted = passage is Passage.GRANT
         unused = passed.fork not in self._claims
         self._require(unused, Rule.HANDLES_WORK, worker.life, "reuses", passed.fork)
-        claim = _Claim(reference.rref, reference.owner, to, parent, known_to_owner=granted)
+        claim = _Claim(reference.rref, reference.owner, to, parent, passage, granted)
         self._claims[passed.fork] = claim
+        self._passing[worker.life] += passage in _ACKNOWLEDGED
+
+    def sent(self, worker: Worker, to: Life, message: ControlMessage) -> None:
+        """The reference protocol decided to send something."""
+        self._require(to != worker.life, Rule.TOLD_ONCE, worker.life, "tells itself", message)
+        living = to.incarnation > worker.told_over.get(to.worker, -1)
+        self._require(living, Rule.TOLD_ONCE, worker.life, "tells", to, message)
+        if not isinstance(message, Register | Delete | Accepted):
+            return
+        claim = self._claims[message.fork]
+        told = (type(message), message.fork)
+        needed = told not in self._told
+        if isinstance(message, Accepted):
+            needed = needed and claim.passage in _ACKNOWLEDGED and to == message.fork.life
+        self._require(needed, Rule.TOLD_ONCE, worker.life, "tells", to, message)
+        self._told.add(told)
+
+    def accepted(self, worker: Worker) -> None:
+        """A parent hears that it need not hold its fork for a child any more."""
+        self._passing[worker.life] -= 1
 
     def received(self, worker: Worker, passed: Passed, handle: Handle) -> None:
         """A reference arrived and became a handle."""
@@ -281,12 +361,13 @@ class Ledger:
         same = handle.reference == passed.reference and (mine or isinstance(handle, UserHandle))
         self._require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
 
-    def not_sent(self, passed: Passed) -> None:
+    def not_sent(self, worker: Worker, passed: Passed) -> None:
         """The message that was to carry ``passed`` did not leave."""
         if passed.passage is Passage.CREATION:
             self._given_up.add(passed.fork)
         else:
             self._claims[passed.fork].gone = True
+            self._passing[worker.life] -= passed.passage in _ACKNOWLEDGED
 
     def handle_confirmed(self, worker: Worker, fork: GlobalId) -> None:
         """The owner is said to know ``fork``."""
@@ -294,6 +375,8 @@ class Ledger:
         self._require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
         self._confirmed.add(fork)
         self._claims[fork].known_to_owner = True
+        own_child = self._claims[fork].passage is Passage.CHILD and fork.life == worker.life
+        self._passing[worker.life] -= own_child  # nobody tells it so
 
     def handle_failed(self, worker: Worker, fork: GlobalId, failure: Failure) -> None:
         """A handle must not be used any more."""
@@ -339,7 +422,8 @@ class Ledger:
 
     def failed_value(self, worker: Worker, rref: GlobalId, reason: str) -> None:
         """A value is said never to come."""
-        justified = bool(reason) and rref not in self._arrived
+        kept = worker.references.is_kept(rref)
+        justified = bool(reason) and kept and rref not in self._arrived
         self._require(justified, Rule.FAILURES_HAVE_CAUSES, worker.life, rref, reason)
 
     def freed_value(self, owner: Worker, rref: GlobalId) -> None:
@@ -385,6 +469,11 @@ class Ledger:
         if notices and not self._world.losses:
             leaks = worker.references.leaks()
             self._require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
+
+    def answered(self, worker: Worker, waves: int) -> None:
+        """A worker answers its leader for the ``waves``-th time without anything between."""
+        few = waves < _MOST_WAVES
+        self._require(few, Rule.SHUTDOWN_ENDS, worker.life, "runs in circles")
 
     def _left_for(self, group: frozenset[Life], *, notices: bool) -> list[object]:
         """What is under way, or runs, and was not caused by anybody that died."""
@@ -464,7 +553,7 @@ class Ledger:
             self._require(same, Rule.FAILURES_HAVE_CAUSES, worker.life, handle, failure)
             if failure is not None:
                 continue
-            sure = worker.references.is_confirmed(handle.fork)
+            sure = worker.references.is_confirmed(handle.fork) and handle.fork in self._confirmed
             self._require(sure, Rule.HANDLES_WORK, worker.life, handle, "is not confirmed")
             owner = self._world.living.get(handle.reference.owner)
             there = owner is not None and handle.reference.rref in owner.values
@@ -518,3 +607,12 @@ class Ledger:
             for worker in self._world.living.values()
         ]
         self._require(not stuck, Rule.SHUTDOWN_ENDS, stuck)
+
+
+def _passage(life: Life, handle: Handle, to: Life, carrier: Carrier) -> Passage:
+    """How a reference has to travel."""
+    if isinstance(handle, OwnerHandle):
+        return Passage.LOOPBACK if to == life else Passage.GRANT
+    if to != handle.reference.owner:
+        return Passage.CHILD
+    return Passage.RETURN if carrier is Carrier.REPLY else Passage.BORROW

@@ -27,6 +27,7 @@ from rpc._simulation.packets import (
 from rpc._simulation.steps import Address, Name
 from rpc.calls import CallTable, Ending
 from rpc.control import (
+    Accepted,
     ControlMessage,
     DuplicateFilter,
     Leaving,
@@ -109,6 +110,7 @@ class Worker:
         self.view: dict[int, Life] = {}
         self.over: dict[int, int] = {}
         self.met: set[int] = set()
+        self.told_over: dict[int, int] = {}  # what the reference protocol was told
         self.handles: dict[Name, Handle] = {}
         self.records: dict[Name, Record] = {}
         self.jobs: dict[Name, Job] = {}
@@ -145,8 +147,12 @@ class Worker:
         """``life`` is a member."""
         if self.fences(life) or self.knows(life):
             return
-        if life.incarnation > 0:
-            self.lost(Life(life.worker, life.incarnation - 1), "it was replaced")
+        before = self.view.get(life.worker)
+        if before is not None:
+            self.lost(before, "it was replaced")
+        self.over[life.worker] = life.incarnation - 1
+        for gone in [each for each in self.waiting if self.fences(each)]:
+            del self.waiting[gone]
         self.view[life.worker] = life
         self.met.add(life.worker)
         self.group.add(Peer(info_of(life), life.incarnation, b""))
@@ -171,6 +177,7 @@ class Worker:
             error = self.group.lose(life.worker, reason)
             self.world.ledger.loss_reported(self, known, error)
             self._lose_calls(known)
+        self.told_over[life.worker] = life.incarnation
         self.perform(self.references.worker_lost(life, reason))
         if known is not None and self.fences(known):
             self.follow(self.termination.lost(life.worker))
@@ -211,7 +218,7 @@ class Worker:
         self.world.ledger.call_withdrawn(self, record, withdrawn)
         passed = record.table if record.creates is None else (*record.table, record.creates)
         for each in passed:
-            self.world.ledger.not_sent(each)
+            self.world.ledger.not_sent(self, each)
             self.perform(self.references.not_sent(each, "there was no way to send it"))
         if withdrawn:
             self._settle(record, Outcome.NOT_SENT)
@@ -261,6 +268,8 @@ class Worker:
             record.job.waits_for.discard(record.name)
         if record.creates is None or record.creates.passage is Passage.LOOPBACK:
             return
+        if outcome is Outcome.NOT_SENT:
+            return  # the reference protocol heard of it already
         if outcome is Outcome.RESULT:
             self.perform(self.references.creation_confirmed(record.creates.fork))
         else:
@@ -296,6 +305,7 @@ class Worker:
     def _is_settled(self, handle: Handle) -> bool:
         if isinstance(handle, OwnerHandle) or self.references.failure(handle) is not None:
             return True
+        self.world.ledger.confirmation_asked(self, handle.fork)
         return self.references.is_confirmed(handle.fork)
 
     def serve(self, job: Job, returns: Iterable[Handle], raises: bool) -> None:
@@ -321,7 +331,7 @@ class Worker:
         table: list[Passed] = []
         for handle in handles:
             passed = self.references.share(handle, to, carrier)
-            self.world.ledger.shared(self, handle, to, passed)
+            self.world.ledger.shared(self, handle, to, carrier, passed)
             if isinstance(passed, Failure):
                 continue
             if isinstance(handle, OwnerHandle):
@@ -332,7 +342,7 @@ class Worker:
     def unsent(self, table: Iterable[Passed]) -> None:
         """A message with these references did not leave."""
         for passed in table:
-            self.world.ledger.not_sent(passed)
+            self.world.ledger.not_sent(self, passed)
             self.perform(self.references.not_sent(passed, "there was no way to send it"))
 
     def _adopt(self, table: Iterable[Passed]) -> dict[Name, Handle]:
@@ -352,6 +362,7 @@ class Worker:
     def drop(self, handle: Handle) -> None:
         """Nobody has ``handle`` any more; it was taken out of wherever it was kept."""
         self.perform(self.references.dropped(handle))
+        self.references.failure(handle)  # may be asked at any time
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Carries out what the reference protocol decided."""
@@ -359,6 +370,7 @@ class Worker:
             self.world.say(self.life, effect)
             match effect:
                 case Send(to, message):
+                    self.world.ledger.sent(self, to, message)
                     self._queue(to, message)
                 case FreeValue(rref):
                     self.world.ledger.freed_value(self, rref)
@@ -411,6 +423,8 @@ class Worker:
                 self.follow(self.termination.receive(sender.worker, message))
             else:
                 counted += 1
+                if isinstance(message, Accepted):
+                    self.world.ledger.accepted(self)
                 self.perform(self.references.message_arrived(sender, message))
         if self.knows(sender):
             self.received[sender.worker] += counted
@@ -430,7 +444,10 @@ class Worker:
 
     def answer_if_quiet(self) -> None:
         """Answers the leader's question as soon as that may be."""
+        waves = 0
         while self.life in self.world.probed and self.quiet():
+            waves += 1
+            self.world.ledger.answered(self, waves)
             self.world.probed.discard(self.life)
             self.follow(self.termination.quiet(self.activity, self.sent, self.received))
 
