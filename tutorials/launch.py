@@ -132,6 +132,7 @@ def _leave_at_once() -> None:
 
 
 def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
     import torch  # the launcher can do without
 
     import rpc
