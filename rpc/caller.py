@@ -21,7 +21,13 @@ from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.control import Cancel
-from rpc.errors import AgentClosedError, CallCancelledError, EncodeError, RpcTimeoutError
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    EncodeError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
 from rpc.futures import Future
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
@@ -374,6 +380,9 @@ class Caller:
                     _count_failures((call,), now, ErrorKind.OTHER)
             agent.references.unsent(call.loan, str(error))
             agent.activity_changed()
+            lost = agent.group.lost_error(to.id)
+            if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
+                raise lost from None  # the transport was told to forget it
             if withdrawn:
                 raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -108,7 +109,7 @@ class Retries:
 class RetriedSink:
     """Takes the outcome of each attempt, and makes the next or passes it on."""
 
-    __slots__ = ("_agent", "_attempts", "_call", "_cancelled", "_number", "_sink")
+    __slots__ = ("_agent", "_attempts", "_call", "_cancelled", "_context", "_number", "_sink")
 
     def __init__(
         self, agent: Agent, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
@@ -119,6 +120,7 @@ class RetriedSink:
         self._attempts = attempts
         self._sink = sink
         self._cancelled = False
+        self._context = contextvars.copy_context()
 
     def attempt(self) -> None:
         """Sends the request, again."""
@@ -129,7 +131,7 @@ class RetriedSink:
         timeout = attempts.begin(now)
         try:
             worker = agent.find_now(call.to)
-        except RpcError as error:
+        except RpcError as error:  # it is not there now
             attempts.not_sent()
             self.failed(error)
             return
@@ -160,7 +162,7 @@ class RetriedSink:
 
     def _attempt_again(self) -> None:
         try:
-            self.attempt()
+            self._context.copy().run(self.attempt)
         except Exception as error:
             self._last().failed(error)
 

@@ -1,0 +1,147 @@
+"""Backward passes and optimizer steps that involve a worker which freezes or dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import autograd_dist
+import rpc
+from optim_dist import DistributedOptimizer
+from rpc.agent import Agent, AgentOptions
+from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+
+SECONDS = 20.0
+BOUND = 5.0
+
+
+class Group:
+    """Alice, bob and carol, who watch each other."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.hub = MemoryHub(self.clock)
+        options = AgentOptions(rpc_timeout=0, liveness_timeout=BOUND)
+        self.agents = connect(
+            "alice", "bob", "carol", hub=self.hub, clock=self.clock, options=options
+        )
+
+    def error_of(self, work: Callable[[], object]) -> tuple[str, float]:
+        """What ``work`` raises as alice, and how long it took while time passes."""
+        outcome: list[str] = []
+
+        def run() -> None:
+            with as_worker(self.agents[0]):
+                try:
+                    work()
+                except RuntimeError as error:
+                    outcome.append(str(error))
+                else:
+                    outcome.append("no error")
+
+        thread = threading.Thread(target=run)
+        start = self.clock.now()
+        thread.start()
+        deadline = time.monotonic() + SECONDS
+        while thread.is_alive():
+            assert time.monotonic() < deadline
+            self.clock.advance(0.1)
+            time.sleep(0.003)
+        return outcome[0], self.clock.now() - start
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = Group()
+    with as_worker(made.agents[0]):
+        yield made
+    for agent in made.agents:
+        agent.shutdown(graceful=False)
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def square_at(name: str, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = rpc.rpc_sync(name, square, (x,))
+    return result + 1
+
+
+def leaf() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0], requires_grad=True)
+
+
+def contexts(agent: Agent) -> object:
+    return agent.debug_info().get("num_autograd_contexts", 0)
+
+
+def test_a_pass_that_needs_a_frozen_worker_fails_and_the_next_context_works(group: Group) -> None:
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("bob", square_at, ("carol", leaf()))
+        group.hub.freeze(2)
+        message, seconds = group.error_of(lambda: autograd_dist.backward(context_id, [y.sum()]))
+    assert "'carol'" in message
+    assert "no sign of life" in message
+    assert seconds < 2 * BOUND
+
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        y = rpc.rpc_sync("bob", square, (x,))
+        autograd_dist.backward(context_id, [y.sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
+def test_the_contexts_of_a_frozen_worker_are_dropped_everywhere(group: Group) -> None:
+    alice, bob, carol = group.agents
+    with as_worker(carol):
+        context = autograd_dist.context()
+        context.__enter__()
+        for name in ("alice", "bob"):
+            rpc.rpc_sync(name, square, (leaf(),))
+    assert [contexts(alice), contexts(bob)] == [1, 1]
+    group.hub.freeze(2)
+    deadline = time.monotonic() + SECONDS
+    while [contexts(alice), contexts(bob)] != [0, 0]:
+        assert time.monotonic() < deadline
+        group.clock.advance(0.1)
+        time.sleep(0.003)
+    with as_worker(carol):
+        context.__exit__()
+
+
+PARAMETERS: dict[str, torch.nn.Parameter] = {}
+
+
+def parameter(name: str) -> rpc.RRef[torch.nn.Parameter]:
+    PARAMETERS[name] = torch.nn.Parameter(torch.ones(2))
+    return rpc.RRef(PARAMETERS[name])
+
+
+def scaled(name: str, x: torch.Tensor) -> torch.Tensor:
+    return PARAMETERS[name] * x
+
+
+def test_a_step_that_needs_a_frozen_worker_fails_and_the_next_works(group: Group) -> None:
+    owned = {name: rpc.rpc_sync(name, parameter, (name,)) for name in ("bob", "carol")}
+    both = DistributedOptimizer(torch.optim.SGD, list(owned.values()), lr=0.5)
+    with autograd_dist.context() as context_id:
+        loss = sum(rpc.rpc_sync(name, scaled, (name, torch.ones(2))).sum() for name in owned)
+        autograd_dist.backward(context_id, [loss])
+        group.hub.freeze(2)
+        message, seconds = group.error_of(lambda: both.step(context_id))
+    assert "'carol'" in message
+    assert seconds < 2 * BOUND
+
+    left = DistributedOptimizer(torch.optim.SGD, [owned["bob"]], lr=0.5)
+    before = PARAMETERS["bob"].tolist()
+    with autograd_dist.context() as context_id:
+        loss = rpc.rpc_sync("bob", scaled, ("bob", torch.ones(2))).sum()
+        autograd_dist.backward(context_id, [loss])
+        left.step(context_id)
+    assert PARAMETERS["bob"].tolist() == [value - 0.5 for value in before]
+    PARAMETERS.clear()

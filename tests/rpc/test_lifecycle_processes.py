@@ -1,0 +1,118 @@
+"""Joining, leaving and joining again, between processes that meet at one place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rpc
+from rpc import BringUpError, WorkerLostError
+from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+BACKEND = "TENSORWIRE"
+SECONDS = 60.0
+
+
+@pytest.fixture
+def url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def workers() -> Iterator[list[WorkerProcess]]:
+    made = [WorkerProcess() for _ in range(3)]
+    yield made
+    for worker in made:
+        worker.end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def try_to_join(url: str, rank: int) -> tuple[str, float]:
+    """The error, and the seconds that a shutdown after it took."""
+    try:
+        join(BACKEND, url, f"worker{rank}", rank, 2, bring_up_timeout=1)
+    except BringUpError as error:
+        start = time.monotonic()
+        rpc.shutdown()
+        return str(error), time.monotonic() - start
+    raise AssertionError("it joined")
+
+
+def test_a_group_meets_again_and_again_at_one_place(url: str, workers: list[WorkerProcess]) -> None:
+    for _ in range(3):
+        for rank in (1, 0):
+            workers[rank].begin(join, BACKEND, url, f"worker{rank}", rank, 2)
+        for rank in (1, 0):
+            workers[rank].result()
+        assert workers[1].do(call, "worker0", os.getpid) == workers[0].process.pid
+        for rank in (0, 1):
+            workers[rank].begin(leave)
+        for rank in (0, 1):
+            workers[rank].result()
+
+
+def test_what_is_missing_is_named_and_shutdown_returns_after_a_failed_init(
+    url: str, workers: list[WorkerProcess]
+) -> None:
+    message, seconds = workers[0].do(try_to_join, url, 0)
+    assert "missing ranks [1]; there were 'worker0'" in message
+    assert seconds < 1
+
+
+def test_the_survivors_go_on_without_the_host_of_the_store(
+    url: str, workers: list[WorkerProcess]
+) -> None:
+    host, second, third = workers
+    settings = {"liveness_timeout": 2.0, "rpc_timeout": SECONDS}
+    for rank, worker in enumerate(workers):
+        worker.do(join, BACKEND, url, f"worker{rank}", rank, **settings)
+    for worker in workers:
+        until(lambda worker=worker: len(worker.do(names)) == 3)  # type: ignore[misc]
+    second.begin(call, "worker0", time.sleep, 3600)
+    time.sleep(0.3)
+    host.send_signal(signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match="worker0"):
+        second.result()
+    until(lambda: third.do(names) == ["worker1", "worker2"])
+    assert third.do(call, "worker1", os.getpid) == second.process.pid
+
+    late = WorkerProcess()
+    try:
+        with pytest.raises(BringUpError, match="could not be opened within 1 s"):
+            late.do(join, BACKEND, url, "worker3", 3, bring_up_timeout=1)
+        assert second.do(call, "worker2", os.getpid) == third.process.pid
+    finally:
+        late.end()
+    second.do(leave)
+    third.do(leave)
+
+
+def test_a_frozen_host_of_the_store_keeps_nobody_from_leaving(
+    url: str, workers: list[WorkerProcess]
+) -> None:
+    settings = {"liveness_timeout": 1.0, "rpc_timeout": SECONDS}
+    for rank, worker in enumerate(workers):
+        worker.do(join, BACKEND, url, f"worker{rank}", rank, **settings)
+    host, second, third = workers
+    for worker in workers:
+        until(lambda worker=worker: len(worker.do(names)) == 3)  # type: ignore[misc]
+    host.send_signal(signal.SIGSTOP)
+    until(lambda: third.do(names) == ["worker1", "worker2"])
+    assert third.do(call, "worker1", os.getpid) == second.process.pid
+    second.do(leave)
+    third.do(leave)
