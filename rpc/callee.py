@@ -25,7 +25,7 @@ from torch.autograd import profiler
 from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.cancellation import EarlyCancellations
-from rpc.errors import CallCancelledError
+from rpc.errors import CallCancelledError, RpcError
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
@@ -89,6 +89,7 @@ class Callee:
             for service in found:  # nobody has to wait for them, not even a shutdown
                 del self._serving[service]
         for service in found:
+            service.orphaned = True
             service.cancel()
 
     def admit(self, service: _Service, request: RequestId) -> bool:
@@ -176,6 +177,7 @@ class _Service:
         "deadline",
         "failed",
         "method",
+        "orphaned",
         "received",
         "request",
         "sender",
@@ -200,6 +202,7 @@ class _Service:
         self.failed = False
         self.deadline = 0.0
         self.cancelled = False
+        self.orphaned = False
         self._stop: Callable[[], None] | None = None
 
     def is_one_of(self, sender: int, correlations: Collection[int]) -> bool:
@@ -378,6 +381,9 @@ class _Service:
         return self._agent.extensions.attach_reply(self.sender, extensions)(tensors)
 
     def _reply(self, result: object) -> None:
+        if self.orphaned:  # a later life of the caller must not get it
+            self._callee.finished(self)
+            return
         agent = self._agent
         attach = None
         if self.request.extensions:
@@ -435,6 +441,8 @@ class _Service:
         payload: bytes = b"",
         slots: tuple[torch.Tensor, ...] = (),
     ) -> None:
+        if self.orphaned:
+            raise RpcError(f"the life of worker {self.sender} that asked for this is over")
         header = reply.encode()
         self.sent = len(header) + len(payload)
         if slots:

@@ -1,0 +1,85 @@
+"""Serving requests: what becomes of one whose caller is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rpc.agent import Agent
+from rpc.testing import MemoryHub, connect
+from rpc.transports.base import Peer
+
+SECONDS = 30.0
+
+
+class Gate:
+    """Holds a handler until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.open.wait(SECONDS)
+
+
+old_gate, new_gate = Gate(), Gate()
+
+
+def serve_old() -> str:
+    old_gate.pass_through()
+    return "for the old life"
+
+
+def serve_new() -> str:
+    new_gate.pass_through()
+    return "for the new life"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def come_back(agent: Agent, hub: MemoryHub, others: list[Agent]) -> Agent:
+    """A worker that was cut off returns under the next incarnation."""
+    returned = Agent(agent.info, agent.life.incarnation + 1, hub.transport())
+    me = Peer(agent.info, returned.life.incarnation, returned.start())
+    returned.join([me, *(other.group.peer(other.info.id) for other in others)])
+    for other in others:
+        other.add_peer(me)
+    return returned
+
+
+@contextmanager
+def closing(*agents: Agent) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for gate in (old_gate, new_gate):
+            gate.open.set()
+        for agent in agents:
+            agent.shutdown(graceful=False)
+
+
+def test_what_was_asked_by_an_earlier_life_is_not_answered_to_the_next() -> None:
+    """Both lives number their requests alike, so that the reply would be taken for another."""
+    hub = MemoryHub()
+    alice, bob = connect("alice", "bob", hub=hub)
+    alice.rpc_async("bob", serve_old)
+    assert old_gate.reached.wait(SECONDS)
+    hub.cut(alice.info.id)
+    returned = come_back(alice, hub, [bob])
+    with closing(alice, returned, bob):
+        answer = returned.rpc_async("bob", serve_new)
+        assert new_gate.reached.wait(SECONDS)
+        served = bob.callee.handled()
+        old_gate.open.set()
+        until(lambda: bob.callee.handled() > served)
+        new_gate.open.set()
+        assert answer.wait() == "for the new life"
