@@ -268,6 +268,7 @@ class _Round:
         """Publishes ``me`` and compares it with others; returns whether everybody is here."""
         record = me.encode().decode()
         for problem in self._problems(me, record):
+            self._store.set("disagreement", problem)
             self.conclude(problem)
         self._store.set(f"record/{me.rank}", record)
         arrived: int = self._store.add("arrived", 1)
@@ -285,6 +286,11 @@ class _Round:
         namesake = Record.decode(self._store.compare_set(f"name/{me.name}", "", record))
         if namesake.rank != me.rank:
             yield f"RPC worker name {me.name} is not unique: it is claimed by {namesake} and {me}"
+
+    def raise_disagreement(self) -> None:
+        """Raises what those who came disagreed about, if they did: a latecomer shares that."""
+        if self._store.check(["disagreement"]):
+            raise BringUpError(_text(self._store.get("disagreement")))
 
     def records(self, ranks: Iterable[int]) -> list[Record]:
         """The records of ``ranks``, which must be there."""
@@ -319,6 +325,7 @@ def _enter(store: Store, me: Record) -> _Round:
         meeting = _Round(store, number)
         if meeting.verdict() is None:
             return meeting
+        meeting.raise_disagreement()
 
 
 # --- Dynamic groups

@@ -179,6 +179,14 @@ class TestWhatKeepsAStaticGroupFromForming:
             assert "rank 1" in text
             assert "rank 2" in text
 
+    def test_whoever_comes_after_a_disagreement_hears_of_it_and_not_of_missing_ranks(self) -> None:
+        store = HashStore()
+        errors(meet_all(store, [record(1, 3), record(2, 3, name="worker1")]))
+        (text,) = errors(meet_all(store, [record(0, 3)], timeout=60.0))
+        assert "worker1 is not unique" in text
+        again = [record(0, 3), record(1, 3), record(2, 3)]
+        assert meet_all(store, again) == [again] * 3
+
     @pytest.mark.parametrize(
         ("what", "one", "other"),
         [("world_size", 2, 3), ("backend", "TENSORPIPE", "TENSORWIRE"), ("protocol", 1, 2)],
