@@ -99,13 +99,15 @@ class Callee:
             verdict, outcome = self._once.arrived(service.sender, request, service, now)
         if outcome is not None:
             service.answer(outcome)
+        elif verdict is Verdict.OVER:
+            service.give_up()
         return verdict is Verdict.RUN
 
     def ended_once(self, service: _Service, outcome: _Outcome) -> None:
         """A request that may come more than once ran: answers all that came."""
         number = RequestId.decode(service.request.target).number
         with self._lock:
-            waiters = self._once.ended(service.sender, number, outcome)
+            waiters = self._once.ended(service.sender, number, service, outcome)
         for waiter in waiters or [service]:
             waiter.answer(outcome)
 
@@ -284,7 +286,7 @@ class _Service:
         request = self.request
         deadlines.enter(self)
         if deadlines.is_over(self, self._agent.clock.now()):
-            self._give_up()
+            self.give_up()
             return
         if request.function:
             func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
@@ -401,7 +403,7 @@ class _Service:
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
         if self.cancelled and isinstance(error, asyncio.CancelledError):
-            self._give_up()
+            self.give_up()
             return
         self.failed = True
         _print_traceback(error)
@@ -413,7 +415,7 @@ class _Service:
         else:
             self._reply_error(error)
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
         when = "by its caller" if self.cancelled else "when its time was over"
         error = CallCancelledError(f"{text_of(self.method)} was cancelled {when}")

@@ -6,14 +6,14 @@ that still runs gets one more waiter, one that ended is answered with the same o
 
 An entry of the table is kept while its caller may try again: until a later request of
 that caller says so (each names the oldest that is still open), until the time of the
-whole call is over, or until the caller is lost.
+whole call is over, or until the caller is lost. An attempt that arrives after its entry
+was let go, for requests may overtake each other, is recognised by its number.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -145,6 +145,8 @@ class Verdict(enum.Enum):
     """It runs already, and its outcome will be handed to this one too."""
     REPEAT = enum.auto()
     """It ran, and is answered with its outcome."""
+    OVER = enum.auto()
+    """Its like came so long ago that nobody waits for an outcome any more."""
 
 
 @dataclass(slots=True)
@@ -153,27 +155,51 @@ class _Entry(Generic[W, R]):
     waiters: list[W] = field(default_factory=list)
     outcome: R | None = None
 
+    def is_over(self, caller_is_done: bool, now: float) -> bool:
+        return self.outcome is not None and (caller_is_done or self.keep_until <= now)
+
+
+@dataclass(slots=True)
+class _Caller(Generic[W, R]):
+    oldest: int = 0
+    entries: dict[int, _Entry[W, R]] = field(default_factory=dict)
+    let_go: set[int] = field(default_factory=set)
+
+    def clear(self, request: RequestId, now: float) -> None:
+        """Lets go of outcomes that no further attempt can ask for."""
+        self.oldest = max(self.oldest, request.oldest)
+        over = [n for n, entry in self.entries.items() if entry.is_over(n < self.oldest, now)]
+        for number in over:
+            if number != request.number:
+                del self.entries[number]
+                self.let_go.add(number)
+        self.let_go = {number for number in self.let_go if number >= self.oldest}
+
+    def is_late(self, number: int) -> bool:
+        return number < self.oldest or number in self.let_go
+
 
 class OnceTable(Generic[W, R]):
     """The requests that may come again; ``W`` waits for an outcome of type ``R``."""
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, dict[int, _Entry[W, R]]] = {}
+        self._callers: dict[int, _Caller[W, R]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._entries.values()))
+        return sum(len(caller.entries) for caller in self._callers.values())
 
     def arrived(
         self, sender: int, request: RequestId, waiter: W, now: float
     ) -> tuple[Verdict, R | None]:
         """A request came; says what to do, and with :attr:`Verdict.REPEAT` its outcome."""
-        theirs = self._entries.setdefault(sender, {})
-        for number in [n for n, entry in theirs.items() if _is_over(n, entry, request, now)]:
-            del theirs[number]
+        caller = self._callers.setdefault(sender, _Caller())
+        caller.clear(request, now)
         keep_until = now + (request.seconds or _KEPT_WITHOUT_LIMIT)
-        entry = theirs.get(request.number)
+        entry = caller.entries.get(request.number)
         if entry is None:
-            theirs[request.number] = _Entry(keep_until, [waiter])
+            if caller.is_late(request.number):
+                return Verdict.OVER, None
+            caller.entries[request.number] = _Entry(keep_until, [waiter])
             return Verdict.RUN, None
         entry.keep_until = max(entry.keep_until, keep_until)
         if entry.outcome is not None:
@@ -181,10 +207,14 @@ class OnceTable(Generic[W, R]):
         entry.waiters.append(waiter)
         return Verdict.WAIT, None
 
-    def ended(self, sender: int, number: int, outcome: R) -> list[W]:
-        """A request ran; returns all who wait for its outcome."""
-        entry = self._entries.get(sender, {}).get(number)
-        if entry is None:
+    def ended(self, sender: int, number: int, ran: W, outcome: R) -> list[W]:
+        """A request ran; returns all who wait for its outcome.
+
+        Nobody does if ``ran`` is of a life of the caller that is over.
+        """
+        caller = self._callers.get(sender)
+        entry = caller and caller.entries.get(number)
+        if not entry or ran not in entry.waiters:
             return []
         entry.outcome = outcome
         waiters, entry.waiters = entry.waiters, []
@@ -192,10 +222,4 @@ class OnceTable(Generic[W, R]):
 
     def worker_lost(self, sender: int) -> None:
         """A caller is gone; in its next life it counts anew."""
-        self._entries.pop(sender, None)
-
-
-def _is_over(number: int, entry: _Entry[W, R], request: RequestId, now: float) -> bool:
-    if entry.outcome is None or number == request.number:
-        return False
-    return number < request.oldest or entry.keep_until <= now
+        self._callers.pop(sender, None)

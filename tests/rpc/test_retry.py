@@ -99,7 +99,7 @@ class TestOnceTable:
         table: OnceTable[str, str] = OnceTable()
         assert table.arrived(1, request(1), "first", 0) == (Verdict.RUN, None)
         assert table.arrived(1, request(1), "second", 1) == (Verdict.WAIT, None)
-        assert table.ended(1, 1, "outcome") == ["first", "second"]
+        assert table.ended(1, 1, "first", "outcome") == ["first", "second"]
         assert table.arrived(1, request(1), "third", 2) == (Verdict.REPEAT, "outcome")
 
     def test_requests_of_different_workers_or_numbers_are_different(self) -> None:
@@ -116,20 +116,20 @@ class TestOnceTable:
         table: OnceTable[str, str] = OnceTable()
         for number in range(1, 100):
             table.arrived(1, request(number, oldest=number), "w", 0)
-            table.ended(1, number, "outcome")
+            table.ended(1, number, "w", "outcome")
             assert len(table) == 1
 
     def test_an_open_one_keeps_those_after_it(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         for number in range(1, 10):
             table.arrived(1, request(number, oldest=1), "w", 0)
-            table.ended(1, number, "outcome")
+            table.ended(1, number, "w", "outcome")
         assert table.arrived(1, request(5), "again", 1) == (Verdict.REPEAT, "outcome")
 
     def test_outcomes_are_let_go_when_nobody_can_ask_again(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1, seconds=5), "w", 0)
-        table.ended(1, 1, "outcome")
+        table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2), "w", 4.9)
         assert len(table) == 2
         table.arrived(1, request(3), "w", 5.1)
@@ -145,5 +145,28 @@ class TestOnceTable:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1), "w", 0)
         table.worker_lost(1)
-        assert table.ended(1, 1, "outcome") == []
+        assert table.ended(1, 1, "w", "outcome") == []
         assert table.arrived(1, request(1), "w", 0) == (Verdict.RUN, None)
+
+    def test_a_life_that_is_over_ends_nothing_of_the_next(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1), "old", 0)
+        table.worker_lost(1)
+        table.arrived(1, request(1), "new", 0)
+        assert table.ended(1, 1, "old", "outcome of the old") == []
+        assert table.ended(1, 1, "new", "outcome of the new") == ["new"]
+
+    def test_an_attempt_that_comes_when_its_caller_went_on_does_not_run_again(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1), "w", 0)
+        table.ended(1, 1, "w", "outcome")
+        table.arrived(1, request(2, oldest=2), "w", 1)
+        assert table.arrived(1, request(1), "late", 2) == (Verdict.OVER, None)
+
+    def test_an_attempt_that_comes_when_its_time_was_over_does_not_run_again(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        table.arrived(1, request(1, seconds=5), "w", 0)
+        table.ended(1, 1, "w", "outcome")
+        table.arrived(1, request(2), "w", 6)
+        assert table.arrived(1, request(1, seconds=5), "late", 7) == (Verdict.OVER, None)
+        assert len(table) == 1
