@@ -445,7 +445,7 @@ class Agent:
         error = self.group.lose(life.worker, reason, life.incarnation)
         if error is None:
             return False
-        if not self.departure.expects_departures():
+        if change is MembershipChange.LOST and not self.departure.expects_departures():
             _logger.warning("%s", error)
         self.transport.remove_peer(life.worker)
         self._end(life, error)
