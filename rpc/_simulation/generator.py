@@ -92,6 +92,8 @@ class Generator:
             (self._fetch, 8),
             (self._serve, 40),
             (self._drop, 12),
+            (self._try, draw.choice((0, 0, 20))),
+            (self._cancel, draw.choice((0, 0, 6))),
         )
         self._actions = [act for act, _ in usual]
         self._weights = [weight * draw.choice((0.2, 1, 1, 3)) for _, weight in usual]
@@ -277,6 +279,18 @@ class Generator:
 
     def _of(self, names: tuple[Name, ...], rate: float) -> tuple[Name, ...]:
         return tuple(name for name in names if self.random.random() < rate)
+
+    def _try(self, worker: Worker) -> Act | None:
+        timeout = self._timeout()
+        still_open = [number for number, is_open in worker.tries.items() if is_open]
+        if still_open and self.random.random() < 0.6:
+            number = self.random.choice(still_open)
+            return steps.Try(worker.life, self._member(worker), timeout, number)
+        return steps.Try(worker.life, self._member(worker), timeout, None)
+
+    def _cancel(self, worker: Worker) -> Act | None:
+        waiting = [record.name for record in worker.records.values() if record.leaves]
+        return steps.Cancel(worker.life, self.random.choice(waiting)) if waiting else None
 
     def _fetch(self, worker: Worker) -> Act | None:
         users = [name for name, h in worker.handles.items() if isinstance(h, UserHandle)]

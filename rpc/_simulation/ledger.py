@@ -28,6 +28,7 @@ from rpc._simulation.packets import (
 from rpc.calls import Ended, Ending
 from rpc.control import (
     Accepted,
+    Cancel,
     ControlMessage,
     Delete,
     Leaving,
@@ -48,16 +49,18 @@ from rpc.reference_terms import (
     OwnerHandle,
     UserHandle,
 )
+from rpc.retry import RequestId, Verdict
 from rpc.termination import Phase as Shutdown
 
 if TYPE_CHECKING:
+    from rpc._simulation.steps import Name
     from rpc._simulation.worker import Worker
     from rpc._simulation.world import World
 
 _GRAIN = 1 / 64
 _MOST_WAVES = 20
 _ACKNOWLEDGED = (Passage.CHILD, Passage.RETURN)
-_UNCOUNTED = (Ready, Probe, Quiet, Leaving)
+_UNCOUNTED = (Ready, Probe, Quiet, Leaving, Cancel)
 
 
 class Rule(enum.Enum):
@@ -73,6 +76,8 @@ class Rule(enum.Enum):
     CALLS_END_ONCE = "every call ends exactly once, with a result or one typed error"
     CALLS_END = "every call ends"
     DEADLINES = "a call ends at its deadline, neither before nor after"
+    RUNS_ONCE = "a request that is tried again runs once, and all attempts get its result"
+    CANCELLED = "a request is cancelled if its caller, and this life of it, said so"
     RIGHT_LIFE = "no call and no reply reaches the wrong incarnation"
     DUPLICATES = "what comes twice is taken once, and what comes once is taken"
     MEMBERS = "a worker knows who is there, and under which incarnation"
@@ -129,6 +134,8 @@ class Ledger:
         self._told: set[tuple[type[ControlMessage], GlobalId]] = set()
         self._creations: Counter[tuple[Life, Life]] = Counter()
         self._passing: Counter[Life] = Counter()
+        self._ran: dict[tuple[Life, Life, int], Name] = {}
+        self._early: set[tuple[Life, Life, int]] = set()
         self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
         self._phases: dict[Shutdown, frozenset[Life]] = {}
 
@@ -266,6 +273,10 @@ class Ledger:
             return
         right = reply.served_by == record.to and reply.for_life == worker.life
         self._require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
+        if record.once is not None:
+            ran = self._ran.get((reply.served_by, worker.life, record.once))
+            late = reply.ran is None and not worker.tries[record.once]
+            self._require(late or ran == reply.ran, Rule.RUNS_ONCE, worker.life, record, reply)
         expected = Ending.REPLY if record.outcome is None else Ending.LATE_REPLY
         taken = ended is not None and ended.call is record and ended.ending is expected
         self._require(taken, Rule.CALLS_END_ONCE, worker.life, record, "got", ended)
@@ -280,6 +291,9 @@ class Ledger:
     def request_taken(self, worker: Worker, packet: Packet, request: Request, job: Job) -> None:
         """A request is about to be served."""
         self._require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
+        early = (worker.life, packet.source, request.correlation) in self._early
+        self._require(job.cancelled == early, Rule.CANCELLED, worker.life, request, early)
+        self._early.discard((worker.life, packet.source, request.correlation))
         if request.creates is not None:
             self._arrived.add(request.creates.reference.rref)
         if request.fetches is None:
@@ -289,6 +303,52 @@ class Ledger:
         certain = not self._world.losses or (parent is not None and self._reaches(parent))
         reached = isinstance(handle, OwnerHandle)
         self._require(reached or not certain, Rule.HANDLES_WORK, worker.life, "refused", request)
+
+    def cancellations_noted(self, worker: Worker, sender: Life, correlations: set[int]) -> None:
+        """Requests were cancelled that are not here."""
+        self._early |= {(worker.life, sender, number) for number in correlations}
+
+    def call_cancelled(self, worker: Worker, record: Record, ended: Ended[Record] | None) -> None:
+        """A program gave up a call; ``ended`` is what the table of calls made of it."""
+        if record.outcome is not None:
+            self._require(ended is None, Rule.CALLS_END_ONCE, worker.life, record, ended)
+            return
+        right = ended is not None and ended.call is record and ended.ending is Ending.CANCELLED
+        self._require(right, Rule.CALLS_END_ONCE, worker.life, record, ended)
+
+    def admitted(
+        self, worker: Worker, job: Job, once: RequestId, verdict: Verdict, ran: Name | None
+    ) -> None:
+        """A request that may come more than once came."""
+        key = (worker.life, job.sender, once.number)
+        before = self._ran.get(key)
+        if verdict is Verdict.RUN:
+            self._require(before is None, Rule.RUNS_ONCE, worker.life, job.sender, once)
+            self._ran[key] = job.name
+            return
+        if verdict is Verdict.OVER:
+            caller = self._world.living.get(job.sender)
+            needed = caller is not None and caller.tries[once.number]
+            self._require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
+            return
+        same = ran is None if before in worker.jobs else ran == before
+        self._require(same, Rule.RUNS_ONCE, worker.life, job.sender, once, verdict, ran)
+
+    def waiter_answered(self, worker: Worker, name: Name) -> None:
+        """A request gets the outcome of its like."""
+        self._require(name in worker.jobs, Rule.RUNS_ONCE, worker.life, "answers", name)
+
+    def served(self, worker: Worker, job: Job) -> None:
+        """A handler ended, and whoever waited for it was answered."""
+        once = job.request.once
+        waiting = [
+            other
+            for other in worker.jobs.values()
+            if once is not None and other is not job
+            if other.request.once is not None
+            and (other.sender, other.request.once.number) == (job.sender, once.number)
+        ]
+        self._require(not waiting, Rule.RUNS_ONCE, worker.life, "leaves waiting", waiting)
 
     def batch_taken(self, worker: Worker, sender: Life, sequence: int, fresh: bool) -> None:
         """A batch of control messages came and was, or was not, recognised as new."""

@@ -11,6 +11,7 @@ from rpc._simulation.steps import Name, short
 from rpc.control import ControlMessage, Passage, Passed, Register
 from rpc.ids import GlobalId, Life
 from rpc.reference_terms import Handle
+from rpc.retry import RequestId
 
 Causes: TypeAlias = frozenset[Life]
 """The lives without which something would not have happened."""
@@ -26,6 +27,7 @@ class Request:
     creates: Passed | None
     fetches: GlobalId | None
     patient: bool
+    once: RequestId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Reply:
     table: tuple[Passed, ...]
     served_by: Life
     for_life: Life
+    ran: Name | None
+    """The job that produced the result; None if the request came too late to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Outcome(enum.Enum):
 
     RESULT = "result"
     TIMEOUT = "RpcTimeoutError"
+    CANCELLED = "CallCancelledError"
     LOST = "WorkerLostError"
     NOT_SENT = "the error of sending"
 
@@ -127,6 +132,7 @@ class Record:
     deadline: float | None
     job: Job | None
     causes: Causes
+    once: int | None = None
     correlation: int = 0
     leaves: bool = True
     outcome: Outcome | None = None
@@ -144,6 +150,9 @@ class Job:
     handles: dict[Name, Handle]
     causes: Causes
     waits_for: set[Name] = field(default_factory=set)
+    cancelled: bool = False
+    runs: bool = True
+    """False for a request whose like runs already: it gets the same outcome."""
 
 
 class Value(enum.Enum):

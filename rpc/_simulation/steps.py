@@ -82,6 +82,27 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Try:
+    """An attempt at a call that runs once however often it is tried: a first one, or another.
+
+    ``number`` is the number of a call that is still open, or None for a new one.
+    """
+
+    by: Life
+    to: int
+    timeout: float
+    number: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A program gives up a call."""
+
+    by: Life
+    call: Name
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """``to_here()``."""
 
@@ -223,6 +244,8 @@ Act: TypeAlias = (
     Create
     | Keep
     | Call
+    | Try
+    | Cancel
     | Fetch
     | Drop
     | Serve

@@ -26,8 +26,10 @@ from rpc._simulation.packets import (
 )
 from rpc._simulation.steps import Address, Name
 from rpc.calls import CallTable, Ending
+from rpc.cancellation import EarlyCancellations
 from rpc.control import (
     Accepted,
+    Cancel,
     ControlMessage,
     DuplicateFilter,
     Leaving,
@@ -52,6 +54,7 @@ from rpc.reference_terms import (
     Send,
 )
 from rpc.references import ReferenceTable
+from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.termination import Effect as TerminationEffect
 from rpc.termination import Phase as Shutdown
@@ -60,8 +63,6 @@ from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc._simulation.world import World
-
-_UNCOUNTED = (Ready, Probe, Quiet, Leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Machines:
         group: who is a member.
         termination: when a shutdown is over.
         duplicates: which control messages came before.
+        cancellations: which requests were cancelled before they came.
+        once: which requests ran before.
     """
 
     references: type[ReferenceTable] = ReferenceTable
@@ -81,6 +84,8 @@ class Machines:
     group: type[Group] = Group
     termination: type[Termination] = Termination
     duplicates: type[DuplicateFilter] = DuplicateFilter
+    cancellations: type[EarlyCancellations] = EarlyCancellations
+    once: type[OnceTable[Name, Name]] = OnceTable
 
 
 class Worker:
@@ -100,6 +105,8 @@ class Worker:
         self.calls = machines.calls()
         self.group = machines.group()
         self.termination = machines.termination(life.worker, {life.worker})
+        self.early = machines.cancellations()
+        self.once = machines.once()
         self.seen: dict[Life, DuplicateFilter] = {}
         self.sequences: Counter[int] = Counter()
         self.sent: Counter[int] = Counter()
@@ -115,6 +122,8 @@ class Worker:
         self.records: dict[Name, Record] = {}
         self.jobs: dict[Name, Job] = {}
         self.values: dict[GlobalId, Value] = {}
+        self.tries: dict[int, bool] = {}
+        """The calls that may be tried again; the highest number so far is the last."""
         self.activity = 0
         self.begun = False
         self.finished = False
@@ -188,6 +197,10 @@ class Worker:
             del self.seen[gone]
         for counter in (self.sequences, self.sent, self.received):
             counter.pop(life.worker, None)
+        self.early.worker_lost(life.worker)
+        self.once.worker_lost(life.worker)
+        for job in [j for j in self.jobs.values() if j.sender == life and not j.runs]:
+            self._forget(job)
         for ended in self.calls.lose(life.worker):
             self.world.ledger.call_lost(self, life, ended)
             self._request_over(ended.call)
@@ -234,9 +247,26 @@ class Worker:
             self.world.ledger.calls_expired(self, expired)
             for ended in expired:
                 self._settle(ended.call, Outcome.TIMEOUT)
+                self._tell_cancelled(ended.call)
             if not expired:
                 break
         self.world.ledger.time_passed(self)
+
+    def cancel(self, record: Record) -> None:
+        """The program gives a call up."""
+        ended = self.calls.cancel(record.correlation)
+        self.world.ledger.call_cancelled(self, record, ended)
+        if ended is not None:
+            self._settle(record, Outcome.CANCELLED)
+            self._tell_cancelled(record)
+
+    def _tell_cancelled(self, record: Record) -> None:
+        if self.knows(record.to):
+            self._post(record.to, (Cancel((record.correlation,)),))
+
+    def oldest_try(self) -> int:
+        """The oldest call that may be tried again, or what the next will be called."""
+        return min((n for n, is_open in self.tries.items() if is_open), default=len(self.tries))
 
     def replied(self, sender: Life, reply: Reply) -> None:
         """A reply came, perhaps not for the first time, perhaps from somebody else."""
@@ -264,6 +294,8 @@ class Worker:
         """The program that made the call learns how it ended."""
         self.world.ledger.call_settled(self, record, outcome)
         record.outcome = outcome
+        if record.once is not None and outcome is Outcome.RESULT:
+            self.tries[record.once] = False
         if record.job is not None:
             record.job.waits_for.discard(record.name)
         if record.creates is None or record.creates.passage is Passage.LOOPBACK:
@@ -289,12 +321,32 @@ class Worker:
                 self.values.setdefault(creates.reference.rref, Value.AWAITED)
         job = Job(self.world.name(), packet.source, request, {}, packet.causes | {self.life})
         self.jobs[job.name] = job
+        job.cancelled = self.early.take(packet.source.worker, request.correlation)
         job.handles.update(self._adopt(request.table))
         self.world.ledger.request_taken(self, packet, request, job)
+        if request.once is not None:
+            self._admit(job, request.once)
+
+    def _admit(self, job: Job, once: RequestId) -> None:
+        """Runs a request that may come more than once only if it did not come before."""
+        verdict, ran = self.once.arrived(job.sender.worker, once, job.name, self.world.now)
+        self.world.ledger.admitted(self, job, once, verdict, ran)
+        job.runs = verdict is Verdict.RUN
+        if verdict in (Verdict.REPEAT, Verdict.OVER):
+            self._answer(job, (), ran)
+
+    def cancelled(self, sender: Life, correlations: Iterable[int]) -> None:
+        """A caller gave up requests; some of them may be still to come."""
+        here = {j.request.correlation: j for j in self.jobs.values() if j.sender == sender}
+        missing = {*correlations} - here.keys()
+        self.early.note(sender.worker, missing)
+        self.world.ledger.cancellations_noted(self, sender, missing)
+        for correlation in {*correlations} & here.keys():
+            here[correlation].cancelled = True
 
     def ready(self, job: Job) -> bool:
         """True if nothing keeps a handler from returning."""
-        if job.waits_for:
+        if job.waits_for or not job.runs:
             return False
         if job.request.fetches is not None:
             (handle,) = job.handles.values()
@@ -315,14 +367,34 @@ class Worker:
         if creates is not None and creates.reference.rref in self.values:
             outcome = Value.FAILED if raises else Value.READY
             self.values[creates.reference.rref] = outcome
+        once = request.once
+        waiting = () if once is None else self._once_ended(job, once)
+        for name in waiting or (job.name,):
+            self.world.ledger.waiter_answered(self, name)
+            self._answer(self.jobs[name], returns if name == job.name else (), job.name)
+        self.world.ledger.served(self, job)
+
+    def _once_ended(self, job: Job, once: RequestId) -> list[Name]:
+        return self.once.ended(job.sender.worker, once.number, job.name, job.name)
+
+    def _answer(self, job: Job, returns: Iterable[Handle], ran: Name | None) -> None:
+        """Replies to one request with what a handler, maybe another's, returned."""
+        request = job.request
         table = tuple(self.share(returns, job.sender, Carrier.REPLY))
-        del self.jobs[job.name]
+        self._forget(job)
         if self.knows(job.sender):
-            reply = Reply(request.call, request.correlation, table, self.life, job.sender)
+            number, sender = request.correlation, job.sender
+            reply = Reply(request.call, number, table, self.life, sender, ran)
             self.world.post(self.life, job.sender, reply)
         else:
             self.unsent(table)
         self.activity += 1
+
+    def _forget(self, job: Job) -> None:
+        del self.jobs[job.name]
+        if not job.runs:
+            for handle in job.handles.values():
+                self.drop(handle)
 
     # --- References
 
@@ -421,6 +493,8 @@ class Worker:
         for message in batch.messages:
             if isinstance(message, Ready | Probe | Quiet | Leaving):
                 self.follow(self.termination.receive(sender.worker, message))
+            elif isinstance(message, Cancel):
+                self.cancelled(sender, message.correlations)
             else:
                 counted += 1
                 if isinstance(message, Accepted):

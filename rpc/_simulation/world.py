@@ -44,6 +44,7 @@ from rpc.control import Passage, Passed
 from rpc.errors import RpcError
 from rpc.ids import GlobalId, Life
 from rpc.reference_terms import Carrier, Handle, UserHandle
+from rpc.retry import RequestId
 from rpc.transports.base import Peer
 
 _NOBODY: Causes = frozenset()
@@ -89,6 +90,8 @@ class World:
             steps.Create: self._create,
             steps.Keep: self._keep,
             steps.Call: self._call,
+            steps.Try: self._try,
+            steps.Cancel: self._cancel,
             steps.Fetch: self._fetch,
             steps.Drop: self._drop,
             steps.Serve: self._serve,
@@ -221,6 +224,26 @@ class World:
         self._drop_all(worker, act.drops)
         return True
 
+    def _try(self, act: steps.Try) -> bool:
+        worker = self._at_work(act.by, None)
+        if worker is None or act.to not in worker.view:
+            return False
+        number = len(worker.tries) if act.number is None else act.number
+        if not worker.tries.setdefault(number, True):
+            return False
+        once = RequestId(number, worker.oldest_try(), 0.0)
+        self._request(worker, worker.view[act.to], (), act.timeout, True, once=once)
+        return True
+
+    def _cancel(self, act: steps.Cancel) -> bool:
+        worker = self.living.get(act.by)
+        record = worker and worker.records.get(act.call)
+        if not worker or not record or not record.leaves:
+            return False
+        self.causes = record.causes
+        worker.cancel(record)
+        return True
+
     def _fetch(self, act: steps.Fetch) -> bool:
         worker = self._at_work(act.by, None)
         handle = None if worker is None else worker.handles.get(act.handle)
@@ -247,14 +270,17 @@ class World:
         fetches: GlobalId | None = None,
         job: Name | None = None,
         patient: bool = False,
+        once: RequestId | None = None,
     ) -> Record:
         deadline = self.now + timeout if timeout else None
         causes = self.causes | {worker.life}
         record = Record(self.name(), to, table, creates, self.now, deadline, None, causes)
         record.leaves = leaves
+        record.once = once.number if once is not None else None
         worker.open(record, timeout)
         if leaves:
-            body = Request(record.name, record.correlation, table, creates, fetches, patient)
+            number = record.correlation
+            body = Request(record.name, number, table, creates, fetches, patient, once)
             self.post(worker.life, to, body)
         return record
 

@@ -62,6 +62,10 @@ TARGETS = (
     Target("rpc.group", None, ()),
     Target("rpc.termination", None, ("test_termination.py",)),
     Target("rpc.control", "DuplicateFilter", ("test_control.py",)),
+    Target("rpc.retry", "OnceTable", ("test_retry.py",)),
+    Target("rpc.retry", "_Caller", ("test_retry.py",)),
+    Target("rpc.retry", "_Entry", ("test_retry.py",)),
+    Target("rpc.cancellation", None, ("test_cancellation.py",)),
 )
 
 
