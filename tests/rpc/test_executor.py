@@ -514,6 +514,18 @@ def test_close_waits_for_what_runs_and_returns_what_was_queued():
     assert executor.thread_count() == 0
 
 
+def test_close_abandons_what_does_not_end(caplog: pytest.LogCaptureFixture):
+    executor = Executor("stuck", 2, contextvars.copy_context())
+    held = Held()
+    executor.submit(held)
+    assert held.started.wait(SECONDS)
+    with caplog.at_level(logging.ERROR, "rpc"):
+        executor.close(seconds=0.01)
+    assert "1 handlers do not end, and are abandoned" in caplog.text
+    held.let_go.set()
+    assert held.ended.wait(SECONDS)
+
+
 def test_after_close_tasks_are_refused():
     executor = Executor("test", 1, contextvars.Context())
     assert executor.close() == []
