@@ -124,7 +124,7 @@ class Agent:
         self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings()
         self.gil_profiling = False
-        self._early_frames = EarlyFrames(self._deliver)
+        self._early_frames = EarlyFrames(self._deliver_early)
         self.events = MembershipEvents(self.completions.submit)
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
@@ -177,6 +177,7 @@ class Agent:
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
         self.departure.worker_joined(peer.info.id)
         self.transport.add_peer(peer)
+        self.notices.joined(Life(peer.info.id, peer.incarnation))
         returned = known is not None and known.info.name == peer.info.name
         change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
         self.events.announce(MembershipEvent(change, peer.info, peer.incarnation))
@@ -374,10 +375,14 @@ class Agent:
         if not self._early_frames.keep(sender, frame):
             self._deliver(sender, frame)
 
-    def _deliver(self, sender: int, frame: Frame) -> None:
+    def _deliver_early(self, sender: int, frame: Frame) -> None:
+        """Runs no handler here: it might wait for what is delivered next."""
+        self._deliver(sender, frame, 0)
+
+    def _deliver(self, sender: int, frame: Frame, guests: int | None = None) -> None:
         try:
             if frame.kind is FrameKind.REQUEST:
-                self.callee.request_arrived(sender, frame)
+                self.callee.request_arrived(sender, frame, guests)
             elif frame.kind is FrameKind.REPLY:
                 self.caller.reply_arrived(sender, frame)
             else:

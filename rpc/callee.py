@@ -55,8 +55,15 @@ class Callee:
         self._once: OnceTable[_Service, _Outcome] = OnceTable()
         self._handled = 0
 
-    def request_arrived(self, sender: int, frame: Frame) -> None:
-        """Starts serving a request; called on the transport's thread."""
+    def request_arrived(self, sender: int, frame: Frame, guests: int | None = None) -> None:
+        """Starts serving a request; called on the transport's thread.
+
+        Args:
+            sender: the caller's id.
+            frame: the request.
+            guests: how many handlers may run on threads like this one; the transport
+                decides if None.
+        """
         agent = self._agent
         request = Request.decode(frame.header)
         service = _Service(agent, self, sender, request, frame)
@@ -69,7 +76,8 @@ class Callee:
                 service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
-        executor.run_here(service.run, agent.transport.inline_handlers)
+        inline = agent.transport.inline_handlers if guests is None else guests
+        executor.run_here(service.run, inline)
 
     def cancel(self, sender: int, correlations: Collection[int]) -> None:
         """Nobody waits for the replies to these requests any more."""

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import operator
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from rpc.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")
+
+
+_other_call = threading.Event()
 
 
 def identity(value: Any) -> Any:
@@ -168,6 +172,32 @@ def test_calls_nest_far_deeper_than_there_are_threads(make_group: Any) -> None:
     alice, _ = make_group("alice", "bob", num_worker_threads=1)
     path = ["bob", "alice"] * 20
     assert alice.rpc_sync("alice", bounce, (path,)) == path
+
+
+def wait_for_the_other() -> bool:
+    return _other_call.wait(20)
+
+
+def be_the_other() -> None:
+    _other_call.set()
+
+
+def test_calls_that_came_before_the_group_was_known_may_wait_for_each_other(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+    monkeypatch.setattr(type(bob.transport), "inline_handlers", 1 << 30)
+    came: list[object] = []
+    keep = bob._early_frames.keep
+    monkeypatch.setattr(bob._early_frames, "keep", lambda *frame: came.append(0) or keep(*frame))
+    _other_call.clear()
+    with bob._early_frames.held_back():
+        first, second = (alice.rpc_async("bob", f) for f in (wait_for_the_other, be_the_other))
+        deadline = time.monotonic() + 20
+        while len(came) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    second.wait()
+    assert first.wait() is True
 
 
 def test_async_execution_replies_with_the_value_of_the_future(make_group: Any) -> None:
