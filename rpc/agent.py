@@ -177,6 +177,7 @@ class Agent:
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
         self.departure.worker_joined(peer.info.id)
         self.transport.add_peer(peer)
+        self.notices.joined(Life(peer.info.id, peer.incarnation))
         returned = known is not None and known.info.name == peer.info.name
         change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
         self.events.announce(MembershipEvent(change, peer.info, peer.incarnation))

@@ -39,6 +39,8 @@ class Notices:
         self._agent = agent
         self._lock = threading.Lock()
         self._queued: dict[Life, list[ControlMessage]] = {}
+        self._early: dict[Life, list[ControlMessage]] = {}  # to lives not known here yet
+        self._joined: dict[int, int] = {}  # worker: its latest incarnation that is known
         self._sequences: defaultdict[int, int] = defaultdict(int)
         self._seen: defaultdict[Life, DuplicateFilter] = defaultdict(DuplicateFilter)
         self._sent: defaultdict[int, int] = defaultdict(int)
@@ -51,17 +53,36 @@ class Notices:
             self._sent[to.worker] += 1
 
     def flush(self) -> None:
-        """Sends what is queued; what is meant for a worker that is gone is dropped."""
+        """Sends what is queued; what is meant for a worker that is gone is dropped.
+
+        What is meant for one that this worker is still to hear of waits until then.
+        """
         while True:
             with self._lock:
                 if not self._queued:
                     return
                 to, messages = self._queued.popitem()
+                if self._joined.get(to.worker, -1) < to.incarnation:
+                    self._early.setdefault(to, []).extend(messages)
+                    self._sent[to.worker] -= len(messages)
+                    continue
                 sequence = self._sequences[to.worker]
                 self._sequences[to.worker] += 1
             if not self._send(to, sequence, messages):
                 with self._lock:
                     self._sent[to.worker] -= len(messages)
+
+    def joined(self, life: Life) -> None:
+        """A life of a worker can be sent to from now on."""
+        with self._lock:
+            self._joined[life.worker] = life.incarnation
+            for to in [to for to in self._early if to.worker == life.worker]:
+                if to.incarnation <= life.incarnation:
+                    messages = self._early.pop(to)
+                    if to == life:
+                        self._queued.setdefault(to, []).extend(messages)
+                        self._sent[to.worker] += len(messages)
+        self.flush()
 
     def tell(self, to: Life, message: ControlMessage) -> None:
         """Sends a message about the group itself at once; such are not counted."""
