@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 _HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parents[1]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("conformance"), pytest.mark.timeout(900)]
 
@@ -83,13 +84,34 @@ def test_every_exemption_is_used_and_nothing_failed_when_the_report_was_made(sui
     assert text.endswith("## Failed without a reason\n\nNone.\n")
 
 
+def test_every_test_reported_as_exempt_has_its_reason(suite: Any):
+    text = (_HERE / "EXPECTED.md").read_text()
+    exempt = text.partition("## Exempt")[2].partition("## Skipped")[0]
+    tests = re.findall(r"^- `([\w.]+)`", exempt, re.MULTILINE)
+    assert tests
+    for test in tests:
+        found = [suite.exemptions.exemption(test, name) for name in ("TENSORPIPE", "TENSORWIRE")]
+        assert any(found), test
+        assert all(each.shown_by in exempt for each in found if each is not None), test
+
+
 def test_our_tests_that_exemptions_name_exist(suite: Any):
-    root = _HERE.parents[1]
     for each in suite.exemptions.EXEMPTIONS:
-        path, _, name = each.shown_by.partition("::")
-        if path:
-            assert not name or f"def {name}(" in (root / path).read_text(), each.shown_by
-            assert (root / path).exists(), each.shown_by
+        _assert_is_a_test(each.shown_by)
+
+
+def test_our_tests_that_the_migration_page_names_exist():
+    text = (_ROOT / "docs" / "migrating.md").read_text()
+    for name in re.findall(r"`(tests/\S+?::\S+?)`", text):
+        _assert_is_a_test(name)
+    lines = [line for line in text.splitlines() if line.startswith(("- ", "| `"))]
+    assert lines
+    assert [line for line in lines if "`tests/" not in line] == []
+
+
+def _assert_is_a_test(name: str) -> None:
+    path, _, function = name.partition("::")
+    assert f"def {function}(" in (_ROOT / path).read_text(), name
 
 
 def test_a_failure_with_a_reason_is_exempt_and_any_other_is_not(suite: Any):

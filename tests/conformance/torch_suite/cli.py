@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_suite import report, results, runner
-from torch_suite.exemptions import exemption
+from torch_suite.exemptions import exemption, unsteady
 from torch_suite.results import Outcome, Result
 from torch_suite.setup import Sabotage, Setup, Start, Subject
 
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="also exempt tests that would hang")
     parser.add_argument("--shards", type=int, default=2, help="tests at the same time (2)")
     parser.add_argument("--timeout", type=int, default=100, help="seconds for each test (100)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often to run each test (1)")
     parser.add_argument("--start", type=Start, default=Start.FORK, help="fork or spawn workers")
     parser.add_argument(
         "--sabotage", type=Sabotage, default=Sabotage.NOTHING, help=argparse.SUPPRESS
@@ -115,7 +116,7 @@ def _once_more(
     for test, result in again.items():
         if result.outcome is Outcome.PASSED:
             again[test] = replace(result, outcome=Outcome.UNSTEADY, reason=first[test])
-    return [again.get(each.test, each) for each in run]
+    return [again[each.test] if each in failed else each for each in run]
 
 
 def _end(log: Path) -> str:
@@ -160,7 +161,7 @@ class _Choice:
             if self._would_hang(test) and not options.all:
                 self.not_run.append(Result(test, Outcome.FAILED, 0.0, "not run: it would hang"))
             else:
-                self.chosen.append(test)
+                self.chosen += [test] * options.repeat
         return self.chosen
 
     def _would_hang(self, test: str) -> bool:
@@ -169,8 +170,8 @@ class _Choice:
 
     def _not_in_part(self, test: str) -> bool:
         """The part in CI has a third of what may pass, and nothing that needs a GPU."""
-        excused = exemption(test, self.subject.backend) is not None
-        return excused or "Cuda" in test or zlib.crc32(test.encode()) % _PART != 0
+        excused = exemption(test, self.subject.backend) or unsteady(test)
+        return excused is not None or "Cuda" in test or zlib.crc32(test.encode()) % _PART != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,7 @@ class Kind(enum.Enum):
     LIFTED = "pins a limitation that ours lifts"
     SCRIPT = "TorchScript's C++ front end"
     INTERNALS = "private C++ internals"
-    WORDS = "pins the words of an error"
     DIFFERENT = "a difference that a program can notice"
-    ONLY_TENSORPIPE = "about options of TENSORPIPE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Exemption:
         tests: a regular expression for the whole of ``Class.test``.
         kind: see :class:`Kind`.
         why: what the tests do and what ours does instead.
-        shown_by: our own test of what ours does, if that is better or different.
+        shown_by: a test of ours, which is a small program that shows why.
         backends: where; everywhere if empty.
         hangs: the test would wait for its timeout, and is not run.
     """
@@ -39,7 +37,7 @@ class Exemption:
     tests: str
     kind: Kind
     why: str
-    shown_by: str = ""
+    shown_by: str
     backends: Sequence[str] = ()
     hangs: bool = False
 
@@ -69,14 +67,15 @@ _INSIDE = (
     "calls rpc_async inside TorchScript, which torch's C++ carries out with torch's own agent; "
     "over TENSORPIPE ours has one and such calls work, over TENSORWIRE there is none"
 )
-_SCRIPTED_MODULE = (
-    "compiles a RemoteModule with TorchScript, which needs code generated for torch's C++ RRef; "
-    "the module it stands for may be a script module"
-)
 _MEMORY = (
     "compares addresses of gradients to find out when torch's AccumulateGrad takes memory over "
     "instead of copying; the gradients are the same"
 )
+
+_REASONS = "tests/conformance/test_reasons.py::"
+_OTHER_NODES = _REASONS + "test_nodes_of_the_graph_are_ours_and_the_gradients_the_same"
+_NO_REFERENCE = _REASONS + "test_torchscript_does_not_take_our_references_but_takes_their_values"
+_TORCHS_AGENT = _REASONS + "test_calls_inside_torchscript_go_to_torchs_own_agent"
 
 EXEMPTIONS: Sequence[Exemption] = (
     # --- Ours does more
@@ -115,43 +114,46 @@ EXEMPTIONS: Sequence[Exemption] = (
         r"RpcTest\.test_profiler_with_async_rpc_udf(_single_threaded)?",
         Kind.LIFTED,
         "expects torch.profiler to show nothing of calls; ours shows them",
-        "tests/rpc/test_observation.py",
+        "tests/rpc/test_observation.py::test_every_way_of_calling_has_its_span",
     ),
     Exemption(
         r"DistAutogradTest\.test_(no_grad_copy(_sparse)?|grad_copy_sparse_indices_extra_ref)",
         Kind.INTERNALS,
         _MEMORY,
-        "tests/autograd_dist/test_local_engine.py",
+        _REASONS + "test_gradients_are_equal_wherever_they_lie",
     ),
     # --- What torch's C++ is made of
     Exemption(
         r"(DistAutogradTest|TensorPipeAgentDistAutogradTest)\.test_graph_for_.*",
         Kind.INTERNALS,
         _NODES,
+        _OTHER_NODES,
     ),
     Exemption(
         r"TensorPipeAgentDistAutogradTest\.test_(rpc|remote)_complex_args_sparse",
         Kind.INTERNALS,
         _NODES,
+        _OTHER_NODES,
     ),
     Exemption(
         r"DistAutogradTest\.test_dist_autograd_profiling",
         Kind.INTERNALS,
         "looks for the C++ nodes SendRpcBackward and RecvRpcBackward in the profile of a backward "
         "pass",
+        _OTHER_NODES,
     ),
     Exemption(
         r"RpcTest\.test_shutdown_errors",
         Kind.INTERNALS,
         "replaces private functions of torch's shutdown by some that raise; ours has no such steps",
-        "tests/rpc/test_termination.py",
+        _REASONS + "test_shutdown_has_other_steps_and_there_is_no_private_server_profiler",
     ),
     Exemption(
         r"RpcTest\.test_server_process_global_profiler",
         Kind.INTERNALS,
         "uses rpc._server_process_global_profile, which is private and undocumented; rpc.trace "
         "records everything that runs on every worker",
-        "tests/rpc/test_tracing.py",
+        _REASONS + "test_shutdown_has_other_steps_and_there_is_no_private_server_profiler",
     ),
     # --- TorchScript
     Exemption(
@@ -162,42 +164,40 @@ EXEMPTIONS: Sequence[Exemption] = (
         r"|my_script_module_with_rrefs)",
         Kind.SCRIPT,
         _ARGUMENT,
+        _NO_REFERENCE,
     ),
     Exemption(
         r"JitFaultyAgentRpcTest\.test_(remote_timeout_to_here_in_jit|rref_timeout_pickle_in_jit"
         r"|rref_to_here_timeout_in_jit)",
         Kind.SCRIPT,
         _ARGUMENT,
+        _NO_REFERENCE,
     ),
     Exemption(
         r"DistAutogradTest\.test_trainer_ps_torchscript_functions",
         Kind.SCRIPT,
         _ARGUMENT,
+        _NO_REFERENCE,
         hangs=True,
     ),
     Exemption(
         r"JitDistAutogradTest\.test_(dist_backward|get_gradients|jit_fork_within_context)",
         Kind.SCRIPT,
         "calls distributed autograd inside TorchScript, whose C++ knows torch's contexts only",
+        _REASONS + "test_torchscript_looks_for_contexts_in_torchs_own_table",
     ),
     Exemption(
         r"JitFaultyAgentRpcTest\.test_timeout_in_(python|torchscript_function)",
         Kind.SCRIPT,
         "makes calls inside TorchScript, which torch's own agent carries, and expects them to be "
         "delayed as ours are",
+        _TORCHS_AGENT,
     ),
     Exemption(
         r"JitRpcTest\.test_rpc_async_jit_profiled",
         Kind.SCRIPT,
         "profiles calls made inside TorchScript; rpc.profiling follows those made in Python",
-    ),
-    Exemption(
-        r"RemoteModuleTest\.test_(forward_(a?sync)(_script)?"
-        r"|remote_module_py_pickle_not_supported_script)"
-        r"|ThreeWorkersRemoteModuleTest\.test_send_remote_module_over_the_wire_script_not_supported",
-        Kind.SCRIPT,
-        _SCRIPTED_MODULE,
-        "tests/remote_module/test_module.py::test_a_function_may_make_a_script_module",
+        _TORCHS_AGENT,
     ),
     Exemption(
         r"JitRpcTest\.test_(all_kwargs_are_populated_by_defaults|args_and_kwargs_contain_different_types"
@@ -211,27 +211,16 @@ EXEMPTIONS: Sequence[Exemption] = (
         r"|JitDistAutogradTest\.test_restore_context_after_swtich_to_jit_thread",
         Kind.SCRIPT,
         _INSIDE,
+        _TORCHS_AGENT,
         backends=("TENSORWIRE",),
     ),
     # --- Errors come as early and as late as any other, in words of their own
     Exemption(
         r"TensorPipeAgentRpcTest\.test_op_with_invalid_args",
-        Kind.WORDS,
+        Kind.INTERNALS,
         "expects the text of torch's C++ when no overload of an operator fits; ours is the "
         "operator's own error, which says what it takes",
-    ),
-    Exemption(
-        r"JitRpcTest\.test_async_function_wrong_return_type(_remote)?",
-        Kind.WORDS,
-        "expects the text of torch's C++ when an asynchronous TorchScript function returns no "
-        "future; ours says it as for Python functions",
-        "tests/rpc/test_functions.py::test_anything_but_a_future_fails_the_call",
-    ),
-    Exemption(
-        r"JitRpcTest\.test_torchscript_function_exception",
-        Kind.DIFFERENT,
-        "expects remote() of a TorchScript function to check the arguments at the caller; ours are "
-        "checked where the function runs, as for every other function, and to_here() raises",
+        _REASONS + "test_an_operator_that_does_not_fit_raises_its_own_error",
     ),
     Exemption(
         r"RpcTest\.test_wait_all_exit_early_(builtin|python|script_function)",
@@ -239,16 +228,24 @@ EXEMPTIONS: Sequence[Exemption] = (
         "expects torch.futures.wait_all to raise the first error although another future is "
         "pending; torch looks for errors that only C++ can set, so ours raises it when all are "
         "done, each within its timeout",
+        _REASONS + "test_wait_all_of_torch_waits_for_all_but_each_future_fails_at_once",
         hangs=True,
     ),
-    # --- Options
-    Exemption(
-        r"TensorPipeAgentRpcTest\.test_(set_and_get_num_worker_threads|tensorpipe_set_default_timeout)",
-        Kind.ONLY_TENSORPIPE,
-        "passes TENSORPIPE's options, which TENSORWIRE refuses: its own are different",
-        backends=("TENSORWIRE",),
+)
+
+UNSTEADY: Sequence[tuple[str, str]] = (
+    (
+        r"DdpComparisonTest\.test_ddp_comparison.*",
+        "ends with destroy_process_group(), in which gloo sometimes waits for ever while it holds "
+        "the interpreter lock: 3 of 120 runs of torch's own, on a loaded machine",
     ),
 )
+"""Tests that fail now and then with genuine torch too, and why; they are not in CI's part."""
+
+
+def unsteady(test: str) -> str | None:
+    """Why ``test`` fails now and then whoever it tests; None if it should not."""
+    return next((why for tests, why in UNSTEADY if re.fullmatch(tests, test)), None)
 
 
 def exemption(test: str, backend: str) -> Exemption | None:
