@@ -7,6 +7,7 @@
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, two minutes
+#   make mutants    do the simulator's rules find every change of every decision? half an hour
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
 # make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
@@ -37,7 +38,7 @@ TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py 
   tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench conformance simulate clean
+.PHONY: help setup train test test-command check bench conformance simulate mutants clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -73,6 +74,9 @@ conformance: $(READY)
 
 simulate: $(READY)
 	@$(RUN) tests/simulation/many_seeds.py $(ARGS)
+
+mutants: $(READY)
+	@PYTHONPATH=. $(RUN) tests/simulation/kill_mutants.py $(or $(ARGS),--fresh)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rpc._simulation.generator import Scenario
-from rpc._simulation.ledger import Rule, RuleBrokenError
+from rpc._simulation.ledger import Rule
 from rpc._simulation.runs import Played, draw, replay
 from rpc._simulation.shrink import shrink
 from rpc._simulation.worker import Machines
+
+
+_BRIEFLY = (
+    (r"GloballyUniqueId\(created_on=(\d+), local_id=(\d+)\)", r"id\1.\2"),
+    (r"Life\(worker=(\d+), incarnation=(\d+)\)", r"w\1.\2"),
+    (r"worker (\d+) \(incarnation (\d+)\)", r"w\1.\2"),
+    (r"Reference\(rref=(id\S+), owner=(w\S+), creation=\d+\)", r"\1 on \2"),
+    (r"<\w+\.(\w+): [^>]*>", r"\1"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +119,13 @@ def explain(seed: int, played: Played, machines: Machines) -> SimulationError:
     assert broken is not None
     script = shrink(played.script, broken.rule, machines)
     transcript: list[str] = [f"{script.size} workers"]
-    again = replay(script, machines, transcript).broken
-    return SimulationError(seed, broken.rule, (*transcript, _last_line(again or broken)))
+    again = replay(script, machines, transcript).broken or broken
+    lines = (*transcript, f"broken: {again.detail}")
+    return SimulationError(seed, broken.rule, tuple(map(_brief, lines)))
 
 
-def _last_line(broken: RuleBrokenError) -> str:
-    return f"broken: {broken.detail}"
+def _brief(line: str) -> str:
+    """Says lives and ids in few characters."""
+    for pattern, short in _BRIEFLY:
+        line = re.sub(pattern, short, line)
+    return line
