@@ -64,7 +64,9 @@ class Generator:
         draw = self.random
         self.size = draw.randint(*scenario.workers)
         self.length = draw.randint(*scenario.steps)
-        self.leaves = scenario.leave_while_working and draw.random() < 0.3
+        self.leaves = scenario.leave_while_working and draw.random() < 0.4
+        if draw.random() < 0.4:  # a short run has the rare things of its end as often
+            self.length = min(self.length, draw.randint(3, 25))
         self._choose_faults()
         self._choose_habits()
 
@@ -135,7 +137,7 @@ class Generator:
         self._keep_rate = draw.choice((0.4, 0.9))
         self._drop_after_sharing = draw.choice((0, 0.6, 1))
         self._patience = draw.choice((0.2, 0.9))
-        late = draw.choice((0, 0, 20, 60)) if self.crashes else 0
+        late = draw.choice((0, 20, 60)) if self.scenario.crashes else 0
         self._late_faults = late if self.scenario.joins else 0
         self._nesting = draw.choice((0.0, 0.0, 0.3))
 
@@ -172,7 +174,7 @@ class Generator:
 
     def _late_fault(self, world: World) -> Act | None:
         """Something that happens while everybody shuts down."""
-        if self.random.random() < 0.9:
+        if self.random.random() < 0.8:
             return self._something_under_way(world, patient=False)
         faults = (self._crash, self._crash, self._return, self._join)
         return self.random.choice(faults)(world)

@@ -260,7 +260,7 @@ def _compare(verdicts: list[Verdict], *, write: bool) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1500, help="a mutant must survive (1500)")
+    parser.add_argument("--seeds", type=int, default=2000, help="a mutant must survive (2000)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--module", help="only this one, such as references")
     parser.add_argument("--write", action="store_true", help="bring SURVIVORS.md up to date")
