@@ -27,6 +27,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from rpc import codec
 from rpc.errors import FrameError
 from rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from rpc.rref import call_method
 
 if TYPE_CHECKING:
     from rpc.agent import Agent, Destination
@@ -196,13 +197,13 @@ def followed() -> bool:
 
 @contextmanager
 def recorded(
-    agent: Agent, mode: RPCExecMode, func: Callable[..., Any], to: str
+    agent: Agent, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
 ) -> Iterator[Recording]:
     """Records the call made in the block; whoever asked for it says when it is over."""
     collector = _collector.get()
     assert collector is not None
     agent.extensions.load(EXTENSION)
-    key = _build_rpc_profiling_key(mode, _name_of(func), agent.info.name, to)
+    key = _build_rpc_profiling_key(mode, _name_of(func, args), agent.info.name, to)
     recording = collector.start(key, agent.info.id)
     token = _recording.set(recording)
     try:
@@ -215,7 +216,8 @@ def rpc_sync(
     agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Any:
     """``agent.rpc_sync``, recorded."""
-    with recorded(agent, RPCExecMode.SYNC, func, agent.find(to, timeout).name) as recording:
+    there = agent.find(to, timeout).name
+    with recorded(agent, RPCExecMode.SYNC, func, args, there) as recording:
         try:
             return agent.rpc_sync(to, func, args, kwargs, timeout)
         finally:
@@ -226,7 +228,8 @@ def rpc_async(
     agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
     """``agent.rpc_async``, recorded until its future is done."""
-    with recorded(agent, RPCExecMode.ASYNC, func, agent.find(to, timeout).name) as recording:
+    there = agent.find(to, timeout).name
+    with recorded(agent, RPCExecMode.ASYNC, func, args, there) as recording:
         future = agent.rpc_async(to, func, args, kwargs, timeout)
     recording.until(future)
     return future
@@ -236,13 +239,16 @@ def remote(
     agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> RRef[Any]:
     """``agent.remote``, recorded until the owner has made the value."""
-    with recorded(agent, RPCExecMode.REMOTE, func, agent.find(to, timeout).name) as recording:
+    there = agent.find(to, timeout).name
+    with recorded(agent, RPCExecMode.REMOTE, func, args, there) as recording:
         rref = agent.remote(to, func, args, kwargs, timeout)
     recording.until(rref._get_future())
     return rref
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def _name_of(func: Callable[..., Any], args: Any) -> str:
+    if func is call_method:
+        return f"RRef.{args[1]}"
     builtin: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     if builtin is not None:
         return builtin

@@ -49,6 +49,13 @@ def test_a_call_and_what_ran_for_it_elsewhere_are_recorded(alice: Agent, mode: s
     assert ran.time_range.start >= call.time_range.start
 
 
+def test_a_method_called_through_a_reference_goes_by_its_name(alice: Agent):
+    rref = rpc.remote("bob", torch.nn.Linear, (2, 2))
+    with profile() as prof:
+        rref.rpc_sync().forward(torch.ones(2))
+    assert _named(prof, "rpc_sync#RRef.forward(alice -> bob)").node_id == 0
+
+
 def test_a_call_lies_inside_the_block_that_made_it(alice: Agent):
     with profile() as prof, torch.autograd.profiler.record_function("block"):
         rpc.rpc_sync("bob", torch.mul, (torch.ones(2), 2))
