@@ -13,7 +13,6 @@ from rpc._simulation.runs import Played, draw, replay
 from rpc._simulation.shrink import shrink
 from rpc._simulation.worker import Machines
 
-
 _BRIEFLY = (
     (r"GloballyUniqueId\(created_on=(\d+), local_id=(\d+)\)", r"id\1.\2"),
     (r"Life\(worker=(\d+), incarnation=(\d+)\)", r"w\1.\2"),

@@ -137,6 +137,7 @@ class Ledger:
         self._ran: dict[tuple[Life, Life, int], Name] = {}
         self._early: set[tuple[Life, Life, int]] = set()
         self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
+        self._entered: set[tuple[Life, Shutdown | None]] = set()
         self._phases: dict[Shutdown, frozenset[Life]] = {}
 
     @staticmethod
@@ -520,15 +521,28 @@ class Ledger:
 
     def entered(self, worker: Worker, phase: Shutdown | None) -> None:
         """A worker got on with its shutdown, or is through with it (None)."""
+        again = (worker.life, phase) in self._entered
+        self._require(not again, Rule.TOLD_ONCE, worker.life, "enters", phase, "again")
+        self._entered.add((worker.life, phase))
         decided = self._phases.setdefault(phase or Shutdown.CLOSE, frozenset(worker.view.values()))
         if phase is None:
             decided = self._phases[Shutdown.CLOSE]
+            self._check_leader_is_last(worker, decided)
         notices = phase is not Shutdown.RELEASE
         left = self._left_for(decided, notices=notices)
         self._require(not left, Rule.SHUTDOWN_WAITS, worker.life, phase, left)
         if notices and not self._world.losses:
             leaks = worker.references.leaks()
             self._require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
+
+    def _check_leader_is_last(self, worker: Worker, group: frozenset[Life]) -> None:
+        """Whoever others would turn to leaves when they have."""
+        if min(worker.view) != worker.life.worker:
+            return
+        for life in group & frozenset(worker.view.values()):
+            other = self._world.living.get(life)
+            gone = other is None or other is worker or other.finished
+            self._require(gone, Rule.SHUTDOWN_WAITS, worker.life, "leaves before", life)
 
     def answered(self, worker: Worker, waves: int) -> None:
         """A worker answers its leader for the ``waves``-th time without anything between."""
