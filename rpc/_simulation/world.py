@@ -11,6 +11,9 @@ What the transports promise is modelled exactly, for the protocols may rely on i
 - Who dies is reported to everybody some time. Who leaves is reported after what
   it had sent.
 
+How a loss is noticed, and how word of it spreads, is not played (``liveness``,
+``membership``): here a loss is news that reaches everybody some time.
+
 Everything else is left to chance: packets are delivered in any order, after any
 time; what a process sent before its death arrives or not, whichever; news of
 deaths, joins and returns overtake each other and every packet; a life may be
