@@ -32,7 +32,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import rpc
-from tutorials import launch, pictures
+from tutorials import launch
+from tutorials.batching import report
 
 _ENVIRONMENT = "CartPole-v1"
 _WAYS = ("choose", "choose_in_batch")
@@ -149,23 +150,11 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     for way in _WAYS:
         print(f"{way}: {statistics.median(rates[way]):.0f} decisions a second, "
               f"{len(lengths[way])} games of {_mean(lengths[way]):.0f} steps")  # fmt: skip
-    ratios = [many / one for one, many in zip(*(rates[way] for way in _WAYS), strict=True)]
-    print(f"batching makes it {statistics.median(ratios):.2f} times as fast", flush=True)
-    _draw(rates, options)
+    report.show_ratio(rates, "decisions a second", options.output / "inference.png")
 
 
 def _mean(values: Sequence[int]) -> float:
     return statistics.fmean(values) if values else 0.0
-
-
-def _draw(rates: dict[str, list[float]], options: argparse.Namespace) -> None:
-    drawn = pictures.figure(6, 3.5)
-    axes = drawn.subplots()
-    for way, values in rates.items():
-        axes.plot(range(1, len(values) + 1), values, "o-", label=way)
-    axes.set(xlabel="round", ylabel="decisions a second", ylim=(0, None))
-    axes.legend()
-    pictures.save(drawn, options.output / "inference.png")
 
 
 def main() -> int:

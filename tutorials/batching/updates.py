@@ -29,7 +29,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 import rpc
-from tutorials import launch, pictures
+from tutorials import launch
+from tutorials.batching import report
 from tutorials.parameter_server.digits import Digits, load
 
 _WAYS = ("update", "update_in_batch")
@@ -148,19 +149,7 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     for way, server in servers.items():
         print(f"{way}: {statistics.median(rates[way]):.0f} gradients a second, {server.steps} "
               f"steps, final test accuracy {server.accuracy(test):.1%}")  # fmt: skip
-    ratios = [many / one for one, many in zip(*(rates[way] for way in _WAYS), strict=True)]
-    print(f"batching makes it {statistics.median(ratios):.2f} times as fast", flush=True)
-    _draw(rates, options)
-
-
-def _draw(rates: dict[str, list[float]], options: argparse.Namespace) -> None:
-    drawn = pictures.figure(6, 3.5)
-    axes = drawn.subplots()
-    for way, values in rates.items():
-        axes.plot(range(1, len(values) + 1), values, "o-", label=way)
-    axes.set(xlabel="round", ylabel="gradients a second", ylim=(0, None))
-    axes.legend()
-    pictures.save(drawn, options.output / "updates.png")
+    report.show_ratio(rates, "gradients a second", options.output / "updates.png")
 
 
 def main() -> int:

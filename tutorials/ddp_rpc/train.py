@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -117,7 +118,7 @@ class Trainer:
     """One trainer: a copy of the dense layers, and a handle on the table. Made by the server."""
 
     def __init__(self, task: Task, table: RemoteModule, classes: int) -> None:
-        store = torch.distributed.TCPStore(task.host, task.port, is_master=False)
+        store = TCPStore(task.host, task.port, is_master=False)
         # Among the trainers only; the server has no part in averaging dense gradients.
         torch.distributed.init_process_group(
             "gloo", store=store, rank=task.index, world_size=task.trainers
@@ -223,7 +224,7 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     table = RemoteModule(
         SERVER, nn.EmbeddingBag, args=(_ROWS, _WIDTH), kwargs={"mode": "mean", "sparse": True}
     )
-    store = torch.distributed.TCPStore(options.master_addr, 0, is_master=True)
+    store = TCPStore(options.master_addr, 0, is_master=True)
     tasks = [
         Task(index, count, options.master_addr, store.port, options.seed) for index in range(count)
     ]
@@ -238,9 +239,8 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     error, largest = compare(trainers, table, parts, tasks[0])
     print(f"gradients differ from a single process's by at most {error:.1e}, "
           f"where the largest is {largest:.1e}", flush=True)  # fmt: skip
-    shares = [
-        training.take(torch.arange(rank, len(training) - count, count)) for rank in range(count)
-    ]
+    even = len(training) // count * count  # all must make the same number of steps
+    shares = [training.take(torch.arange(rank, even, count)) for rank in range(count)]
     losses, accuracy = _epochs(trainers, shares, test, options)
     print(f"final test accuracy: {accuracy:.1%}, by chance {1 / len(packages):.1%}")
     torch.futures.wait_all([trainer.rpc_async().leave() for trainer in trainers])

@@ -186,7 +186,7 @@ def main() -> int:
     """Read the command line and run."""
     parser = launch.parser(__doc__, workers=2, output="getting_started")
     add = parser.add_argument
-    add("--steps", type=launch.positive, default=1500, help="of training (%(default)s)")
+    add("--steps", type=launch.positive, default=1000, help="of training (%(default)s)")
     add("--batch-size", type=launch.positive, default=32, help="excerpts a step (%(default)s)")
     add("--length", type=launch.positive, default=64, help="of an excerpt (%(default)s)")
     add("--width", type=launch.positive, default=192, help="of the LSTM (%(default)s)")

@@ -169,7 +169,7 @@ def main() -> int:
     parser = launch.parser(__doc__, workers=5, output="parameter_server")
     add = parser.add_argument
     add("--servers", type=launch.positive, default=2, help="of the workers (%(default)s)")
-    add("--epochs", type=launch.positive, default=15, help="passes over the data (%(default)s)")
+    add("--epochs", type=launch.positive, default=10, help="passes over the data (%(default)s)")
     add("--batch-size", type=launch.positive, default=32, help="images per step (%(default)s)")
     add("--rate", type=float, default=0.2, help="of learning (%(default)s)")
     options = parser.parse_args()
