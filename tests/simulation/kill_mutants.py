@@ -59,7 +59,7 @@ class Target:
 TARGETS = (
     Target("rpc.references", None, ("test_references.py",)),
     Target("rpc.calls", None, ("test_calls.py",)),
-    Target("rpc.group", None, ()),
+    Target("rpc.group", None, ("test_group.py",)),
     Target("rpc.termination", None, ("test_termination.py",)),
     Target("rpc.control", "DuplicateFilter", ("test_control.py",)),
     Target("rpc.retry", "OnceTable", ("test_retry.py",)),
