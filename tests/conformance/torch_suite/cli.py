@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_suite import report, results, runner
-from torch_suite.exemptions import exemption, unsteady
+from torch_suite.exemptions import Exemption, exemption, unsteady
 from torch_suite.results import Outcome, Result
 from torch_suite.setup import Sabotage, Setup, Start, Subject
 
@@ -86,11 +86,14 @@ def _run(subject: Subject, options: argparse.Namespace) -> bool:
     choice = _Choice(subject, options, results.read(file))
     run = _go(setup, choice, options.shards, logs)
     failed = [each for each in run if judged(each, subject).outcome is Outcome.FAILED]
-    if failed and len(failed) <= _TRIED_AGAIN:
+    if setup.sabotage is Sabotage.NOTHING and 0 < len(failed) <= _TRIED_AGAIN:
         run = _once_more(setup, run, failed, logs)
     run += choice.not_run
     if setup.sabotage is Sabotage.NOTHING:
         results.merge(file, run)
+    for each in run:
+        if each.outcome is Outcome.PASSED and _excused(each.test, subject):
+            print(f"{each.test} passed, although exemptions.py gives a reason why it need not")
     counts = Counter(judged(result, subject).outcome for result in run)
     print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome), flush=True)
     return bool(counts[Outcome.FAILED])
@@ -133,10 +136,15 @@ def _kept(subject: Subject, output: Path) -> list[Result]:
 
 def judged(result: Result, subject: Subject) -> Result:
     """A failure for which there is a reason is exempt, with that reason."""
-    found = None if subject is Subject.TORCH else exemption(result.test, subject.backend)
+    found = _excused(result.test, subject)
     if found is None or result.outcome is not Outcome.FAILED:
         return result
     return replace(result, outcome=Outcome.EXEMPT, reason=found.why)
+
+
+def _excused(test: str, subject: Subject) -> Exemption | None:
+    """Why a test need not pass, if so; torch itself is never excused."""
+    return None if subject is Subject.TORCH else exemption(test, subject.backend)
 
 
 class _Choice:
@@ -165,8 +173,8 @@ class _Choice:
         return self.chosen
 
     def _would_hang(self, test: str) -> bool:
-        found = exemption(test, self.subject.backend)
-        return self.subject is not Subject.TORCH and found is not None and found.hangs
+        found = _excused(test, self.subject)
+        return found is not None and found.hangs
 
     def _not_in_part(self, test: str) -> bool:
         """The part in CI has a third of what may pass, and nothing that needs a GPU."""
