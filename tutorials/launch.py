@@ -132,12 +132,15 @@ def _leave_at_once() -> None:
 
 
 def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
+    # Several processes share this machine's cores. torch.set_num_threads(1) here would hold for
+    # this thread, but not for convolutions in the threads that serve calls.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
     import torch  # the launcher can do without
 
     import rpc
 
-    torch.set_num_threads(1)  # several processes share this machine's cores
+    torch.set_num_threads(1)
     torch.manual_seed(options.seed + options.rank)
     _join(options, names)
     if options.rank == 0:
