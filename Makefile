@@ -1,6 +1,7 @@
 # The things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a digit classifier with a parameter server and two trainers
+#   make tutorials   all six tutorials run small, three minutes   (tutorials/README.md)
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
@@ -51,6 +52,20 @@ train: $(READY)
 	  $(if $(BACKEND),--backend $(BACKEND)) $(if $(TRAINERS),--trainers $(TRAINERS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output $(OUTPUT)) $(ARGS)
+
+.PHONY: tutorials
+tutorials: TUTORIAL = $(RUN) -m tutorials
+tutorials: SMALL = $(if $(BACKEND),--backend $(BACKEND)) $(if $(SEED),--seed $(SEED))
+tutorials: $(READY)
+	$(TUTORIAL).getting_started.cartpole --rounds 16 --steps 256 $(SMALL)
+	$(TUTORIAL).getting_started.language_model --steps 200 --width 64 $(SMALL)
+	$(RUN) tutorials/parameter_server/train.py --epochs 4 $(SMALL)
+	$(TUTORIAL).parameter_server.sharded --epochs 4 $(SMALL)
+	$(TUTORIAL).ddp_rpc.train --epochs 1 $(SMALL)
+	$(TUTORIAL).profiling.profile --epochs 2 $(SMALL)
+	$(TUTORIAL).batching.inference --rounds 2 $(SMALL)
+	$(TUTORIAL).batching.updates --rounds 2 $(SMALL)
+	$(TUTORIAL).pipeline.train --epochs 2 --rounds 3 $(SMALL)
 
 test: $(READY)
 	@$(TEST) $(ARGS)
