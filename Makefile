@@ -5,6 +5,8 @@
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
+#   make chaos    a job whose workers are killed, stopped and cut off, six minutes
+#                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, two minutes
@@ -39,7 +41,7 @@ TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py 
   tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench conformance simulate mutants clean
+.PHONY: help setup train test test-command check bench chaos conformance simulate mutants clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -78,11 +80,14 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict
-	$(RUN) -m mypy --strict benchmarks tutorials/parameter_server/train.py
+	$(RUN) -m mypy --strict benchmarks chaos tutorials/parameter_server/train.py
 	$(RUN) -m mypy --strict --namespace-packages --explicit-package-bases $(TUTORIALS)
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)
+
+chaos: $(READY)
+	@$(RUN) -m chaos $(ARGS)
 
 conformance: $(READY)
 	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)

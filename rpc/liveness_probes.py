@@ -13,17 +13,22 @@ group's store. Decides nothing: ``liveness`` does, and ``watch`` carries it out.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
 from rpc.ids import Life
+
+T = TypeVar("T")
+
+_log = logging.getLogger("rpc")
 
 _BACKLOG = 1024
 _OWN_SERVER_SECONDS = 10.0
@@ -104,7 +109,8 @@ class StoreProber:
 
     def __init__(self, host: str | None = None) -> None:
         self._host = host or _LOOPBACK
-        self._store: TCPStore | None = None
+        self._server: TCPStore | None = None
+        self._client: TCPStore | None = None
         self._token = secrets.token_hex(16)
         self._lines: dict[Life, _Line] = {}
         self._parting: list[_Line] = []
@@ -121,7 +127,7 @@ class StoreProber:
             listener.bind((self._host, 0))
             listener.listen(_BACKLOG)
             port: int = listener.getsockname()[1]
-            self._store = TCPStore(
+            self._server = TCPStore(
                 self._host,
                 port,
                 None,
@@ -130,7 +136,8 @@ class StoreProber:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
-        self._store.set(_life_key(self._token), "")
+        self._client = self._server
+        self._client.set(_life_key(self._token), "")
         return _Address(self._host, port, self._token).encode()
 
     def ask(self, life: Life, address: str) -> None:
@@ -163,8 +170,7 @@ class StoreProber:
     def condemn(self, address: str, reason: str) -> None:
         """Leaves a note here and at the worker itself, which reads it when it can."""
         place = _Address.decode(address)
-        if self._store is not None:
-            self._store.set(f"expelled/{place.token}", reason)
+        self._ask_own(lambda store: store.set(f"expelled/{place.token}", reason))
         known = [life for life, line in self._lines.items() if line.address == place]
         line = self._lines.pop(known[0]) if known else _Line(place)
         line.say(_set(_note_key(place.token), reason))
@@ -173,8 +179,8 @@ class StoreProber:
 
     def verdict(self) -> str | None:
         """Looks into this worker's own server."""
-        store, key = self._store, f"expelled/{self._token}"
-        return store.get(key).decode() if store is not None and store.check([key]) else None
+        key = f"expelled/{self._token}"
+        return self._ask_own(lambda s: s.get(key).decode() if s.check([key]) else None)
 
     def close(self) -> None:
         """Hangs up everywhere and stops the server."""
@@ -182,7 +188,23 @@ class StoreProber:
             line.close()
         self._lines.clear()
         self._parting.clear()
-        self._store = None
+        self._server = self._client = None
+
+    def _ask_own(self, ask: Callable[[TCPStore], T]) -> T | None:
+        """Asks this worker's own server, which must be connected to anew if that broke."""
+        server, client = self._server, self._client
+        if server is None or client is None:
+            return None
+        try:
+            return ask(client)
+        except RuntimeError:
+            wait = timedelta(seconds=_OWN_SERVER_SECONDS)
+        try:
+            self._client = TCPStore(self._host, server.port, None, False, wait)
+            return ask(self._client)
+        except RuntimeError as error:
+            _log.error("this worker cannot reach its own server for signs of life: %s", error)
+            return None
 
 
 @dataclass(slots=True)

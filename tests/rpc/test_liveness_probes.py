@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from chaos.worker import cut_off
 from rpc.ids import Life
 from rpc.liveness_probes import Answer, StoreProber
 
@@ -101,3 +102,11 @@ def test_a_note_for_one_that_is_gone_holds_nothing_up(pair: Pair) -> None:
     pair.alice.condemn(pair.addresses[1], "too silent")
     pair.alice.collect()
     assert not pair.alice._parting
+
+
+def test_it_finds_its_note_after_all_its_connections_broke(pair: Pair) -> None:
+    pair.alice.condemn(pair.addresses[1], "too silent")
+    until(lambda: pair.bob.verdict() == "too silent")
+    cut_off()
+    assert pair.bob.verdict() == "too silent"
+    assert pair.answers(pair.addresses[1])

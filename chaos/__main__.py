@@ -1,0 +1,51 @@
+"""The command line: ``python -m chaos --help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from chaos.director import WITNESS, Director, Settings
+from chaos.judge import Limits, Report, describe, judge
+from chaos.plan import plan
+
+_RECOVERY_SECONDS = 12.0
+
+
+def run(settings: Settings, seconds: float, seed: int) -> Report:
+    """Makes one run and judges it."""
+    faults = plan(seed, seconds, settings.victims, settings.bound * 2 + _RECOVERY_SECONDS)
+    director = Director(settings)
+    end = director.run(faults, seconds)
+    report = judge(director.done, director.events, WITNESS, end, Limits(settings.bound))
+    report.violations.extend(director.problems)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    add = parser.add_argument
+    add("--backend", nargs="+", default=["TENSORWIRE", "TENSORPIPE"])
+    add("--seconds", type=float, default=180.0, help="how long, for each backend")
+    add("--trainers", type=int, default=3)
+    add("--bound", type=float, default=2.0, help="the liveness timeout, in seconds")
+    add("--seed", type=int, default=0)
+    add("--log", type=Path, default=None, help="a folder for what the workers print")
+    options = parser.parse_args()
+    folder = options.log or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for backend in options.backend:
+        log = folder / f"{backend.lower()}.log"
+        settings = Settings(backend, options.trainers, options.bound, log)
+        print(f"{backend}: {options.seconds:g} s, liveness timeout {options.bound:g} s, {log}")
+        report = run(settings, options.seconds, options.seed)
+        print(describe(report), flush=True)
+        failed = failed or bool(report.violations)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

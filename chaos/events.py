@@ -1,0 +1,69 @@
+"""What a worker tells the director: lines of JSON, with times that all processes share."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import asdict, dataclass
+
+
+class What(enum.Enum):
+    """What happened to a worker, or in it."""
+
+    JOINED = "joined"
+    STEP = "step"
+    ERROR = "error"
+    """A call failed; ``name`` is the worker that the error names, if it names one."""
+    LOST = "lost"
+    """It was told that the worker ``name`` was lost."""
+    VITALS = "vitals"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a process holds.
+
+    Args:
+        rss: resident memory in bytes.
+        threads: all of them, torch's too.
+        descriptors: open ones.
+    """
+
+    rss: int
+    threads: int
+    descriptors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a worker told.
+
+    Args:
+        at: seconds, monotonic.
+        who: the worker.
+        what: see :class:`What`.
+        name: of the worker it is about.
+        text: for people.
+        vitals: with :attr:`What.VITALS`.
+    """
+
+    at: float
+    who: str
+    what: What
+    name: str = ""
+    text: str = ""
+    vitals: Vitals | None = None
+
+    def encode(self) -> str:
+        """As a line."""
+        return json.dumps(asdict(self) | {"what": self.what.value})
+
+    @classmethod
+    def decode(cls, line: str) -> Event:
+        """Reads a line."""
+        fields = json.loads(line)
+        fields["what"] = What(fields["what"])
+        if fields["vitals"] is not None:
+            fields["vitals"] = Vitals(**fields["vitals"])
+        return cls(**fields)

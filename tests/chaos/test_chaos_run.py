@@ -1,0 +1,27 @@
+"""The chaos job itself, for a short while."""
+
+from pathlib import Path
+
+import pytest
+
+from chaos.director import WITNESS, Director, Settings
+from chaos.judge import Limits, describe, judge
+from chaos.plan import Fault, Kind
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "faults"),
+    [
+        ("TENSORWIRE", [Fault(1.0, Kind.STOP, "server"), Fault(13.0, Kind.KILL, "trainer1")]),
+        ("TENSORPIPE", [Fault(1.0, Kind.KILL, "server"), Fault(13.0, Kind.STOP, "trainer1")]),
+    ],
+)
+def test_the_survivors_go_on(backend: str, faults: list[Fault], tmp_path: Path) -> None:
+    limits = Limits(bound=2.0, grace=30.0, recovery=60.0)  # the machine may be busy
+    director = Director(Settings(backend, 2, limits.bound, tmp_path / "log"))
+    end = director.run(faults, 20.0)
+    report = judge(director.done, director.events, WITNESS, end, limits)
+    assert report.violations + director.problems == [], describe(report)
+    assert report.steps > 0
