@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rpc import deadlines, profiling
+from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
 from rpc.caller import Caller
@@ -34,7 +35,7 @@ from rpc.futures import Future
 from rpc.gathering import Gatherings
 from rpc.group import Group
 from rpc.ids import Life
-from rpc.liveness import fingers
+from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.notices import Notices
@@ -129,10 +130,11 @@ class Agent:
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
         self.liveness = ""
-        self._expelled = False
+        self.is_expelled = False
         self.pulse = Pulse(f"{name}-pulse", self.clock, self._beat)
         self.timers = Timers(self.pulse.wake, self.completions.submit)
         self.retries = Retries(self)
+        self.accusations = Accusations(self, bound)
 
     # --- Life
 
@@ -172,7 +174,8 @@ class Agent:
             if peer.info == self.info:
                 self.expelled("a later life of this worker joined the group")
                 return
-            self.declare_lost(Life(peer.info.id, known.incarnation), "it was replaced")
+            former = Life(peer.info.id, known.incarnation)
+            self._lose(former, "it was replaced", MembershipChange.LOST)
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
         self.departure.worker_joined(peer.info.id)
@@ -184,7 +187,7 @@ class Agent:
 
     def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
         """Leaves the group and ends every thread; see ``rpc.shutdown``."""
-        if self._expelled:
+        if self.is_expelled:
             graceful = False  # nobody is there to be waited for
         try:
             if graceful and self.membership is None:
@@ -397,30 +400,15 @@ class Agent:
             self.expelled(verdict)
         known = self.group.latest(worker_id)
         if known is not None:
-            self.declare_lost(Life(worker_id, known.incarnation), reason)
+            self.declare_lost(Life(worker_id, known.incarnation), reason, Evidence.CLOSED)
 
-    def declare_lost(self, life: Life, reason: str) -> None:
+    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life of a worker is over: ends what involved it here, and tells the others.
 
         Whatever it still sends is refused; should it live, it learns why.
         """
-        if not self._lose(life, reason, MembershipChange.LOST):
-            return
-        if self.departure.expects_departures():
-            return
-        if self.membership is not None:
-            self.membership.remove(life)
-        if self.watch is None:
-            return
-        self.watch.tell_lost(life, self.accusation(reason))
-        message = Lost(life.worker, life.incarnation, self.accusation(reason))
-        for worker in fingers(self.info.id, [worker.id for worker in self.group.living()]):
-            self.notices.tell(self.group.life(worker), message)
-
-    def accusation(self, reason: str) -> str:
-        """What others are told about a worker that this one declares lost."""
-        told = "declared it lost"
-        return reason if told in reason else f"worker {self.info.name!r} {told}: {reason}"
+        if self._lose(life, reason, MembershipChange.LOST):
+            self.accusations.lost(life, reason, evidence)
 
     def struck_off(self, life: Life) -> None:
         """The group's store does not list a life any more: it left, or was declared lost."""
@@ -432,10 +420,10 @@ class Agent:
 
     def expelled(self, reason: str) -> None:
         """The others declared this worker lost: its calls fail, now and from now on."""
-        self._expelled = True
-        error, others = self.group.expel(self.info.id, reason)
-        if not others:
+        if self.is_expelled:
             return
+        self.is_expelled = True
+        error, others = self.group.expel(self.info.id, reason)
         _logger.error("%s; call rpc.shutdown(), then it may join again", error)
         for life in others:
             self._end(life, error)
@@ -450,12 +438,14 @@ class Agent:
         error = self.group.lose(life.worker, reason, life.incarnation)
         if error is None:
             return False
-        if change is MembershipChange.LOST and not self.departure.expects_departures():
+        news = not self.departure.expects_departures()
+        if change is MembershipChange.LOST and news:
             _logger.warning("%s", error)
         self.transport.remove_peer(life.worker)
         self._end(life, error)
-        info = self.group.peer(life.worker).info
-        self.events.announce(MembershipEvent(change, info, life.incarnation, reason))
+        if news:
+            info = self.group.peer(life.worker).info
+            self.events.announce(MembershipEvent(change, info, life.incarnation, reason))
         return True
 
     def _end(self, life: Life, error: WorkerLostError) -> None:
@@ -486,7 +476,7 @@ class Agent:
         if life == self.life:
             self.expelled(reason)
         else:
-            self.declare_lost(life, reason)
+            self.declare_lost(life, reason, Evidence.TOLD)
 
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""

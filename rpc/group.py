@@ -70,10 +70,11 @@ class Group:
         with self._lock:
             here = self._by_id[me]
             error = WorkerLostError(here.info.name, here.incarnation, reason)
-            others = [i for i in sorted(self._by_id) if i != me and i not in self._lost]
+            others = [i for i in sorted(self._by_id) if i != me]
+            living = [i for i in others if i not in self._lost]
             self._lost.update(dict.fromkeys(others, error))
             self.version += 1
-            return copy(error), [Life(i, self._by_id[i].incarnation) for i in others]
+            return copy(error), [Life(i, self._by_id[i].incarnation) for i in living]
 
     def find(self, to: WorkerInfo | str | int) -> WorkerInfo:
         """Resolves a destination as users write it.

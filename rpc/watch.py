@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rpc.ids import Life
-from rpc.liveness import Ask, Forget, Liveness, Silent, neighbour
+from rpc.liveness import Ask, Evidence, Forget, Liveness, Silent, neighbour
 from rpc.liveness_probes import Prober
 
 if TYPE_CHECKING:
@@ -92,10 +92,8 @@ class Watch:
 
     def _fell_silent(self, effect: Silent) -> None:
         reason = f"it gave no sign of life for {effect.seconds:.1f} s"
-        address = self._address(effect.life)
-        if address:  # at once, before its connections are closed, so that it learns why
-            self._prober.condemn(address, self._agent.accusation(reason))
-        self._agent.completions.submit(partial(self._agent.declare_lost, effect.life, reason))
+        declare = partial(self._agent.declare_lost, effect.life, reason, Evidence.SILENT)
+        self._agent.completions.submit(declare)
 
     def _watched(self) -> Set[Life]:
         agent = self._agent

@@ -52,6 +52,22 @@ def test_the_readme_has_the_three_programs() -> None:
     assert files == ["parameter_server.py", "pipeline.py", "remote_layer.py"]
 
 
+def _letters(text: str) -> list[str]:
+    """Without times, and in no order: two threads print, and their lines may interleave."""
+    return sorted("".join(re.sub(r"\d+\.\d", "N", text).split()))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("readme")
+def test_the_worker_that_goes_comes_back(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [block for block in blocks if "def start_worker" in block]
+    (shown,) = re.findall(r"\$ python elastic\.py\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "elastic.py").write_text(code)
+    printed = _start("python elastic.py", tmp_path, _free_port()).communicate(timeout=90)[0]
+    assert _letters(printed) == _letters(shown)
+
+
 def test_the_test_example_runs() -> None:
     code = next(
         b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "MemoryHub" in b

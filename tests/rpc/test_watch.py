@@ -156,6 +156,34 @@ def keep_from(owner: str) -> None:
     KEPT.append(rpc.remote(owner, object))
 
 
+class TestWhoIsCutOff:
+    def test_one_that_loses_everybody_at_once_declares_nobody_lost(self, group: Group) -> None:
+        for other in (0, 2, 3):
+            group["bob"].peer_lost(other, "its connection broke")
+        for _ in range(150):
+            group.clock.advance(0.1)
+            time.sleep(0.001)
+        assert {"alice", "carol", "dave"} <= {*group.names("carol")}
+
+    def test_it_learns_that_the_others_declared_it_lost(self, group: Group) -> None:
+        seen: list[MembershipEvent] = []
+        group["bob"].events.subscribe(seen.append)
+        for other in (0, 2, 3):
+            group["bob"].peer_lost(other, "its connection broke")
+            group.agents[other].peer_lost(1, "its connection broke")
+        group.pass_time(lambda: bool(seen) and seen[-1].worker.name == "bob")
+        with pytest.raises(WorkerLostError, match="declared it lost") as info:
+            group["bob"].rpc_sync("carol", operator.add, (1, 2))
+        assert info.value.name == "bob"
+
+    def test_of_two_whose_connection_broke_one_goes(self, group: Group) -> None:
+        group["alice"].peer_lost(1, "its connection broke")
+        group["bob"].peer_lost(0, "its connection broke")
+        group.pass_time(lambda: group.names("bob") == ["bob"])
+        living = ["alice", "carol", "dave"]
+        group.pass_time(lambda: all(group.names(who) == living for who in living))
+
+
 class TestEvents:
     def test_a_loss_is_reported_once_to_everybody(self, group: Group) -> None:
         seen: dict[str, list[MembershipEvent]] = {name: [] for name in NAMES}
