@@ -25,6 +25,7 @@ from autograd_dist.contexts import (
     entered,
 )
 from autograd_dist.recv_node import Origin, attach_recv
+from autograd_dist.releases import Releases
 from autograd_dist.wire import EXTENSION_NAME, CallMetadata, Release, decode_message
 from rpc.errors import RpcError
 
@@ -45,6 +46,7 @@ class AutogradExtension:
         # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
+        self._releases = Releases(f"rpc-{agent.info.name}-releases", self._tell)
 
     @property
     def worker_id(self) -> int:
@@ -54,15 +56,17 @@ class AutogradExtension:
     # --- What user programs ask
 
     def release(self, context_id: int) -> None:
-        """Ends a context here and on every worker that took part."""
+        """Ends a context here and, soon, on every worker that took part."""
+        self._release(context_id, self._me)
+
+    def _release(self, context_id: int, told_by: int) -> None:
         context = self.contexts.release(context_id)
         if context is None:
             return
         self._passes.drop(context_id, "its autograd context was released")
-        body = Release(context_id).encode()
-        for worker in context.workers():
-            if worker != self._me:
-                self._tell(worker, body)
+        others = [w for w in context.workers() if w not in (self._me, told_by)]
+        if others:
+            self._releases.put(context_id, others)
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a backward pass from roots on this worker."""
@@ -117,7 +121,8 @@ class AutogradExtension:
         """Takes a request of a pass, or news that a context is over."""
         message = decode_message(body)
         if isinstance(message, Release):
-            self.release(message.context_id)
+            for context_id in message.context_ids:
+                self._release(context_id, sender)
             return b""
         return self._passes.request_arrived(message, tensors)
 
@@ -139,11 +144,13 @@ class AutogradExtension:
 
     def close(self) -> None:
         """Lets go of every context."""
+        self._releases.close()
         for context in self.contexts.all():
             self.contexts.release(context.context_id)
             self._passes.drop(context.context_id, "this worker shut down")
 
-    def _tell(self, worker: int, body: bytes) -> None:
+    def _tell(self, worker: int, context_ids: Sequence[int]) -> None:
+        body = Release(tuple(context_ids)).encode()
         try:
             future = self._agent.send_extension_message(worker, self.name, body)
         except RpcError:

@@ -7,6 +7,7 @@ stay sparse until a dense one joins them.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterable
@@ -55,7 +56,7 @@ def own_all(
     something bigger or are still referenced by a hook. Empties ``gradients`` as
     it goes, so that at most one gradient exists twice at a time.
     """
-    yardstick = _Yardstick()
+    yardstick = _yardstick()
     owned = []
     for position, leaf in enumerate(leaves):
         gradient = gradients[position]
@@ -92,6 +93,11 @@ class _Yardstick:
             return bool(uses == 2)
         # A transposed weight gradient: its base is one use more, and must be nobody else's.
         return bool(uses == 3) and _base_references(tensor) == self._base
+
+
+@functools.cache
+def _yardstick() -> _Yardstick:
+    return _Yardstick()
 
 
 def _uses_of(tensor: torch.Tensor) -> int:

@@ -117,8 +117,10 @@ class PassDriver(Generic[T]):
             decide = events.popleft()
             with self._participant_lock:
                 effects = decide()
-            # Requests first: others can work on them while a wave runs here.
-            for effect in sorted(effects, key=_takes_long):
+            if len(effects) > 1:
+                # Requests first: others can work on them while a wave runs here.
+                effects.sort(key=_takes_long)
+            for effect in effects:
                 outcome = self._carry_out(effect)
                 if outcome is not None:
                     events.append(outcome)

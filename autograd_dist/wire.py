@@ -67,13 +67,14 @@ class CallMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A context is over; the receiver tells the workers it knows."""
+    """Contexts are over; the receiver tells the workers it knows."""
 
-    context_id: int
+    context_ids: tuple[int, ...]
 
     def encode(self) -> bytes:
         """The message as bytes."""
-        return _HEAD.pack(_RELEASE, 0, self.context_id, 0, 0, 0)
+        ids = struct.pack(f"<{len(self.context_ids)}Q", *self.context_ids)
+        return _HEAD.pack(_RELEASE, 0, len(self.context_ids), 0, 0, 0) + ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def decode_message(body: bytes) -> Release | PassMessage:
         raise FrameError(f"{len(body)} bytes are no autograd message")
     kind, retain_graph, context_id, root, number, oldest = _HEAD.unpack_from(body)
     if kind == _RELEASE:
-        return Release(context_id)
+        return Release(_context_ids(body, context_id))
     if len(body) < _HEAD.size + _FIELDS.size:
         raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
     first, second = _FIELDS.unpack_from(body, _HEAD.size)
@@ -130,6 +131,13 @@ def decode_message(body: bytes) -> Release | PassMessage:
     request = _request(kind, first, second, body, end)
     pass_id = PassId(context_id, root, number)
     return PassMessage(pass_id, oldest, request, bool(retain_graph), present)
+
+
+def _context_ids(body: bytes, count: int) -> tuple[int, ...]:
+    size = len(body) - _HEAD.size
+    if size != count * 8:
+        raise FrameError(f"{size} bytes are no {count} ids of autograd contexts")
+    return struct.unpack_from(f"<{count}Q", body, _HEAD.size)
 
 
 def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Request:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LINGER_SECONDS = 0.01
+LINGER_SECONDS = 0.01
 
 
 class Reaper(Generic[T]):
@@ -25,13 +25,19 @@ class Reaper(Generic[T]):
         name: of the thread.
         bury: takes a batch.
         buried: is told after each batch, when :meth:`quiet` may have become true.
+        linger: seconds for which a batch is collected.
     """
 
     def __init__(
-        self, name: str, bury: Callable[[list[T]], None], buried: Callable[[], None]
+        self,
+        name: str,
+        bury: Callable[[list[T]], None],
+        buried: Callable[[], None],
+        linger: float = LINGER_SECONDS,
     ) -> None:
         self._bury = bury
         self._buried = buried
+        self._linger = linger
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._unburied: deque[None] = deque()  # one entry each; counts without a lock
@@ -59,7 +65,7 @@ class Reaper(Generic[T]):
 
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
-            self._stopping.wait(_LINGER_SECONDS)
+            self._stopping.wait(self._linger)
             batch = [first]
             del first
             while not self._queue.empty():

@@ -39,9 +39,15 @@ def test_requests_survive_the_wire(pass_id, oldest, request, retain_graph, prese
     assert decode_message(message.encode()) == message
 
 
-@given(WIDE)
-def test_release_survives_the_wire(context_id):
-    assert decode_message(Release(context_id).encode()) == Release(context_id)
+@given(st.lists(WIDE, max_size=5).map(tuple))
+def test_release_survives_the_wire(context_ids):
+    assert decode_message(Release(context_ids).encode()) == Release(context_ids)
+
+
+@given(st.lists(WIDE, min_size=1, max_size=5).map(tuple), st.integers(1, 40))
+def test_a_release_that_lost_bytes_is_refused(context_ids, missing):
+    with pytest.raises(FrameError):
+        decode_message(Release(context_ids).encode()[:-missing])
 
 
 @given(WIDE, WIDE, st.lists(st.integers(0, 9), max_size=5).map(tuple))

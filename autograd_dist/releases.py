@@ -1,0 +1,62 @@
+"""Tells other workers that contexts are over: not at once, but many to a message.
+
+A context holds memory on the workers it reached, but nobody waits for its end. A
+message for each would cost a short training step as much as one of its calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from rpc.reaper import Reaper
+
+_LINGER_SECONDS = 0.02
+
+
+class Releases:
+    """News of contexts that are over, on its way to the workers that took part.
+
+    Args:
+        name: of the thread that sends it.
+        send: sends the ids of contexts that are over to one worker.
+    """
+
+    def __init__(self, name: str, send: Callable[[int, Sequence[int]], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._started = self._closed = False
+        self._reaper: Reaper[tuple[int, int]] = Reaper(
+            name, self._send_all, _nothing_waits, _LINGER_SECONDS
+        )
+
+    def put(self, context_id: int, workers: Iterable[int]) -> None:
+        """Queues the news for some workers."""
+        if not self._started:
+            self._start()
+        for worker in workers:
+            self._reaper.put((worker, context_id))
+
+    def close(self) -> None:
+        """Stops; what is queued is dropped, as the others forget what a worker that left began."""
+        with self._lock:
+            self._closed = True
+        self._reaper.stop()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not (self._started or self._closed):
+                self._reaper.start()
+                self._started = True
+
+    def _send_all(self, batch: list[tuple[int, int]]) -> None:
+        contexts: defaultdict[int, list[int]] = defaultdict(list)
+        for worker, context_id in batch:
+            contexts[worker].append(context_id)
+        for worker, ids in contexts.items():
+            self._send(worker, ids)
+
+
+def _nothing_waits() -> None:
+    """Nobody waits for the queue to become empty."""
