@@ -287,7 +287,7 @@ class Agent:
         if profiling.wanted():
             return profiling.remote(self, to, func, args, kwargs, timeout)
         owner = self.find(to, timeout)
-        rref, passed, sink = self.references.create(owner)
+        rref, passed, sink = self.references.create(owner, func, self.timeout_of(timeout))
         target = encode_passed((passed,))
         try:
             self.caller.call(owner, func, args or (), kwargs or {}, timeout, sink, target)

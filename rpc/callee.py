@@ -375,7 +375,8 @@ class _Service:
         try:
             if self.request.operation is Operation.CREATE:
                 self._agent.references.created(self.request.target, result)
-                self._send(Reply(Status.OK, extensions=self._metadata(())))
+                reply = Reply(Status.OK, extensions=self._metadata(()))
+                self._send(reply, codec.encode_constant(result))
             elif self.request.target and self.is_once():
                 self._callee.ended_once(self, _Outcome(result, None))
             else:

@@ -43,6 +43,7 @@ _ONE_TENSOR: Final = b"t"
 _TENSORS: Final = b"T"
 _ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
 _NOT_SIMPLE: Final = object()
+_SMALL_BYTES: Final = 1024
 
 
 class Reference:
@@ -105,6 +106,18 @@ def _encode_simple(value: object) -> Encoded | None:
     if kinds == {Tensor} and len(items) == len(set(map(id, items))) and all(map(_is_simple, items)):
         return Encoded(_TENSORS, list(items), [], True)
     return None
+
+
+def encode_constant(value: object) -> bytes:
+    """The payload of a small value that can never change; empty for any other."""
+    kind = type(value)
+    if kind not in _ATOMS:
+        return b""
+    if kind is str or kind is bytes:
+        small = len(cast("str | bytes", value)) <= _SMALL_BYTES
+    else:
+        small = kind is not int or cast(int, value).bit_length() <= 8 * _SMALL_BYTES
+    return _ATOMIC + pickle.dumps(value, _PROTOCOL) if small else b""
 
 
 def _is_simple(tensor: Tensor) -> bool:

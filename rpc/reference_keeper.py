@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rpc import codec
 from rpc.control import (
     ControlMessage,
     Passage,
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 
+Maker = tuple[int, str]
+"""A worker, and the name of a function that ``remote()`` ran there."""
+
+
 @dataclass(slots=True)
 class Holding:
     """What one ``RRef`` object holds on to.
@@ -66,11 +71,17 @@ class Holding:
         handle: how the reference table knows it.
         value: the place of the value, on its owner.
         creation: done when ``remote()`` is, at its caller.
+        maker: what makes the value, and where, at the caller of ``remote()``.
+        creation_ends_at: when ``creation`` will be done at the latest; 0 if that is not known.
+        constant: the value, if it came with the news that it was made.
     """
 
     handle: Handle
     value: Slot | None = None
     creation: Slot | None = None
+    maker: Maker | None = None
+    creation_ends_at: float = 0.0
+    constant: tuple[Any, ...] = ()
 
     @property
     def reference(self) -> Reference:
@@ -126,6 +137,8 @@ class _CreationSink:
         try:
             if reply.status is not Status.OK or reply.extensions:
                 unpack(reply, frame, _decode_nothing)
+            if frame.payload:
+                self._holding.constant = (codec.decode(frame.payload, (), ()),)
         except Exception as error:
             self.failed(error)
         else:
@@ -146,6 +159,7 @@ class ReferenceKeeper:
         self._values: dict[GlobalId, Slot] = {}
         self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
         self._creations_under_way = 0
+        self._makes_constants: dict[Maker, bool] = {}
         self._no_references = Adopted(self)
         self._reaper: Reaper[Holding] = Reaper(
             f"rpc-reaper-{agent.info.name}", self._bury, agent.activity_changed
@@ -178,15 +192,25 @@ class ReferenceKeeper:
         slot.fill(value)
         return Holding(handle, slot)
 
-    def create(self, owner: WorkerInfo) -> tuple[RRef[Any], Passed, _CreationSink]:
-        """A reference to a value that ``owner`` is about to make."""
+    def create(
+        self, owner: WorkerInfo, func: Callable[..., Any], limit: float
+    ) -> tuple[RRef[Any], Passed, _CreationSink]:
+        """A reference to a value that ``owner`` is about to make.
+
+        Args:
+            owner: of the value.
+            func: what makes it.
+            limit: seconds that may take, 0 for no limit.
+        """
         if owner.id == self._life.worker:
             return self._create_here()
         life = self.agent.group.life(owner.id)
         with self._lock:
             handle, passed = self._table.create_remote(life)
             self._creations_under_way += 1
-        holding = Holding(handle, creation=Slot())
+        maker = (owner.id, getattr(func, "__qualname__", ""))
+        ends_at = self.agent.clock.now() + limit if limit else 0.0
+        holding = Holding(handle, None, Slot(), maker, ends_at)
         return RRef._of(self, holding), passed, _CreationSink(self, holding)
 
     def _create_here(self) -> tuple[RRef[Any], Passed, _CreationSink]:
@@ -214,6 +238,8 @@ class ReferenceKeeper:
             with self._lock:
                 effects = self._table.creation_confirmed(holding.fork)
             self._perform(effects)
+        if holding.maker is not None:
+            self._makes_constants[holding.maker] = bool(holding.constant)
         if holding.creation is not None:
             holding.creation.fill(None)
         self._creation_over()
@@ -374,11 +400,29 @@ class ReferenceKeeper:
         self.require_usable(holding)
         if holding.value is not None:
             return holding.value.wait(self.agent.timeout_of(timeout))
+        if not holding.constant:
+            self._await_constant(holding, timeout)
+        if holding.constant:
+            return holding.constant[0]
         caller = self.agent.caller
         sink = WaitingCaller()
         owner = self.owner_of(holding)
         caller.request(Operation.FETCH, owner, rref, timeout, sink, b"", "to_here")
         return caller.sync(sink)
+
+    def _await_constant(self, holding: Holding, timeout: float) -> None:
+        """Waits for the news that the value was made if that will likely bring the value.
+
+        It may not be waited for longer than the caller has time.
+        """
+        creation, maker, ends_at = holding.creation, holding.maker, holding.creation_ends_at
+        if creation is None or maker is None or creation.done() or not ends_at:
+            return
+        limit = self.agent.timeout_of(timeout)
+        in_time = not limit or ends_at <= self.agent.clock.now() + limit
+        if in_time and self._makes_constants.get(maker, False):
+            creation.wait_with(self.agent.transport.wait)
+            self.require_usable(holding)
 
     def local_value(self, holding: Holding) -> object:
         """The value, on its owner."""

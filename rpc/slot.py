@@ -12,6 +12,7 @@ from typing import Any
 
 from rpc.errors import RpcTimeoutError
 from rpc.executor import blocking
+from rpc.futures import Waiter
 
 
 class Slot:
@@ -62,6 +63,15 @@ class Slot:
                         "waiting for the value of an RRef"
                     )
         return self.value()
+
+    def wait_with(self, waiter: Waiter) -> None:
+        """Waits until done in the way of ``waiter``, as long as it takes."""
+        with blocking():
+            waiter(self.done, self._sleep)
+
+    def _sleep(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self.done)
 
     def when_done(self, callback: Callable[[Slot], None]) -> None:
         """Calls ``callback(self)`` on the filling thread, or now if done."""

@@ -119,8 +119,8 @@ class TestRecording:
     def test_each_way_of_calling_is_recorded_as_such(self, group: Group) -> None:
         with trace() as found:
             future = rpc.rpc_async("bob", identity, (1,))
-            rref = rpc.remote("bob", identity, (2,))
-            assert (future.wait(), rref.to_here()) == (1, 2)
+            rref = rpc.remote("bob", identity, ([2],))
+            assert (future.wait(), rref.to_here()) == (1, [2])
             rref._get_future().wait()
         kinds = {call.kind: call for call in of(found, "alice").calls}
         assert set(kinds) == {CallKind.ASYNC, CallKind.REMOTE, CallKind.TO_HERE}
