@@ -117,7 +117,7 @@ def test_a_dense_tensor_enters_its_slot_without_a_copy() -> None:
 
 
 def test_slots_are_detached_from_the_graph() -> None:
-    leaf = torch.ones(2000, requires_grad=True)
+    leaf = torch.ones(20_000, requires_grad=True)
     _, (first, second) = pack_tensors([leaf, leaf * 2])
     assert first.grad_fn is None
     assert not first.requires_grad
