@@ -28,6 +28,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import torch
+
 Task = Callable[[], None]
 
 _MANY = 1 << 30
@@ -50,6 +52,8 @@ class _CurrentThread(threading.local):
 
     executor: Executor | None = None
     waiting: bool = False
+    takes_part: bool = False
+    """It knows how many threads torch may use for one operation."""
 
 
 _current = _CurrentThread()
@@ -69,6 +73,16 @@ def blocking() -> Iterator[None]:
     finally:
         _current.waiting = False
         executor._leave_wait()
+
+
+def _take_part() -> None:
+    """Lets ``torch.set_num_threads`` hold on this thread, too.
+
+    Each thread has a number of OpenMP threads of its own, which torch sets when it is
+    asked for it; oneDNN's convolutions do not ask, and took all cores.
+    """
+    torch.get_num_threads()
+    _current.takes_part = True
 
 
 def in_handler() -> bool:
@@ -138,6 +152,8 @@ class Executor:
                 self._busy += 1
         if not admitted:
             return self.submit(task)
+        if not _current.takes_part:
+            _take_part()
         previous = _current.executor, _current.waiting
         _current.executor, _current.waiting = self, False
         try:
@@ -255,6 +271,7 @@ class Executor:
 
     def _serve(self) -> None:
         _current.executor = self
+        _take_part()
         bell = threading.Lock()
         bell.acquire()
         with self._lock:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import logging
+import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from rpc import executor as executor_module
 from rpc.executor import Executor, blocking, in_handler
@@ -628,3 +633,35 @@ def test_no_wake_up_is_ever_lost():
         except BaseException:
             print(f"reproduce with scenario({seed})")
             raise
+
+
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if re.search(r"/libgomp[^/]*\.so|/libomp[^/]*\.so|/libiomp[^/]*\.so", path):
+            return ctypes.CDLL(path)
+    return None
+
+
+@pytest.mark.parametrize("way", ["submit", "run_here"])
+def test_torchs_number_of_threads_holds_on_every_thread_that_runs_tasks(way: str) -> None:
+    runtime = openmp()
+    if runtime is None:
+        pytest.skip("torch does not use OpenMP here")
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 3)
+    executor = Executor("test", 2, contextvars.copy_context())
+    try:
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def task() -> None:
+            seen.put(runtime.omp_get_max_threads())
+
+        thread = threading.Thread(target=getattr(executor, way), args=(task,))
+        thread.start()
+        thread.join(SECONDS)
+        assert seen.get(timeout=SECONDS) == before + 3
+    finally:
+        executor.close()
+        torch.set_num_threads(before)
