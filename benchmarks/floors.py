@@ -41,6 +41,21 @@ def warm_copy() -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
+def counting() -> Callable[[], object]:
+    """Return what ``rpc.metrics()`` adds to one call: finding its counters and updating them,
+    once where it is made and once where it is served.
+    """
+    from rpc.call_metrics import Book
+
+    made, served = Book(), Book()
+
+    def operation() -> None:
+        made[b"benchmarks\0do_nothing", 1].ended(1e-4, 60, 20)
+        served[b"benchmarks\0do_nothing", 0].ended(5e-5, 20, 60)
+
+    return operation
+
+
 def _start_echo(family: str) -> str:
     command = [sys.executable, "-m", "benchmarks.floors", family]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from typing import TextIO, cast
 
 import torch
 
-from benchmarks.bindings import TORCH, Api, load, make_main_job_importable
+from benchmarks.bindings import OURS, Api, load, make_main_job_importable
 from benchmarks.commands import Answer, Command, Place
 from benchmarks.workloads import ROWS, Operation
 
@@ -68,7 +68,7 @@ def _measure(operation: Operation, seconds: float, least: int) -> Answer:
 
 def _join(place: Place) -> Api:
     column = place.column
-    api = load(TORCH if column.raw else column.library)
+    api = load(OURS if column.raw else column.library)
     make_main_job_importable(api)
     if not column.raw:
         meeting = {"init_method": f"file://{place.meeting_file}"}

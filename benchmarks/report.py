@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bindings import OURS
 from benchmarks.summary import Cell, Line, Spread
 from benchmarks.workloads import ROWS, Measure
 
@@ -46,6 +47,9 @@ def remarks(lines: Sequence[Line]) -> list[str]:
         floor = rows["unix"]["raw"].microseconds
         for name, cell in rows["empty"].items():
             said.append(f"empty call, {name}: {cell.microseconds / floor:.1f} raw round trips")
+    if {"empty", "metrics"} <= rows.keys() and OURS in rows["empty"]:
+        share = rows["metrics"]["raw"].microseconds / rows["empty"][OURS].microseconds
+        said.append(f"empty call, {OURS}: {share:.1%} of its time is counting for rpc.metrics()")
     if {"job", "alone"} <= rows.keys():
         computing = rows["alone"]["raw"].microseconds / 1e6
         for name, cell in rows["job"].items():

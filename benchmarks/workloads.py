@@ -231,6 +231,7 @@ _ROWS = (
     Row("unix", "raw Unix socket ping-pong", _raw(floors.unix_ping_pong), raw=True),
     Row("tcp", "raw TCP ping-pong", _raw(floors.tcp_ping_pong), raw=True),
     Row("copy64m", "copy of 64 MB, warm", _raw(floors.warm_copy), raw=True),
+    Row("metrics", "rpc.metrics() counting a call", _raw(floors.counting), raw=True),
     Row("alone", "main job, one step without RPC", _main_job_alone, raw=True),
 )
 

@@ -34,6 +34,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> None:
     rows = ["empty", "small", "echo64k", "async", "remote", "autograd", "optimizer", "unix", "tcp"]
+    rows.append("metrics")
     done = _run("--rows", *rows, "--output", str(tmp_path / "numbers"))
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "numbers.json").read_text())
@@ -41,6 +42,7 @@ def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> 
     assert all(cell["microseconds"] > 0 for row in saved["rows"] for cell in row["cells"].values())
     assert set(saved["rows"][0]["cells"]) == {"torch", "ours"}
     assert "raw round trips" in done.stdout
+    assert "of its time is counting for rpc.metrics()" in done.stdout
     assert (tmp_path / "numbers.png").stat().st_size > 0
 
 
