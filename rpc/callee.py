@@ -26,10 +26,10 @@ from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.cancellation import EarlyCancellations
 from rpc.errors import CallCancelledError, RpcError
+from rpc.holdings import Adopted
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
-from rpc.reference_keeper import Adopted
 from rpc.remote_errors import encode_error
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method

@@ -29,10 +29,10 @@ from rpc.errors import (
     UnknownWorkerError,
 )
 from rpc.futures import Future
+from rpc.holdings import Loan
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import WatchedSink, feeds, profiler_enabled, traced, watching
-from rpc.reference_keeper import Loan
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
 from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller

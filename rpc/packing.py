@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc import codec, tensor_table
+from rpc.holdings import Adopted, Loan
 from rpc.messages import Extensions
-from rpc.reference_keeper import Adopted, Loan, ReferenceKeeper
+from rpc.reference_keeper import ReferenceKeeper
 
 Attach = Callable[[Sequence[torch.Tensor]], Extensions]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,7 +29,8 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.futures import Future
-from rpc.ids import GlobalId, Life, Reference
+from rpc.holdings import NOTHING_LENT, Adopted, Countdown, Holding, Loan, Maker
+from rpc.ids import GlobalId, Life
 from rpc.messages import Operation, Reply, Status
 from rpc.reaper import Reaper
 from rpc.reference_terms import (
@@ -59,68 +59,6 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 
-Maker = tuple[int, str]
-"""A worker, and the name of a function that ``remote()`` ran there."""
-
-
-@dataclass(slots=True)
-class Holding:
-    """What one ``RRef`` object holds on to.
-
-    Args:
-        handle: how the reference table knows it.
-        value: the place of the value, on its owner.
-        creation: done when ``remote()`` is, at its caller.
-        maker: what makes the value, and where, at the caller of ``remote()``.
-        creation_ends_at: when ``creation`` will be done at the latest; 0 if that is not known.
-        constant: the value, if it came with the news that it was made.
-    """
-
-    handle: Handle
-    value: Slot | None = None
-    creation: Slot | None = None
-    maker: Maker | None = None
-    creation_ends_at: float = 0.0
-    constant: tuple[Any, ...] = ()
-
-    @property
-    def reference(self) -> Reference:
-        """Which value is meant."""
-        return self.handle.reference
-
-    @property
-    def fork(self) -> GlobalId | None:
-        """The user's fork; None on the owner."""
-        return self.handle.fork if isinstance(self.handle, UserHandle) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """The references inside one message on its way out."""
-
-    passed: tuple[Passed, ...] = ()
-    table: bytes = b""
-
-
-@dataclass(slots=True)
-class Adopted:
-    """The references inside one message that arrived.
-
-    Args:
-        handles: new ``RRef`` objects, in the order of the message's table.
-        pending: forks that their owners have yet to confirm.
-    """
-
-    keeper: ReferenceKeeper
-    handles: list[RRef[Any]] = field(default_factory=list)
-    pending: list[UserHandle] = field(default_factory=list)
-
-    def when_confirmed(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once no fork is pending, whatever became of them."""
-        self.keeper.when_settled(self.pending, callback)
-
-
-_NOTHING_LENT = Loan()
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
 
 
@@ -304,7 +242,7 @@ class ReferenceKeeper:
             RRefError: one of them must not be used any more.
         """
         if not handles:
-            return _NOTHING_LENT
+            return NOTHING_LENT
         life = self.agent.group.life(to)
         carrier = Carrier.REQUEST if borrow else Carrier.REPLY
         passed: list[Passed] = []
@@ -375,7 +313,7 @@ class ReferenceKeeper:
 
     def when_settled(self, handles: Iterable[UserHandle], callback: Callable[[], None]) -> None:
         """Calls ``callback`` once each handle is confirmed or has failed."""
-        countdown = _Countdown(callback)
+        countdown = Countdown(callback)
         with self._lock:
             for handle in handles:
                 if self._is_pending(handle):
@@ -615,26 +553,6 @@ class ReferenceKeeper:
 
 def _decode_nothing(*_: object) -> None:
     """A creation that succeeded brings no value back."""
-
-
-class _Countdown:
-    """Calls back when as many things have happened as were added, and one more."""
-
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._left = 1
-        self._callback = callback
-
-    def add(self) -> None:
-        with self._lock:
-            self._left += 1
-
-    def one_less(self) -> None:
-        with self._lock:
-            self._left -= 1
-            over = self._left == 0
-        if over:
-            self._callback()
 
 
 def _require_created(holding: Holding) -> None:

@@ -19,7 +19,8 @@ from rpc.futures import Future
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.reference_keeper import Holding, ReferenceKeeper
+    from rpc.holdings import Holding
+    from rpc.reference_keeper import ReferenceKeeper
     from rpc.rref_proxy import RRefProxy
 
 T = TypeVar("T")
