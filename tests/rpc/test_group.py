@@ -138,7 +138,7 @@ def test_to_one_who_is_expelled_all_others_are_gone_and_it_is_the_one_named() ->
     assert gone == [Life(1, 0)]
     assert members.living() == [ALICE]
     assert identity(members.lost_error(1)) == ("alice", 0, "declared lost")
-    assert identity(members.lost_error(2)) == ("carol", 0, "killed")
+    assert identity(members.lost_error(2)) == ("alice", 0, "declared lost")
     assert members.expel(0, "again")[1] == []
 
 
