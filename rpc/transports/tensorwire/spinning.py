@@ -10,6 +10,11 @@ try again at the same times, told by the clock that all processes of a host shar
 Measured on two cores, empty ping-pong over a Unix socket: 7 µs when both ends
 look out, 33-60 µs when one or none does; 11 µs without, 34 µs with it, when the
 scheduler has put both ends on one core.
+
+How long: until the answer to a short handler is there. Where a wake-up costs 20 µs,
+a call with two small tensors took 189 µs when both ends gave up after 50 µs, and 69 µs
+when after 95 µs; two to eight callers at once gained a fifth. Looking out for 150 µs
+would do the same for 64 KB and for ``remote()`` with ``to_here()``.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import os
 import select
 import time
 
-SPIN_SECONDS = 50e-6
+SPIN_SECONDS = 95e-6
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
 _TRIAL_EVERY_SECONDS = 0.02
