@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import rpc
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
+from tests import waiting
 
 SECONDS = 10.0
 
@@ -34,14 +36,7 @@ def debug(agent, key):
     return agent.debug_info().get(key, 0)
 
 
-def wait_until(condition):
-    """For what happens on other threads."""
-    done = threading.Event()
-    for _ in range(int(SECONDS * 200)):
-        if condition():
-            return
-        done.wait(0.005)
-    raise AssertionError("the condition did not come true")
+wait_until = partial(waiting.until, seconds=SECONDS)
 
 
 def square(x):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ import rpc
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent, AgentOptions
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from tests.waiting import until
 
 SECONDS = 20.0
 BOUND = 5.0
@@ -46,11 +46,7 @@ class Group:
         thread = threading.Thread(target=run)
         start = self.clock.now()
         thread.start()
-        deadline = time.monotonic() + SECONDS
-        while thread.is_alive():
-            assert time.monotonic() < deadline
-            self.clock.advance(0.1)
-            time.sleep(0.003)
+        until(lambda: not thread.is_alive(), SECONDS, meanwhile=lambda: self.clock.advance(0.1))
         return outcome[0], self.clock.now() - start
 
 
@@ -105,11 +101,11 @@ def test_the_contexts_of_a_frozen_worker_are_dropped_everywhere(group: Group) ->
             rpc.rpc_sync(name, square, (leaf(),))
     assert [contexts(alice), contexts(bob)] == [1, 1]
     group.hub.freeze(2)
-    deadline = time.monotonic() + SECONDS
-    while [contexts(alice), contexts(bob)] != [0, 0]:
-        assert time.monotonic() < deadline
-        group.clock.advance(0.1)
-        time.sleep(0.003)
+    until(
+        lambda: [contexts(alice), contexts(bob)] == [0, 0],
+        SECONDS,
+        meanwhile=lambda: group.clock.advance(0.1),
+    )
     with as_worker(carol):
         context.__exit__()
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from optim_dist import DistributedOptimizer
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Transport
+from tests import waiting
 
 OWNERS = ("first", "second")
 
@@ -149,14 +151,7 @@ def step_once(
         optimizer.step(context_id)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        gc.collect()
-        threading.Event().wait(0.005)
-    return True
+eventually = partial(waiting.eventually, meanwhile=gc.collect)
 
 
 def test_the_public_names_are_these() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import operator
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from rpc.errors import (
 from rpc.messages import Operation
 from rpc.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")
 
@@ -193,9 +193,7 @@ def test_calls_that_came_before_the_group_was_known_may_wait_for_each_other(
     _other_call.clear()
     with bob._early_frames.held_back():
         first, second = (alice.rpc_async("bob", f) for f in (wait_for_the_other, be_the_other))
-        deadline = time.monotonic() + 20
-        while len(came) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(came) == 2)
     second.wait()
     assert first.wait() is True
 

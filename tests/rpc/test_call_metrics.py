@@ -6,8 +6,6 @@ import math
 import operator
 import re
 import threading
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +31,7 @@ from rpc.method_names import method_name, operator_name, text_of
 from rpc.rref import RRef, call_method
 from rpc.sinks import WaitingCaller
 from rpc.testing import VirtualClock, as_worker, local_group
+from tests.waiting import until
 
 
 class Counter:
@@ -75,14 +74,6 @@ async def double(value: int) -> int:
 def row(rows: tuple[CallMetrics, ...], method: str) -> CallMetrics:
     (found,) = [r for r in rows if r.method == method]
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread is about to do."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def served(agent: Agent, method: str, calls: int) -> CallMetrics:

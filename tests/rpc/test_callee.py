@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rpc.agent import Agent
 from rpc.testing import MemoryHub, connect
 from rpc.transports.base import Peer
+from tests import waiting
 
 SECONDS = 30.0
 
@@ -39,11 +40,7 @@ def serve_new() -> str:
     return "for the new life"
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+until = partial(waiting.until, seconds=SECONDS)
 
 
 def come_back(agent: Agent, hub: MemoryHub, others: list[Agent]) -> Agent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,15 +14,9 @@ from rpc import CallCancelledError, RpcTimeoutError
 from rpc.agent import Agent, AgentOptions
 from rpc.cancellation import EarlyCancellations
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from tests.waiting import until
 
 SECONDS = 20.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class TestEarlyCancellations:

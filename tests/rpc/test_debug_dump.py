@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.debug_dump import DebugSignal, describe, install_debug_signal
 from rpc.testing import VirtualClock, as_worker, local_group
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -37,13 +38,6 @@ _gate = threading.Event()
 
 def wait_at_the_gate() -> None:
     _gate.wait(20)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture

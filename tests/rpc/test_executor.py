@@ -14,7 +14,6 @@ import queue
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch
 
 from rpc import executor as executor_module
 from rpc.executor import Executor, blocking, in_handler
+from tests.waiting import eventually
 
 SECONDS = 10.0
 NEVER = 3600.0
@@ -58,16 +58,6 @@ class Countdown:
 
     def wait(self) -> None:
         assert self._done.wait(SECONDS), f"{self._left} tasks were forgotten"
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SECONDS
-    pause = threading.Event()
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.001)
-    return True
 
 
 @contextlib.contextmanager

@@ -6,13 +6,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 import rpc
 from rpc import BringUpError, WorkerLostError
-from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names
+from tests import waiting
+from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -35,11 +37,7 @@ def workers() -> Iterator[list[WorkerProcess]]:
         worker.end()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+until = partial(waiting.until, seconds=SECONDS, pause=0.05)
 
 
 def try_to_join(url: str, rank: int) -> tuple[str, float]:
@@ -84,7 +82,7 @@ def test_the_survivors_go_on_without_the_host_of_the_store(
     for worker in workers:
         until(lambda worker=worker: len(worker.do(names)) == 3)  # type: ignore[misc]
     second.begin(call, "worker0", time.sleep, 3600)
-    time.sleep(0.3)
+    until(lambda: host.do(served) == 1)
     host.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerLostError, match="worker0"):
         second.result()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from chaos.worker import cut_off
 from rpc.ids import Life
 from rpc.liveness_probes import Answer, StoreProber
+from tests.waiting import until
 
 ALICE, BOB = Life(0, 1), Life(1, 1)
 
@@ -38,13 +39,6 @@ def pair() -> Iterator[Pair]:
     yield made
     made.alice.close()
     made.bob.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_one_that_is_there_answers_each_question(pair: Pair) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import partial
 
 from rpc.agent import Agent
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, local_group
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
+from tests import waiting
 
 SECONDS = 30.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+until = partial(waiting.until, seconds=SECONDS)
 
 
 def answer() -> int:

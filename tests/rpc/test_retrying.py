@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from rpc import Retry, RpcTimeoutError, WorkerLostError
 from rpc.agent import AgentOptions
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
 from rpc.transports.base import Frame, FrameKind
+from tests import waiting
 
 SECONDS = 20.0
 
@@ -47,11 +47,7 @@ class Pair:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Lets time pass until something holds."""
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            self.clock.advance(0.25)
-            time.sleep(0.005)
+        waiting.until(condition, SECONDS, 0.005, lambda: self.clock.advance(0.25))
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import copy
 import gc
 import pickle
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,18 +23,9 @@ from rpc.errors import (
 )
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
+from tests import waiting
 
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Waits for a condition that other threads bring about."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        gc.collect()
-        pause.wait(0.005)
-    return True
+eventually = partial(waiting.eventually, meanwhile=gc.collect)
 
 
 def owned(agent: Agent) -> int:

@@ -7,7 +7,7 @@ import json
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord, WorkerTrace
 from rpc.tracing import MAX_RECORDS, Trace, Tracing, trace
+from tests.waiting import until
 
 Group = list[Agent]
 
@@ -70,13 +71,6 @@ _gate = threading.Event()
 
 def wait_at_the_gate() -> None:
     _gate.wait(20)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def of(found: Trace, name: str) -> WorkerTrace:

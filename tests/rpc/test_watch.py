@@ -14,15 +14,9 @@ from rpc import MembershipChange, MembershipEvent, WorkerLostError
 from rpc.agent import Agent, AgentOptions
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from tests.waiting import until
 
 NAMES = ("alice", "bob", "carol", "dave")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Group:

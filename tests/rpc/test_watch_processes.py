@@ -6,12 +6,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rpc import WorkerLostError
+from tests import waiting
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -31,11 +33,7 @@ def processor_seconds() -> float:
     return used.user + used.system
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS_TO_ACT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+until = partial(waiting.until, seconds=SECONDS_TO_ACT, pause=0.05)
 
 
 @pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])

@@ -98,5 +98,10 @@ def names() -> list[str]:
     return [worker.name for worker in rpc.workers()]
 
 
+def served() -> int:
+    """How many calls run here now."""
+    return len(rpc.debug_info()["serving"])
+
+
 def leave(graceful: bool = True, timeout: float = 30) -> None:
     rpc.shutdown(graceful, timeout)

@@ -7,13 +7,14 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -81,11 +82,8 @@ def running(log: Path, command: list[str]) -> Iterator[Job]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"after {seconds} s still not: {what}")
-        time.sleep(0.02)
+    if not eventually(condition, seconds, pause=0.02):
+        pytest.fail(f"after {seconds} s still not: {what}")
 
 
 def alive(process: int) -> bool:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from rpc.transports.tensorwire.handshake import (
     derive_key,
 )
 from rpc.worker_info import WorkerInfo
+from tests import waiting
 from tests.rpc.transports.conformance import SECONDS, Worker
 
 Maker = Callable[..., list[Worker]]
@@ -97,13 +99,7 @@ def shake(
             sock.sendall(answer)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that nobody announces."""
-    deadline = time.monotonic() + SECONDS
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        pause.wait(0.005)
+until = partial(waiting.until, seconds=SECONDS)
 
 
 def descriptors() -> int:
