@@ -164,7 +164,8 @@ class ReferenceKeeper:
 
     def creation_not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
         """The request of ``remote()`` could not be sent."""
-        self._creation_over()
+        with self._lock:
+            self._creations_under_way -= 1
         if passed.passage is Passage.CREATION:
             self.unsent(Loan((passed,)), str(error))
         elif rref._holding.value is not None:
@@ -172,31 +173,29 @@ class ReferenceKeeper:
 
     def creation_replied(self, holding: Holding) -> None:
         """The owner has run the function that makes the value."""
-        if holding.fork is not None:
-            with self._lock:
+        effects: list[Effect] = []
+        with self._lock:
+            self._creations_under_way -= 1
+            if holding.fork is not None:
                 effects = self._table.creation_confirmed(holding.fork)
-            self._perform(effects)
+        self._perform(effects)
         if holding.maker is not None:
             self._makes_constants[holding.maker] = bool(holding.constant)
         if holding.creation is not None:
             holding.creation.fill(None)
-        self._creation_over()
 
     def creation_gone(self, holding: Holding, error: Exception) -> None:
         """The request of ``remote()`` failed or timed out."""
-        if holding.fork is not None:
-            with self._lock:
+        effects: list[Effect] = []
+        with self._lock:
+            self._creations_under_way -= 1
+            if holding.fork is not None:
                 effects = self._table.creation_failed(holding.fork, str(error))
-            self._perform(effects)
-        elif holding.value is not None:
+        self._perform(effects)
+        if holding.fork is None and holding.value is not None:
             holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
         if holding.creation is not None:
             holding.creation.fail(error)
-        self._creation_over()
-
-    def _creation_over(self) -> None:
-        with self._lock:
-            self._creations_under_way -= 1
 
     def creations_under_way(self) -> int:
         """Calls of ``remote()`` whose outcome is not known yet."""
