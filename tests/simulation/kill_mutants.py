@@ -18,7 +18,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,47 +26,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mutants import Mutant, applied, mutants_of
+from mutants import Mutant, applied
 from survivors import read_survivors, write_survivors
+from targets import TARGETS, Target, all_mutants
 
 from rpc._simulation.generator import Scenario
 from rpc._simulation.runs import draw
 from rpc._simulation.worker import Machines
 
 ROOT = Path(__file__).parents[2]
-UNITS = ROOT / "tests" / "rpc"
+UNITS = ROOT / "tests"
 _CPU_SECONDS_PER_BATCH = 6.0
 _BATCH = 20
 _UNIT_SECONDS = 60
 _EXTRA_MEMORY = 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A module that is mutated, and the unit tests that are its own.
-
-    Args:
-        module: its name.
-        only: functions whose names begin so; None for all.
-        units: files in ``tests/rpc``.
-    """
-
-    module: str
-    only: str | None
-    units: tuple[str, ...]
-
-
-TARGETS = (
-    Target("rpc.references", None, ("test_references.py",)),
-    Target("rpc.calls", None, ("test_calls.py",)),
-    Target("rpc.group", None, ("test_group.py",)),
-    Target("rpc.termination", None, ("test_termination.py",)),
-    Target("rpc.control", "DuplicateFilter", ("test_control.py",)),
-    Target("rpc.retry", "OnceTable", ("test_retry.py",)),
-    Target("rpc.retry", "_Caller", ("test_retry.py",)),
-    Target("rpc.retry", "_Entry", ("test_retry.py",)),
-    Target("rpc.cancellation", None, ("test_cancellation.py",)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +162,10 @@ def _judge_target(target: Target, mutants: list[Mutant], wanted: argparse.Namesp
 # --- All of them ------------------------------------------------------------------
 
 
-def _all(only: str | None) -> Iterator[tuple[Mutant, Target]]:
-    for target in TARGETS:
-        if only is None or target.module.endswith(only):
-            for mutant in mutants_of(target.module, target.only):
-                yield mutant, target
-
-
 def _judge_all(wanted: argparse.Namespace) -> list[Verdict]:
     """Judges in ``jobs`` processes, each of which takes its share."""
     known = _read(wanted.results)
-    left = [(m, t) for m, t in _all(wanted.module) if m.key not in known]
+    left = [(m, t) for m, t in all_mutants(wanted.module) if m.key not in known]
     print(f"{len(left)} mutants to judge", flush=True)
     children = []
     for share in range(wanted.jobs):
@@ -214,7 +180,7 @@ def _judge_all(wanted: argparse.Namespace) -> list[Verdict]:
     for child in children:
         os.waitpid(child, 0)
     judged = _read(wanted.results)
-    return [judged[m.key] for m, _ in _all(wanted.module) if m.key in judged]
+    return [judged[m.key] for m, _ in all_mutants(wanted.module) if m.key in judged]
 
 
 def _write(results: Path, verdict: Verdict) -> None:
@@ -242,20 +208,25 @@ def _report(verdicts: list[Verdict]) -> None:
         print("{:14}{:>9}{:>11}{:>9}{:>9}{:>9}".format(name, *counts))
 
 
-def _compare(verdicts: list[Verdict], *, write: bool) -> int:
+def _compare(verdicts: list[Verdict], only: str | None, *, write: bool) -> int:
     """Compares the survivors with those that are argued; returns the exit status."""
-    argued = read_survivors()
+    judged = {verdict.key for verdict in verdicts}
+    wanted = {mutant.key for mutant, _ in all_mutants(only)}
+    every = {mutant.key for mutant, _ in all_mutants()}
     survivors = {v.key: v.by_units for v in verdicts if not v.by_simulator}
     if write:
-        write_survivors(survivors, argued)
-        return 0
-    unargued = [key for key in survivors if not argued.get(key)]
-    killed = [v.key for v in verdicts if v.by_simulator and v.key in argued]
-    for key in unargued:
-        print(f"survives without an argument: {key}")
-    for key in killed:
-        print(f"is argued to survive, but was killed: {key}")
-    return int(bool(unargued or killed))
+        write_survivors(survivors, every - judged)
+    argued = read_survivors()
+    wrong = {
+        "was not judged": sorted(wanted - judged),
+        "survives without an argument": [key for key in survivors if not argued.get(key)],
+        "is argued to survive, but was killed": sorted(argued.keys() & judged - survivors.keys()),
+        "is argued to survive, but does not exist": sorted(argued.keys() - every),
+    }
+    for what, keys in wrong.items():
+        for key in keys:
+            print(f"{what}: {key}")
+    return int(any(wrong.values()) and not write)
 
 
 def _arguments() -> argparse.Namespace:
@@ -282,7 +253,7 @@ def main() -> int:
         wanted.results.unlink(missing_ok=True)
     verdicts = _judge_all(wanted)
     _report(verdicts)
-    return _compare(verdicts, write=wanted.write)
+    return _compare(verdicts, wanted.module, write=wanted.write)
 
 
 if __name__ == "__main__":

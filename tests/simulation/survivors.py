@@ -6,6 +6,7 @@ Each is one item: its key, who else kills it, and after a dash the argument.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 FILE = Path(__file__).with_name("SURVIVORS.md")
@@ -19,21 +20,37 @@ the original by the rules, or why what it breaks is not for the simulator to fin
 """
 
 
-def read_survivors() -> dict[str, str]:
+def read_survivors(file: Path = FILE) -> dict[str, str]:
     """The argument for each mutant that is listed; empty where there is none yet."""
-    if not FILE.exists():
-        return {}
-    items = map(_ITEM.match, FILE.read_text().splitlines())
-    return {item["key"].strip(): item["why"] for item in items if item}
+    return {item["key"].strip(): item["why"] for item in _items(file)}
 
 
-def write_survivors(survivors: dict[str, bool], argued: dict[str, str]) -> None:
-    """Lists the survivors, by module; ``survivors`` says whether unit tests kill each."""
-    lines = [_HEAD]
-    module = ""
+def write_survivors(survivors: dict[str, bool], unjudged: Set[str], file: Path = FILE) -> None:
+    """Brings the list up to date, by module; arguments stay.
+
+    Args:
+        survivors: of those that were judged now; true if unit tests kill it.
+        unjudged: those that were not: an item of one of them stays as it is.
+        file: to read and to write.
+    """
+    found: dict[str, dict[str, str]] = {}
+    argued = read_survivors(file)
+    for item in _items(file):
+        key = item["key"].strip()
+        module = found.setdefault(_module(key), {})
+        if key in unjudged:
+            module[key] = item[0]
     for key, units in survivors.items():
-        if key.split(".")[0] != module:
-            module = key.split(".")[0]
-            lines.append(f"{'' if len(lines) == 1 else chr(10)}## {module}\n")
-        lines.append(f"- `` {key} `` ({_UNITS[units]}): {argued.get(key, '')}".rstrip())
-    FILE.write_text("\n".join(lines) + "\n")
+        line = f"- `` {key} `` ({_UNITS[units]}): {argued.get(key, '')}"
+        found.setdefault(_module(key), {})[key] = line.rstrip()
+    parts = ["\n".join([f"## {name}\n", *found[name].values()]) for name in found if found[name]]
+    file.write_text("\n\n".join([_HEAD.rstrip(), *parts]) + "\n")
+
+
+def _items(file: Path) -> Iterator[re.Match[str]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return (item for item in map(_ITEM.match, lines) if item)
+
+
+def _module(key: str) -> str:
+    return key.split(".")[0]

@@ -32,21 +32,13 @@ def load(name: str) -> ModuleType:
 
 
 mutants, survivors = load("mutants"), load("survivors")
-MODULES = {
-    "rpc.references": None,
-    "rpc.calls": None,
-    "rpc.group": None,
-    "rpc.termination": None,
-    "rpc.control": "DuplicateFilter",
-    "rpc.retry": "OnceTable",
-    "rpc.cancellation": None,
-}
+targets = load("targets")
 ARGUED = survivors.read_survivors()
 
 
 @functools.cache
 def every_mutant() -> list:
-    return [m for module, only in MODULES.items() for m in mutants.mutants_of(module, only)]
+    return [mutant for mutant, _ in targets.all_mutants()]
 
 
 def sample() -> list:
@@ -56,7 +48,7 @@ def sample() -> list:
 
 def test_every_listed_survivor_exists_and_is_argued() -> None:
     keys = {mutant.key for mutant in every_mutant()}
-    unknown = [key for key in ARGUED if key.split(".")[0] != "retry" and key not in keys]
+    unknown = [key for key in ARGUED if key not in keys]
     assert not unknown, "not there any more; run make mutants ARGS='--fresh --write'"
     assert not [key for key, why in ARGUED.items() if not why]
 
