@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from rpc._simulation.front import SimulationError, SimulationReport, simulate
 from rpc._simulation.generator import Scenario
 from rpc._simulation.large import GroupReport, simulate_group
-from rpc._simulation.ledger import Rule, RuleBrokenError
+from rpc._simulation.rules import Rule, RuleBrokenError
 from rpc._simulation.worker import Machines
 from rpc.agent import Agent, AgentOptions
 from rpc.clock import Clock, VirtualClock

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rpc._simulation.generator import Scenario
-from rpc._simulation.ledger import Rule
+from rpc._simulation.rules import Rule
 from rpc._simulation.runs import Played, draw, replay
 from rpc._simulation.shrink import shrink
 from rpc._simulation.worker import Machines

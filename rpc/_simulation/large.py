@@ -65,7 +65,7 @@ def simulate_group(workers: int, seed: int = 0) -> GroupReport:
     group.world.ledger.check_settled()
     shared = group.world.messages
     group.everybody(lambda w: [steps.Begin(w.life)])
-    group.world.ledger.check_everybody_left()
+    group.world.shutdowns.check_everybody_left()
     dissolving = group.world.messages - shared
     return GroupReport(workers, shared, dissolving, time.perf_counter() - began)
 

@@ -2,20 +2,18 @@
 
 Owns what each fork owes its life to, which values were freed, what was promised
 to every call. It sees what happens and what was decided, never how. The rules
-that it enforces are in :class:`Rule`; the first one broken ends the run.
+that it enforces are in ``rules``, but for shutdowns, which have books of their own.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rpc._simulation.packets import (
-    Batch,
     Job,
     Outcome,
     Packet,
@@ -25,18 +23,14 @@ from rpc._simulation.packets import (
     Value,
     passed_in,
 )
+from rpc._simulation.rules import Rule, require
 from rpc.calls import Ended, Ending
 from rpc.control import (
     Accepted,
-    Cancel,
     ControlMessage,
     Delete,
-    Leaving,
     Passage,
     Passed,
-    Probe,
-    Quiet,
-    Ready,
     Register,
 )
 from rpc.errors import UnknownWorkerError, WorkerLostError
@@ -50,7 +44,6 @@ from rpc.reference_terms import (
     UserHandle,
 )
 from rpc.retry import RequestId, Verdict
-from rpc.termination import Phase as Shutdown
 
 if TYPE_CHECKING:
     from rpc._simulation.steps import Name
@@ -58,48 +51,7 @@ if TYPE_CHECKING:
     from rpc._simulation.world import World
 
 _GRAIN = 1 / 64
-_MOST_WAVES = 20
 _ACKNOWLEDGED = (Passage.CHILD, Passage.RETURN)
-_UNCOUNTED = (Ready, Probe, Quiet, Leaving, Cancel)
-
-
-class Rule(enum.Enum):
-    """What must hold; the value says it in words."""
-
-    NOT_FREED_IN_USE = "no value is freed while a live fork exists"
-    FREED_ONCE = "a value is freed once"
-    ALWAYS_FREED = "every value is freed in the end, and nothing kept for it"
-    HANDLES_WORK = "a handle that did not fail reaches its value"
-    FAILURES_HAVE_CAUSES = "a handle fails only for a cause, and says which"
-    COUNTS = "what a worker says that it keeps is what it keeps"
-    TOLD_ONCE = "what one message settles is told once, and never to the dead"
-    CALLS_END_ONCE = "every call ends exactly once, with a result or one typed error"
-    CALLS_END = "every call ends"
-    DEADLINES = "a call ends at its deadline, neither before nor after"
-    RUNS_ONCE = "a request that is tried again runs once, and all attempts get its result"
-    CANCELLED = "a request is cancelled if its caller, and this life of it, said so"
-    RIGHT_LIFE = "no call and no reply reaches the wrong incarnation"
-    DUPLICATES = "what comes twice is taken once, and what comes once is taken"
-    MEMBERS = "a worker knows who is there, and under which incarnation"
-    CONVERGENCE = "the membership views of the living converge"
-    SHUTDOWN_WAITS = "a shutdown cuts nothing short"
-    SHUTDOWN_ENDS = "a shutdown comes to its end"
-    NO_EXCEPTION = "decisions do not raise"
-    QUIESCENCE = "a group without work comes to rest"
-
-
-class RuleBrokenError(AssertionError):
-    """A run broke a rule.
-
-    Args:
-        rule: which.
-        detail: where and how.
-    """
-
-    def __init__(self, rule: Rule, detail: str) -> None:
-        super().__init__(f"{rule.value}: {detail}")
-        self.rule = rule
-        self.detail = detail
 
 
 @dataclass(slots=True)
@@ -137,17 +89,6 @@ class Ledger:
         self._ran: dict[tuple[Life, Life, int], Name] = {}
         self._early: set[tuple[Life, Life, int]] = set()
         self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
-        self._entered: set[tuple[Life, Shutdown | None]] = set()
-        self._phases: dict[Shutdown, frozenset[Life]] = {}
-
-    @staticmethod
-    def broken(rule: Rule, detail: str) -> NoReturn:
-        """Ends the run."""
-        raise RuleBrokenError(rule, detail)
-
-    def _require(self, holds: bool, rule: Rule, *detail: object) -> None:
-        if not holds:
-            self.broken(rule, " ".join(map(str, detail)))
 
     # --- Members
 
@@ -155,13 +96,13 @@ class Ledger:
         """A worker heard of another; it must now say what it was told."""
         group = worker.group
         view = {info.id: group.life(info.id) for info in group.living()}
-        self._require(view == worker.view, Rule.MEMBERS, worker.life, view, worker.view)
+        require(view == worker.view, Rule.MEMBERS, worker.life, view, worker.view)
         order = [info.id for info in group.living()]
-        self._require(order == sorted(order), Rule.MEMBERS, worker.life, "order", order)
+        require(order == sorted(order), Rule.MEMBERS, worker.life, "order", order)
         for record in worker.records.values():
-            self._require(worker.knows(record.to), Rule.CALLS_END, worker.life, "waits", record)
+            require(worker.knows(record.to), Rule.CALLS_END, worker.life, "waits", record)
         for life in worker.view.values():
-            self._require(group.lost_error(life.worker) is None, Rule.MEMBERS, life, "lost")
+            require(group.lost_error(life.worker) is None, Rule.MEMBERS, life, "lost")
 
     def loss_reported(self, worker: Worker, life: Life, error: WorkerLostError | None) -> None:
         """``worker`` was told that ``life`` is gone."""
@@ -170,21 +111,21 @@ class Ledger:
                 f"w{life.worker}",
                 life.incarnation,
             )
-            self._require(named, Rule.MEMBERS, worker.life, "lost", life, "and says", found)
+            require(named, Rule.MEMBERS, worker.life, "lost", life, "and says", found)
         again = worker.group.lose(life.worker, "twice")
-        self._require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
+        require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
 
     def resolved(self, worker: Worker, to: int, found: Life | Exception) -> None:
         """A program named a worker, living, lost or unknown."""
         living = worker.view.get(to)
         if living is not None:
-            self._require(found == living, Rule.RIGHT_LIFE, worker.life, to, "is", found)
+            require(found == living, Rule.RIGHT_LIFE, worker.life, to, "is", found)
         elif to in worker.met:
             named = isinstance(found, WorkerLostError) and found.name == f"w{to}"
-            self._require(named, Rule.MEMBERS, worker.life, to, "is", found)
+            require(named, Rule.MEMBERS, worker.life, to, "is", found)
         else:
             unknown = isinstance(found, UnknownWorkerError)
-            self._require(unknown, Rule.MEMBERS, worker.life, to, "is", found)
+            require(unknown, Rule.MEMBERS, worker.life, to, "is", found)
 
     # --- Calls
 
@@ -195,12 +136,12 @@ class Ledger:
     def call_withdrawn(self, worker: Worker, record: Record, withdrawn: bool) -> None:
         """A request did not leave; ``withdrawn`` unless the call ended before that was known."""
         was_open = record.outcome is None
-        self._require(withdrawn == was_open, Rule.CALLS_END_ONCE, worker.life, record, withdrawn)
+        require(withdrawn == was_open, Rule.CALLS_END_ONCE, worker.life, record, withdrawn)
 
     def call_settled(self, worker: Worker, record: Record, outcome: Outcome) -> None:
         """The program is told how its call ended."""
         first = record.outcome is None
-        self._require(first, Rule.CALLS_END_ONCE, worker.life, record, "ends with", outcome)
+        require(first, Rule.CALLS_END_ONCE, worker.life, record, "ends with", outcome)
 
     def calls_expired(self, worker: Worker, expired: Sequence[Ended[Record]]) -> None:
         """Deadlines passed."""
@@ -209,26 +150,26 @@ class Ledger:
         for ended in expired:
             record = ended.call
             due = record.deadline is not None and record.deadline <= now
-            self._require(due, Rule.DEADLINES, worker.life, record, "at", now)
+            require(due, Rule.DEADLINES, worker.life, record, "at", now)
             right = ended.ending is Ending.DEADLINE
-            self._require(right, Rule.CALLS_END_ONCE, worker.life, ended)
+            require(right, Rule.CALLS_END_ONCE, worker.life, ended)
             deadlines.append(record.deadline or 0.0)
         pairs = itertools.pairwise(deadlines)
         ordered = all(later >= earlier - _GRAIN for earlier, later in pairs)
-        self._require(ordered, Rule.DEADLINES, worker.life, "order", deadlines)
+        require(ordered, Rule.DEADLINES, worker.life, "order", deadlines)
 
     def time_passed(self, worker: Worker) -> None:
         """Nothing that is overdue may be left."""
         for record in worker.records.values():
             overdue = record.deadline is not None and record.deadline + _GRAIN <= self._world.now
             over = record.outcome is not None
-            self._require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
+            require(over or not overdue, Rule.DEADLINES, worker.life, record, "is overdue")
         self._count_calls(worker)
         self._check_running_counts(worker)
         rows = [(r.call_id, r.call, r.to, r.opened_at) for r in worker.calls.outstanding()]
         still = [r for r in worker.records.values() if r.outcome is None]
         expected = [(r.correlation, r, r.to.worker, r.opened_at) for r in still]
-        self._require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
+        require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
 
     def _check_running_counts(self, worker: Worker) -> None:
         """What a worker says that it keeps, while there is work."""
@@ -241,27 +182,27 @@ class Ledger:
         creating = sum(state == "creating" and failure is None for state, failure in users)
         pending = creating + sum(state == "registering" for state, _ in users)
         found = (counts.num_user_rrefs, counts.num_pending_users)
-        self._require(found == (known, pending), Rule.COUNTS, worker.life, counts, users)
+        require(found == (known, pending), Rule.COUNTS, worker.life, counts, users)
         if not self._world.losses:
             tables = [record.table for record in worker.records.values()]
             borrows = sum(p.passage is Passage.BORROW for table in tables for p in table)
             passing = (counts.num_pending_children, counts.num_borrows)
             expected = (self._passing[worker.life], borrows)
-            self._require(passing == expected, Rule.COUNTS, worker.life, counts, expected)
+            require(passing == expected, Rule.COUNTS, worker.life, counts, expected)
 
     def confirmation_asked(self, worker: Worker, fork: GlobalId) -> None:
         """Somebody wants to know whether the owner knows ``fork``."""
         said = worker.references.is_confirmed(fork)
         true = not said or fork in self._confirmed
-        self._require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
+        require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
 
     def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
         """A call, or what a deadline left of it, ended because its worker is lost."""
         record = ended.call
-        self._require(record.to == life, Rule.CALLS_END_ONCE, worker.life, life, "ends", record)
+        require(record.to == life, Rule.CALLS_END_ONCE, worker.life, life, "ends", record)
         expected = Ending.LOST if record.outcome is None else Ending.GHOST_LOST
         right = ended.ending is expected and not record.answered
-        self._require(right, Rule.CALLS_END_ONCE, worker.life, ended)
+        require(right, Rule.CALLS_END_ONCE, worker.life, ended)
 
     def reply_taken(
         self, worker: Worker, sender: Life, reply: Reply, ended: Ended[Record] | None
@@ -270,30 +211,30 @@ class Ledger:
         record = worker.records.get(reply.answers)
         if record is None or sender.worker != record.to.worker:
             ignored = ended is None
-            self._require(ignored, Rule.CALLS_END_ONCE, worker.life, "takes", sender, reply)
+            require(ignored, Rule.CALLS_END_ONCE, worker.life, "takes", sender, reply)
             return
         right = reply.served_by == record.to and reply.for_life == worker.life
-        self._require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
+        require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
         if record.once is not None:
             ran = self._ran.get((reply.served_by, worker.life, record.once))
             late = reply.ran is None and not worker.tries[record.once]
-            self._require(late or ran == reply.ran, Rule.RUNS_ONCE, worker.life, record, reply)
+            require(late or ran == reply.ran, Rule.RUNS_ONCE, worker.life, record, reply)
         expected = Ending.REPLY if record.outcome is None else Ending.LATE_REPLY
         taken = ended is not None and ended.call is record and ended.ending is expected
-        self._require(taken, Rule.CALLS_END_ONCE, worker.life, record, "got", ended)
+        require(taken, Rule.CALLS_END_ONCE, worker.life, record, "got", ended)
 
     def _count_calls(self, worker: Worker) -> None:
         table, records = worker.calls, worker.records.values()
         right = len(table) == len(records)
-        self._require(right, Rule.CALLS_END, worker.life, len(table), "calls, not", len(records))
+        require(right, Rule.CALLS_END, worker.life, len(table), "calls, not", len(records))
 
     # --- Requests
 
     def request_taken(self, worker: Worker, packet: Packet, request: Request, job: Job) -> None:
         """A request is about to be served."""
-        self._require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
+        require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
         early = (worker.life, packet.source, request.correlation) in self._early
-        self._require(job.cancelled == early, Rule.CANCELLED, worker.life, request, early)
+        require(job.cancelled == early, Rule.CANCELLED, worker.life, request, early)
         self._early.discard((worker.life, packet.source, request.correlation))
         if request.creates is not None:
             self._arrived.add(request.creates.reference.rref)
@@ -303,7 +244,7 @@ class Ledger:
         parent = self._claims[request.table[0].fork].parent
         certain = not self._world.losses or (parent is not None and self._reaches(parent))
         reached = isinstance(handle, OwnerHandle)
-        self._require(reached or not certain, Rule.HANDLES_WORK, worker.life, "refused", request)
+        require(reached or not certain, Rule.HANDLES_WORK, worker.life, "refused", request)
 
     def cancellations_noted(self, worker: Worker, sender: Life, correlations: set[int]) -> None:
         """Requests were cancelled that are not here."""
@@ -312,10 +253,10 @@ class Ledger:
     def call_cancelled(self, worker: Worker, record: Record, ended: Ended[Record] | None) -> None:
         """A program gave up a call; ``ended`` is what the table of calls made of it."""
         if record.outcome is not None:
-            self._require(ended is None, Rule.CALLS_END_ONCE, worker.life, record, ended)
+            require(ended is None, Rule.CALLS_END_ONCE, worker.life, record, ended)
             return
         right = ended is not None and ended.call is record and ended.ending is Ending.CANCELLED
-        self._require(right, Rule.CALLS_END_ONCE, worker.life, record, ended)
+        require(right, Rule.CALLS_END_ONCE, worker.life, record, ended)
 
     def admitted(
         self, worker: Worker, job: Job, once: RequestId, verdict: Verdict, ran: Name | None
@@ -324,20 +265,20 @@ class Ledger:
         key = (worker.life, job.sender, once.number)
         before = self._ran.get(key)
         if verdict is Verdict.RUN:
-            self._require(before is None, Rule.RUNS_ONCE, worker.life, job.sender, once)
+            require(before is None, Rule.RUNS_ONCE, worker.life, job.sender, once)
             self._ran[key] = job.name
             return
         if verdict is Verdict.OVER:
             caller = self._world.living.get(job.sender)
             needed = caller is not None and caller.tries[once.number]
-            self._require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
+            require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
             return
         same = ran is None if before in worker.jobs else ran == before
-        self._require(same, Rule.RUNS_ONCE, worker.life, job.sender, once, verdict, ran)
+        require(same, Rule.RUNS_ONCE, worker.life, job.sender, once, verdict, ran)
 
     def waiter_answered(self, worker: Worker, name: Name) -> None:
         """A request gets the outcome of its like."""
-        self._require(name in worker.jobs, Rule.RUNS_ONCE, worker.life, "answers", name)
+        require(name in worker.jobs, Rule.RUNS_ONCE, worker.life, "answers", name)
 
     def served(self, worker: Worker, job: Job) -> None:
         """A handler ended, and whoever waited for it was answered."""
@@ -349,13 +290,13 @@ class Ledger:
             if other.request.once is not None
             and (other.sender, other.request.once.number) == (job.sender, once.number)
         ]
-        self._require(not waiting, Rule.RUNS_ONCE, worker.life, "leaves waiting", waiting)
+        require(not waiting, Rule.RUNS_ONCE, worker.life, "leaves waiting", waiting)
 
     def batch_taken(self, worker: Worker, sender: Life, sequence: int, fresh: bool) -> None:
         """A batch of control messages came and was, or was not, recognised as new."""
         seen = self._batches[worker.life, sender]
         right = fresh == (sequence not in seen)
-        self._require(right, Rule.DUPLICATES, worker.life, sender, sequence, fresh)
+        require(right, Rule.DUPLICATES, worker.life, sender, sequence, fresh)
         seen.add(sequence)
 
     # --- References
@@ -365,7 +306,7 @@ class Ledger:
         reference = passed.reference
         made = self._creations[worker.life, reference.owner]
         numbered = reference.creation == made
-        self._require(numbered, Rule.COUNTS, worker.life, passed, "is number", made)
+        require(numbered, Rule.COUNTS, worker.life, passed, "is number", made)
         self._creations[worker.life, reference.owner] += 1
         self._claims[passed.fork] = _Claim(
             reference.rref, reference.owner, worker.life, None, Passage.CREATION, True
@@ -383,25 +324,25 @@ class Ledger:
         if isinstance(handle, UserHandle):
             known = self._failed.get(handle.fork)
             right = failure == known and isinstance(passed, Failure) == (known is not None)
-            self._require(right, Rule.FAILURES_HAVE_CAUSES, handle, failure, known)
+            require(right, Rule.FAILURES_HAVE_CAUSES, handle, failure, known)
         if isinstance(passed, Failure):
             return
         right = passed.passage is _passage(worker.life, handle, to, carrier)
-        self._require(right, Rule.TOLD_ONCE, worker.life, "passes", handle, "as", passed)
+        require(right, Rule.TOLD_ONCE, worker.life, "passes", handle, "as", passed)
         reference, passage = passed.reference, passed.passage
         parent = handle.fork if isinstance(handle, UserHandle) else None
         granted = passage is Passage.GRANT
         unused = passed.fork not in self._claims
-        self._require(unused, Rule.HANDLES_WORK, worker.life, "reuses", passed.fork)
+        require(unused, Rule.HANDLES_WORK, worker.life, "reuses", passed.fork)
         claim = _Claim(reference.rref, reference.owner, to, parent, passage, granted)
         self._claims[passed.fork] = claim
         self._passing[worker.life] += passage in _ACKNOWLEDGED
 
     def sent(self, worker: Worker, to: Life, message: ControlMessage) -> None:
         """The reference protocol decided to send something."""
-        self._require(to != worker.life, Rule.TOLD_ONCE, worker.life, "tells itself", message)
+        require(to != worker.life, Rule.TOLD_ONCE, worker.life, "tells itself", message)
         living = to.incarnation > worker.told_over.get(to.worker, -1)
-        self._require(living, Rule.TOLD_ONCE, worker.life, "tells", to, message)
+        require(living, Rule.TOLD_ONCE, worker.life, "tells", to, message)
         if not isinstance(message, Register | Delete | Accepted):
             return
         claim = self._claims[message.fork]
@@ -409,7 +350,7 @@ class Ledger:
         needed = told not in self._told
         if isinstance(message, Accepted):
             needed = needed and claim.passage in _ACKNOWLEDGED and to == message.fork.life
-        self._require(needed, Rule.TOLD_ONCE, worker.life, "tells", to, message)
+        require(needed, Rule.TOLD_ONCE, worker.life, "tells", to, message)
         self._told.add(told)
 
     def accepted(self, worker: Worker) -> None:
@@ -420,7 +361,7 @@ class Ledger:
         """A reference arrived and became a handle."""
         mine = passed.reference.owner == worker.life
         same = handle.reference == passed.reference and (mine or isinstance(handle, UserHandle))
-        self._require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
+        require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
 
     def not_sent(self, worker: Worker, passed: Passed) -> None:
         """The message that was to carry ``passed`` did not leave."""
@@ -433,7 +374,7 @@ class Ledger:
     def handle_confirmed(self, worker: Worker, fork: GlobalId) -> None:
         """The owner is said to know ``fork``."""
         twice = fork in self._confirmed
-        self._require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
+        require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
         self._confirmed.add(fork)
         self._claims[fork].known_to_owner = True
         own_child = self._claims[fork].passage is Passage.CHILD and fork.life == worker.life
@@ -443,9 +384,9 @@ class Ledger:
         """A handle must not be used any more."""
         claim = self._claims[fork]
         first = fork not in self._failed
-        self._require(first, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, "fails twice", failure)
+        require(first, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, "fails twice", failure)
         caused = bool(failure.reason) and self._has_cause(worker, fork, claim, failure.kind)
-        self._require(caused, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, failure)
+        require(caused, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, failure)
         self._failed[fork] = failure
         if failure.kind in (FailureKind.STALE, FailureKind.OWNER_LOST):
             claim.gone = True
@@ -485,21 +426,21 @@ class Ledger:
         """A value is said never to come."""
         kept = worker.references.is_kept(rref)
         justified = bool(reason) and kept and rref not in self._arrived
-        self._require(justified, Rule.FAILURES_HAVE_CAUSES, worker.life, rref, reason)
+        require(justified, Rule.FAILURES_HAVE_CAUSES, worker.life, rref, reason)
 
     def freed_value(self, owner: Worker, rref: GlobalId) -> None:
         """A value is gone."""
-        self._require(rref not in self._freed, Rule.FREED_ONCE, owner.life, rref)
+        require(rref not in self._freed, Rule.FREED_ONCE, owner.life, rref)
         self._freed.add(rref)
         for worker in self._world.living.values():
             jobs = (handle for job in worker.jobs.values() for handle in job.handles.values())
             for handle in (*worker.handles.values(), *jobs):
                 if handle.reference.rref == rref:
                     used = self._may_use(worker, handle)
-                    self._require(not used, Rule.NOT_FREED_IN_USE, rref, "at", worker.life, handle)
+                    require(not used, Rule.NOT_FREED_IN_USE, rref, "at", worker.life, handle)
         for packet, passed in passed_in(self._world.network.values(), rref):
             valid = self._is_valid(packet, passed)
-            self._require(not valid, Rule.NOT_FREED_IN_USE, rref, "under way", packet)
+            require(not valid, Rule.NOT_FREED_IN_USE, rref, "under way", packet)
 
     def _may_use(self, worker: Worker, handle: Handle) -> bool:
         if isinstance(handle, OwnerHandle):
@@ -517,62 +458,6 @@ class Ledger:
             return True
         return self._reaches(passed.fork)
 
-    # --- Shutting down
-
-    def entered(self, worker: Worker, phase: Shutdown | None) -> None:
-        """A worker got on with its shutdown, or is through with it (None)."""
-        again = (worker.life, phase) in self._entered
-        self._require(not again, Rule.TOLD_ONCE, worker.life, "enters", phase, "again")
-        self._entered.add((worker.life, phase))
-        decided = self._phases.setdefault(phase or Shutdown.CLOSE, frozenset(worker.view.values()))
-        if phase is None:
-            decided = self._phases[Shutdown.CLOSE]
-            self._check_leader_is_last(worker, decided)
-        notices = phase is not Shutdown.RELEASE
-        left = self._left_for(decided, notices=notices)
-        self._require(not left, Rule.SHUTDOWN_WAITS, worker.life, phase, left)
-        if notices and not self._world.losses:
-            leaks = worker.references.leaks()
-            self._require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
-
-    def _check_leader_is_last(self, worker: Worker, group: frozenset[Life]) -> None:
-        """Whoever others would turn to leaves when they have."""
-        if min(worker.view) != worker.life.worker:
-            return
-        for life in group & frozenset(worker.view.values()):
-            other = self._world.living.get(life)
-            gone = other is None or other is worker or other.finished
-            self._require(gone, Rule.SHUTDOWN_WAITS, worker.life, "leaves before", life)
-
-    def answered(self, worker: Worker, waves: int) -> None:
-        """A worker answers its leader for the ``waves``-th time without anything between."""
-        few = waves < _MOST_WAVES
-        self._require(few, Rule.SHUTDOWN_ENDS, worker.life, "runs in circles")
-
-    def _left_for(self, group: frozenset[Life], *, notices: bool) -> list[object]:
-        """What is under way, or runs, and was not caused by anybody that died."""
-        world = self._world
-        absent = {life for life in group if life not in world.living and life not in world.closed}
-        present = group - absent
-        left: list[object] = [
-            packet
-            for packet in world.network.values()
-            if self._must_arrive(packet, notices)
-            and packet.origin not in world.taken
-            and packet.causes <= present
-        ]
-        for worker in world.living.values():
-            if worker.jobs:
-                left += [job for job in worker.jobs.values() if job.causes <= present]
-        return left
-
-    @staticmethod
-    def _must_arrive(packet: Packet, notices: bool) -> bool:
-        """Requests and replies always; what shutdowns are about never."""
-        if not isinstance(packet.body, Batch):
-            return True
-        return notices and not all(isinstance(m, _UNCOUNTED) for m in packet.body.messages)
-
     # --- At rest
 
     def check_settled(self) -> None:
@@ -580,11 +465,11 @@ class Ledger:
         self._check_views()
         lent = self._lent()
         for worker in self._world.living.values():
-            self._require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
-            self._require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
-            self._require(not worker.calls.outstanding(), Rule.CALLS_END, worker.life, "a row")
+            require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
+            require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
+            require(not worker.calls.outstanding(), Rule.CALLS_END, worker.life, "a row")
             idle = worker.calls.next_expiry() is None
-            self._require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
+            require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
             self._check_filters(worker)
             self._check_handles(worker)
             self._check_counts(worker, lent[worker.life])
@@ -596,7 +481,7 @@ class Ledger:
             ranges = sum(number - 1 not in came for number in came)
             right = known.ranges == ranges and all(number in known for number in came)
             exact = right and max(came) + 1 not in known
-            self._require(exact, Rule.DUPLICATES, worker.life, sender, known.ranges, came)
+            require(exact, Rule.DUPLICATES, worker.life, sender, known.ranges, came)
 
     def _lent(self) -> defaultdict[Life, dict[GlobalId, list[Life]]]:
         """Who holds usable handles to which values of whom; one entry for each handle."""
@@ -616,7 +501,7 @@ class Ledger:
                 if frozenset((life, worker.life)) not in world.cut
             }
             right = worker.view == expected
-            self._require(right, Rule.CONVERGENCE, worker.life, worker.view, expected)
+            require(right, Rule.CONVERGENCE, worker.life, worker.view, expected)
 
     def _check_handles(self, worker: Worker) -> None:
         for handle in worker.handles.values():
@@ -624,14 +509,14 @@ class Ledger:
                 continue
             failure = worker.references.failure(handle)
             same = failure == self._failed.get(handle.fork)
-            self._require(same, Rule.FAILURES_HAVE_CAUSES, worker.life, handle, failure)
+            require(same, Rule.FAILURES_HAVE_CAUSES, worker.life, handle, failure)
             if failure is not None:
                 continue
             sure = worker.references.is_confirmed(handle.fork) and handle.fork in self._confirmed
-            self._require(sure, Rule.HANDLES_WORK, worker.life, handle, "is not confirmed")
+            require(sure, Rule.HANDLES_WORK, worker.life, handle, "is not confirmed")
             owner = self._world.living.get(handle.reference.owner)
             there = owner is not None and handle.reference.rref in owner.values
-            self._require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
+            require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
 
     def _check_counts(self, worker: Worker, lent: dict[GlobalId, list[Life]]) -> None:
         counts = worker.references.counts()
@@ -640,18 +525,16 @@ class Ledger:
         forks = sum(map(len, lent.values()))
         found = (counts.num_user_rrefs, counts.num_owner_rrefs, counts.num_forks)
         right = found == (usable, len(worker.values), forks)
-        self._require(right, Rule.COUNTS, worker.life, counts, usable, len(worker.values), forks)
+        require(right, Rule.COUNTS, worker.life, counts, usable, len(worker.values), forks)
         passing = (counts.num_pending_users, counts.num_pending_children, counts.num_borrows)
-        self._require(passing == (0, 0, 0), Rule.COUNTS, worker.life, counts)
+        require(passing == (0, 0, 0), Rule.COUNTS, worker.life, counts)
         listed = {handle.fork for handle, _ in worker.references.users()}
-        self._require(
-            listed == {handle.fork for handle in mine}, Rule.COUNTS, worker.life, listed, mine
-        )
+        require(listed == {handle.fork for handle in mine}, Rule.COUNTS, worker.life, listed, mine)
         leaks = {leak.rref: leak.users for leak in worker.references.leaks()}
         expected = {rref: tuple(sorted(set(users))) for rref, users in lent.items()}
-        self._require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
+        require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
         waiting = [rref for rref, value in worker.values.items() if value is Value.AWAITED]
-        self._require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
+        require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
 
     @staticmethod
     def _usable(worker: Worker) -> list[UserHandle]:
@@ -671,16 +554,8 @@ class Ledger:
                 + counts.num_borrows
             )
             nothing = kept == 0 and not worker.values and not worker.references.users()
-            self._require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
-            self._require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")
-
-    def check_everybody_left(self) -> None:
-        """A shutdown is over."""
-        stuck = [
-            (worker.life, worker.termination.phase, worker.termination.missing())
-            for worker in self._world.living.values()
-        ]
-        self._require(not stuck, Rule.SHUTDOWN_ENDS, stuck)
+            require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
+            require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")
 
 
 def _passage(life: Life, handle: Handle, to: Life, carrier: Carrier) -> Passage:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rpc._simulation import steps
 from rpc._simulation.generator import Generator, Scenario
-from rpc._simulation.ledger import Rule, RuleBrokenError
+from rpc._simulation.rules import Rule, RuleBrokenError, require
 from rpc._simulation.steps import Act, Phase, Step
 from rpc._simulation.worker import Machines
 from rpc._simulation.world import World
@@ -114,8 +114,8 @@ class _Run:
     def apply(self, step: Step) -> None:
         """Carries out a step."""
         self._done += 1
-        if self._done > _MOST_STEPS:
-            self._world.ledger.broken(Rule.QUIESCENCE, f"still at work after {self._done} steps")
+        ends = self._done <= _MOST_STEPS
+        require(ends, Rule.QUIESCENCE, "still at work after", self._done, "steps")
         self._world.apply(step)
 
     def play(
@@ -137,7 +137,7 @@ class _Run:
         ledger = self._world.ledger
         self._settle(Phase.SETTLE, choose)
         if self._leaves:
-            ledger.check_everybody_left()
+            self._world.shutdowns.check_everybody_left()
             return
         ledger.check_settled()
         self._settle(Phase.DROP, choose)
@@ -145,7 +145,7 @@ class _Run:
         ledger.check_empty()
         if not self._world.cut:
             self._settle(Phase.LEAVE, choose)
-            ledger.check_everybody_left()
+            self._world.shutdowns.check_everybody_left()
 
     def _settle(self, phase: Phase, choose: Callable[[Phase], Act | None]) -> None:
         while (act := choose(phase)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rpc._simulation.ledger import Rule
+from rpc._simulation.rules import Rule
 from rpc._simulation.runs import Script, replay
 from rpc._simulation.steps import Step
 from rpc._simulation.worker import Machines

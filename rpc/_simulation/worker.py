@@ -521,7 +521,7 @@ class Worker:
         waves = 0
         while self.life in self.world.probed and self.quiet():
             waves += 1
-            self.world.ledger.answered(self, waves)
+            self.world.shutdowns.answered(self, waves)
             self.world.probed.discard(self.life)
             self.follow(self.termination.quiet(self.activity, self.sent, self.received))
 
@@ -543,11 +543,11 @@ class Worker:
         elif isinstance(effect, AnswerWhenQuiet):
             self.world.probed.add(self.life)
         elif isinstance(effect, Enter):
-            self.world.ledger.entered(self, effect.phase)
+            self.world.shutdowns.entered(self, effect.phase)
             if effect.phase is Shutdown.RELEASE:
                 self.release()
         else:
-            self.world.ledger.entered(self, None)
+            self.world.shutdowns.entered(self, None)
             self.finished = True
 
     def _tell(self, effect: Tell) -> None:

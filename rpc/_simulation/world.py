@@ -41,6 +41,7 @@ from rpc._simulation.packets import (
     Tidings,
     Value,
 )
+from rpc._simulation.shutdowns import Shutdowns
 from rpc._simulation.steps import Act, Name, Step, describe, short
 from rpc._simulation.worker import Machines, Worker, info_of
 from rpc.control import Passage, Passed
@@ -79,6 +80,7 @@ class World:
         self.probed: set[Life] = set()
         self.causes = _NOBODY
         self.ledger = Ledger(self)
+        self.shutdowns = Shutdowns(self)
         self._number = -1
         self._made = 0
         self._carry_out = self._table()
