@@ -281,9 +281,13 @@ class Agent:
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
         _require_callable(func)
+        if retry is not None:
+            tried = RetriedCall(to, func, args or (), kwargs or {})
+            return self.retries.create(tried, timeout, retry)
         if profiling.wanted():
             return profiling.remote(self, to, func, args, kwargs, timeout)
         owner = self.find(to, timeout)

@@ -219,6 +219,7 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    retry: Retry | None = None,
 ) -> RRef[T]:
     """Runs ``func`` on worker ``to``, which keeps the result; returns a reference to it.
 
@@ -229,6 +230,9 @@ def remote(
         kwargs: keyword arguments.
         timeout: seconds for the creation; if it fails, every use of the reference
             raises ``RRefCreationError``.
+        retry: as in :func:`rpc_sync`: the request is sent again when it takes too long,
+            and the value is made once. The reference means one life of its owner, so a
+            creation ends when that is lost.
 
     Example::
 
@@ -239,7 +243,7 @@ def remote(
         func, args, kwargs = _serialized(func, args, kwargs)
     if isinstance(func, torch.jit.ScriptFunction):
         check_arguments(func, args or (), kwargs or {})
-    return current_agent().remote(to, func, args, kwargs, timeout)
+    return current_agent().remote(to, func, args, kwargs, timeout, retry)
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:

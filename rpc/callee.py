@@ -25,6 +25,7 @@ from torch.autograd import profiler
 from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.cancellation import EarlyCancellations
+from rpc.control import PASSED_BYTES
 from rpc.errors import CallCancelledError, RpcError
 from rpc.holdings import Adopted
 from rpc.messages import Extensions, Operation, Reply, Request, Status
@@ -85,6 +86,10 @@ class Callee:
             found = [s for s in self._serving if s.is_one_of(sender, correlations)]
             missing = {*correlations} - {service.correlation for service in found}
             self._early.note(sender, missing)
+            numbers = {service.number for service in found} - {0}
+            if numbers:  # another attempt at one of them may be the one that runs
+                like = [s for s in self._serving if s.sender == sender and s.number in numbers]
+                found = [*{*found, *like}]
         for service in found:
             service.cancel()
 
@@ -101,9 +106,15 @@ class Callee:
             service.cancel()
 
     def admit(self, service: _Service, request: RequestId) -> bool:
-        """True if a request that may come more than once is to be run now."""
+        """True if a request that may come more than once is to be run now.
+
+        Its outcome is for all attempts at it, so it has as long as the last of them.
+        """
         with self._lock:
             now = self._agent.clock.now()
+            service.number = request.number
+            since = self._serving.get(service, now)
+            service.deadline = since + request.seconds if request.seconds else 0.0
             verdict, outcome = self._once.arrived(service.sender, request, service, now)
         if outcome is not None:
             service.answer(outcome)
@@ -113,9 +124,8 @@ class Callee:
 
     def ended_once(self, service: _Service, outcome: _Outcome) -> None:
         """A request that may come more than once ran: answers all that came."""
-        number = RequestId.decode(service.request.target).number
         with self._lock:
-            waiters = self._once.ended(service.sender, number, service, outcome)
+            waiters = self._once.ended(service.sender, service.number, service, outcome)
         for waiter in waiters or [service]:
             waiter.answer(outcome)
 
@@ -167,7 +177,7 @@ class Callee:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a function ended."""
+    """How a function ended; of one that made a value for a reference, what is told of it."""
 
     result: object
     error: BaseException | None
@@ -187,6 +197,7 @@ class _Service:
         "deadline",
         "failed",
         "method",
+        "number",
         "orphaned",
         "received",
         "request",
@@ -209,6 +220,7 @@ class _Service:
         if tensors:
             self.received += tensor_bytes(tensors)
         self.sent = 0
+        self.number = 0
         self.failed = False
         self.deadline = 0.0
         self.cancelled = False
@@ -264,12 +276,15 @@ class _Service:
             self._fetch(adopted, scopes)
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
-        elif not self.is_once() or self._callee.admit(self, RequestId.decode(self.request.target)):
-            self._call(adopted, scopes)
+        else:
+            once = self._once()
+            if not once or self._callee.admit(self, RequestId.decode(once)):
+                self._call(adopted, scopes)
 
-    def is_once(self) -> bool:
-        """True if the request may come more than once, but is to run once."""
-        return bool(self.request.target) and self.request.operation is Operation.CALL
+    def _once(self) -> bytes:
+        """The id of a request that may come more than once, but is to run once; or nothing."""
+        target = self.request.target
+        return target if self.request.operation is Operation.CALL else target[PASSED_BYTES:]
 
     def answer(self, outcome: _Outcome) -> None:
         """Replies with what a function returned or raised, maybe for another request."""
@@ -277,7 +292,10 @@ class _Service:
             self._reply_error(outcome.error)
             return
         try:
-            self._reply(outcome.result)
+            if self.request.operation is Operation.CREATE:
+                self._reply_created(outcome.result)
+            else:
+                self._reply(outcome.result)
         except BaseException as error:
             self._reply_error(error)
 
@@ -375,14 +393,20 @@ class _Service:
         try:
             if self.request.operation is Operation.CREATE:
                 self._agent.references.created(self.request.target, result)
-                reply = Reply(Status.OK, extensions=self._metadata(()))
-                self._send(reply, codec.encode_constant(result))
-            elif self.request.target and self.is_once():
+                result = codec.encode_constant(result)  # all that outlives the reference
+            if self.number:
                 self._callee.ended_once(self, _Outcome(result, None))
+            elif self.request.operation is Operation.CREATE:
+                self._reply_created(result)
             else:
                 self._reply(result)
         except BaseException as error:
             self._fail(error)
+
+    def _reply_created(self, constant: object) -> None:
+        """Tells that the function of a ``remote()`` ran, and what it made if that is small."""
+        assert isinstance(constant, bytes)
+        self._send(Reply(Status.OK, extensions=self._metadata(())), constant)
 
     def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
         """What extensions have to say about a reply that carries no value."""
@@ -418,8 +442,11 @@ class _Service:
         _print_traceback(error)
         if self.request.operation is Operation.CREATE:
             self._agent.references.creation_raised(self.request.target, error)
-            self._send_quietly(Reply(Status.OK))
-        elif self.is_once():
+            if self.number:
+                self._callee.ended_once(self, _Outcome(b"", None))
+            else:
+                self._send_quietly(Reply(Status.OK))
+        elif self.number:
             self._callee.ended_once(self, _Outcome(None, error))
         else:
             self._reply_error(error)
@@ -430,7 +457,7 @@ class _Service:
         error = CallCancelledError(f"{text_of(self.method)} was cancelled {when}")
         if self.request.operation is Operation.CREATE:
             self._agent.references.creation_raised(self.request.target, error)
-        if self.is_once():
+        if self.number:
             self._callee.ended_once(self, _Outcome(None, error))
         else:
             self._reply_error(error)

@@ -32,7 +32,7 @@ from rpc.futures import Future
 from rpc.holdings import Loan
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
-from rpc.observation import WatchedSink, feeds, profiler_enabled, traced, watching
+from rpc.observation import WatchedSink, feeds, goes_on, profiler_enabled, traced, watching
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
 from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
@@ -288,7 +288,7 @@ class Caller:
             )
         if ended:
             self._agent.transport.wake()
-            expired = [item.call for item in ended]
+            expired = [item.call for item in ended if not goes_on(item.call.sink)]
             self._agent.completions.submit(lambda: self._tell_cancelled(expired))
         return armed
 

@@ -172,6 +172,8 @@ _BATCH: Final = struct.Struct("<BQI")
 _GLOBAL_ID: Final = struct.Struct("<IQQ")
 _REFERENCE: Final = struct.Struct("<IQQIQQ")
 _PASSED: Final = struct.Struct("<IQQIQQIQQB")
+PASSED_BYTES: Final = _PASSED.size
+"""How long one entry of a reference table is."""
 _COUNT: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<Q")
 _TEXT: Final = struct.Struct("<H")

@@ -112,6 +112,11 @@ def leads_to(sink: Sink, wanted: Sink) -> bool:
     return _inside(sink) is wanted
 
 
+def goes_on(sink: Sink) -> bool:
+    """True if a call that failed is tried again."""
+    return getattr(_inside(sink), "goes_on", False) is True
+
+
 def _inside(sink: Sink) -> Sink:
     while isinstance(sink, WatchedSink):
         sink = sink._sink

@@ -15,6 +15,7 @@ import torch
 
 from rpc import codec
 from rpc.control import (
+    PASSED_BYTES,
     ControlMessage,
     Passage,
     Passed,
@@ -562,7 +563,8 @@ def _require_created(holding: Holding) -> None:
 
 
 def _creation(target: bytes) -> Passed:
-    (passed,) = decode_passed(target)
+    """What a request of ``remote()`` creates; its target may go on with a request id."""
+    (passed,) = decode_passed(target[:PASSED_BYTES])
     return passed
 
 

@@ -29,7 +29,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How a call is tried again when it took too long or its worker was lost.
+    """How a call, or the creation of a value, is tried again: after what took too long.
+
+    Also when the worker was lost, but for ``remote()``.
 
     Only for functions marked with :func:`rpc.functions.idempotent`. A request that
     reaches the same life of a worker twice still runs once; in a later life of the

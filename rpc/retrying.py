@@ -6,9 +6,10 @@ import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rpc.control import encode_passed
 from rpc.errors import (
     CallCancelledError,
     RpcError,
@@ -18,6 +19,7 @@ from rpc.errors import (
 )
 from rpc.functions import is_idempotent
 from rpc.futures import Future
+from rpc.ids import Life
 from rpc.messages import Reply
 from rpc.observation import leads_to
 from rpc.retry import Attempts, RequestId, Retry
@@ -27,8 +29,22 @@ from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.rref import RRef
 
 _TRANSIENT = (RpcTimeoutError, WorkerLostError, UnknownWorkerError)
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """The reference that a ``remote()`` returned: it means one life of its owner.
+
+    Args:
+        owner: which.
+        target: what its request carries.
+    """
+
+    owner: Life
+    target: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +56,19 @@ class RetriedCall:
         func: marked as idempotent.
         args: for it.
         kwargs: for it.
+        creation: of a ``remote()``.
     """
 
     to: WorkerInfo | str | int
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    creation: Creation | None = None
+
+    def may_succeed_after(self, error: Exception) -> bool:
+        """True if a further attempt may end better; a value does not outlive its owner."""
+        errors = _TRANSIENT if self.creation is None else RpcTimeoutError
+        return isinstance(error, errors)
 
 
 class Retries:
@@ -70,21 +93,39 @@ class Retries:
             TypeError: ``retry`` is none.
             ValueError: the function is not marked as idempotent.
         """
-        if not isinstance(retry, Retry):
-            raise TypeError(f"retry must be a rpc.Retry, but got {retry!r}")
-        if not is_idempotent(call.func):
-            raise ValueError(
-                f"{call.func!r} cannot be called with retry: mark it with "
-                "rpc.functions.idempotent if it does no harm to run it more than once"
-            )
+        _require_retriable(call, retry)
+        tried = self._new(call, timeout, retry, sink)
+        tried.attempt()
+        return tried
+
+    def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         limit = self._agent.timeout_of(timeout)
         with self._lock:
             number = next(self._numbers)
             self._open[number] = None
         attempts = Attempts(retry, self._agent.clock.now(), limit)
-        tried = RetriedSink(self._agent, call, number, attempts, sink)
-        tried.attempt()
-        return tried
+        return RetriedSink(self._agent, call, number, attempts, sink)
+
+    def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
+        """As :meth:`start`, for ``remote()``: returns the reference.
+
+        Raises:
+            RpcError: the first request could not be sent.
+        """
+        _require_retriable(call, retry)
+        agent = self._agent
+        owner = agent.find(call.to, timeout)
+        limit = agent.timeout_of(timeout)
+        rref, passed, sink = agent.references.create(owner, call.func, limit)
+        creation = Creation(passed.reference.owner, encode_passed((passed,)))
+        tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
+        try:
+            tried.send()
+        except BaseException as error:
+            tried.abandon()
+            agent.references.creation_not_sent(rref, passed, error)
+            raise
+        return rref
 
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
         """As :meth:`start`, with a future for the outcome."""
@@ -109,7 +150,16 @@ class Retries:
 class RetriedSink:
     """Takes the outcome of each attempt, and makes the next or passes it on."""
 
-    __slots__ = ("_agent", "_attempts", "_call", "_cancelled", "_context", "_number", "_sink")
+    __slots__ = (
+        "_agent",
+        "_attempts",
+        "_call",
+        "_cancelled",
+        "_context",
+        "_number",
+        "_sink",
+        "goes_on",
+    )
 
     def __init__(
         self, agent: Agent, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
@@ -120,31 +170,49 @@ class RetriedSink:
         self._attempts = attempts
         self._sink = sink
         self._cancelled = False
+        self.goes_on = False
+        """True after an attempt that failed and was not the last."""
         self._context = contextvars.copy_context()
 
     def attempt(self) -> None:
-        """Sends the request, again."""
-        agent, call, attempts = self._agent, self._call, self._attempts
+        """Sends the request, again; what keeps it from leaving counts as an attempt's failure."""
         if self._cancelled:
             return
-        now = agent.clock.now()
-        timeout = attempts.begin(now)
         try:
-            worker = agent.find_now(call.to)
-        except RpcError as error:  # it is not there now
-            attempts.not_sent()
-            self.failed(error)
-            return
-        request = RequestId(self._number, agent.retries.oldest(), attempts.seconds_left(now))
-        try:
-            agent.caller.call(
-                worker, call.func, call.args, call.kwargs, timeout, self, once=request.encode()
-            )
+            self.send()
         except _TRANSIENT as error:
             self.failed(error)
         except BaseException:
-            agent.retries.over(self._number)
+            self.abandon()
             raise
+
+    def send(self) -> None:
+        """Begins an attempt; raises what keeps its request from leaving."""
+        agent, call = self._agent, self._call
+        now = agent.clock.now()
+        timeout = self._attempts.begin(now)
+        try:
+            worker = self._destination()
+        except RpcError:  # it is not there now
+            self._attempts.not_sent()
+            raise
+        left = self._attempts.seconds_left(now)
+        once = RequestId(self._number, agent.retries.oldest(), left).encode()
+        target = None if call.creation is None else call.creation.target + once
+        agent.caller.call(worker, call.func, call.args, call.kwargs, timeout, self, target, once)
+
+    def _destination(self) -> WorkerInfo:
+        call, group = self._call, self._agent.group
+        if call.creation is None:
+            return self._agent.find_now(call.to)
+        owner = group.find(call.to)
+        if group.life(owner.id) != call.creation.owner:
+            raise WorkerLostError(owner.name, call.creation.owner.incarnation, "it was replaced")
+        return owner
+
+    def abandon(self) -> None:
+        """There will be no further attempt, and nobody waits for the outcome."""
+        self._agent.retries.over(self._number)
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """An attempt succeeded, or the function raised, which no further one would change."""
@@ -153,11 +221,12 @@ class RetriedSink:
     def failed(self, error: Exception) -> None:
         """An attempt failed."""
         following = None
-        if isinstance(error, _TRANSIENT) and not self._cancelled:
+        if self._call.may_succeed_after(error) and not self._cancelled:
             following = self._attempts.next_after(self._agent.clock.now())
         if following is None:
             self._last().failed(error)
         else:
+            self.goes_on = True
             self._agent.timers.at(following, self._attempt_again)
 
     def _attempt_again(self) -> None:
@@ -168,7 +237,8 @@ class RetriedSink:
 
     def _last(self) -> Sink:
         """Whoever takes the outcome, which may refer to this and is let go of."""
-        self._agent.retries.over(self._number)
+        self.goes_on = False
+        self.abandon()
         sink, self._sink = self._sink, _Nobody()
         return sink
 
@@ -178,6 +248,16 @@ class RetriedSink:
         if not self._agent.caller.cancel_where(lambda sink: leads_to(sink, self)):
             self._last().failed(CallCancelledError("the call was cancelled by its caller"))
         return True
+
+
+def _require_retriable(call: RetriedCall, retry: Retry) -> None:
+    if not isinstance(retry, Retry):
+        raise TypeError(f"retry must be a rpc.Retry, but got {retry!r}")
+    if not is_idempotent(call.func):
+        raise ValueError(
+            f"{call.func!r} cannot be called with retry: mark it with "
+            "rpc.functions.idempotent if it does no harm to run it more than once"
+        )
 
 
 class _Nobody:

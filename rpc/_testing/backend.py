@@ -103,10 +103,11 @@ class FaultyTensorPipeAgent(Agent):
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
     ) -> RRef[Any]:
         """See ``Agent.remote``."""
         with self.transport.callables.calling(func):
-            return super().remote(to, func, args, kwargs, timeout)
+            return super().remote(to, func, args, kwargs, timeout, retry)
 
 
 def register() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 
 import rpc
 from rpc import Retry, RpcTimeoutError, WorkerLostError
-from rpc.agent import AgentOptions
+from rpc.agent import Agent, AgentOptions
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Peer
 from tests import waiting
 
 SECONDS = 20.0
@@ -168,3 +172,202 @@ def test_outcomes_are_not_kept_for_ever(pair: Pair) -> None:
     for number in range(50):
         rpc.rpc_sync("bob", double, (number,), retry=THREE)
     assert len(pair.bob.callee._once) == 1
+
+
+# --- remote() -----------------------------------------------------------------------
+
+
+class Thing:
+    """A value that is no constant, so that it does not come along with the reply."""
+
+    made: ClassVar[list[weakref.ref[Thing]]] = []
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        Thing.made.append(weakref.ref(self))
+
+
+@rpc.functions.idempotent
+def make_thing(number: int) -> Thing:
+    return Thing(number)
+
+
+@rpc.functions.idempotent
+def make_slowly() -> Thing:
+    runs.append(0)
+    gate.wait(SECONDS)
+    return Thing(1)
+
+
+def number_of(thing: rpc.RRef[Thing]) -> int:
+    return thing.local_value().number
+
+
+@pytest.fixture
+def things() -> Iterator[list[weakref.ref[Thing]]]:
+    Thing.made.clear()
+    yield Thing.made
+    Thing.made.clear()
+
+
+class TestCreations:
+    def test_one_that_succeeds_is_asked_for_once(self, pair: Pair) -> None:
+        rref = rpc.remote("bob", double, (4,), retry=THREE)
+        rref._get_future().wait()
+        assert (runs, pair.script.seen) == ([4], 1)
+        assert rref.to_here() == 8
+
+    def test_a_request_that_was_lost_is_sent_again(self, pair: Pair) -> None:
+        pair.script.requests = 2
+        rref = rpc.remote("bob", double, (4,), retry=THREE)
+        pair.until(rref._get_future().done)
+        assert rref.to_here() == 8
+        assert (runs, pair.script.seen) == ([4], 3)
+
+    def test_one_whose_reply_was_lost_makes_no_second_value(
+        self, pair: Pair, things: list[weakref.ref[Thing]]
+    ) -> None:
+        pair.script.replies = 2
+        rref = rpc.remote("bob", make_thing, (4,), retry=THREE)
+        pair.until(rref._get_future().done)
+        assert rref.confirmed_by_owner()
+        assert pair.script.seen == 3
+        assert rpc.rpc_sync("bob", number_of, (rref,)) == 4
+        assert len(things) == 1
+        assert pair.bob.references.counts().num_owner_rrefs == 1
+
+    def test_its_value_goes_with_the_last_reference(
+        self, pair: Pair, things: list[weakref.ref[Thing]]
+    ) -> None:
+        pair.script.replies = 1
+        rref = rpc.remote("bob", make_thing, (4,), retry=THREE)
+        pair.until(rref._get_future().done)
+        del rref
+        pair.until(lambda: pair.bob.references.counts().num_owner_rrefs == 0)
+        waiting.until(lambda: gc.collect() >= 0 and things[0]() is None)
+
+    def test_one_that_is_still_under_way_is_not_run_twice(
+        self, pair: Pair, things: list[weakref.ref[Thing]]
+    ) -> None:
+        rref = rpc.remote("bob", make_slowly, retry=THREE)
+        pair.until(lambda: pair.script.seen == 3)
+        gate.set()
+        pair.until(rref._get_future().done)
+        assert rpc.rpc_sync("bob", number_of, (rref,)) == 1
+        assert (runs, len(things)) == ([0], 1)
+
+    def test_an_error_of_the_function_is_kept_and_no_reason_to_try_again(self, pair: Pair) -> None:
+        pair.script.replies = 1
+        rref = rpc.remote("bob", fail, (7,), retry=THREE)
+        pair.until(rref._get_future().done)
+        with pytest.raises(KeyError, match="7"):
+            rref.to_here()
+        assert runs == [7]
+
+    def test_the_last_failure_is_told_and_nothing_stays_at_the_owner(self, pair: Pair) -> None:
+        pair.script.replies = 99
+        rref = rpc.remote("bob", double, (4,), retry=THREE)
+        pair.until(rref._get_future().done)
+        with pytest.raises(rpc.RRefCreationError):
+            rref.to_here()
+        assert (runs, pair.script.seen) == ([4], 3)
+        pair.until(lambda: pair.bob.references.counts().num_owner_rrefs == 0)
+        assert pair.alice.references.creations_under_way() == 0
+
+    def test_nothing_is_tried_after_its_owner_was_lost(self, pair: Pair) -> None:
+        pair.script.requests = 1
+        rref = rpc.remote("bob", double, (4,), timeout=30, retry=THREE)
+        pair.hub.cut(1)
+        start = pair.clock.now()
+        pair.until(rref._get_future().done)
+        assert pair.clock.now() - start < 10
+        with pytest.raises((rpc.RRefCreationError, WorkerLostError), match="was lost"):
+            rref.to_here()
+
+    def test_a_value_is_not_made_in_a_later_life_of_its_owner(self, pair: Pair) -> None:
+        pair.script.requests = 1
+        slow = Retry(attempts=2, backoff=8, attempt_timeout=2)
+        rref = rpc.remote("bob", double, (4,), retry=slow)
+        pair.until(lambda: not pair.alice.caller.outstanding())  # between the two attempts
+        options = AgentOptions(rpc_timeout=0)
+        again = Agent(pair.bob.info, 1, pair.hub.transport(), options, pair.clock)
+        peers = [Peer(again.info, 1, again.start()), pair.alice.group.peer(0)]
+        again.join(peers)
+        pair.alice.add_peer(peers[0])
+        pair.until(rref._get_future().done)
+        with pytest.raises((rpc.RRefCreationError, WorkerLostError)):
+            rref.to_here()
+        assert rpc.rpc_sync("bob", double, (5,)) == 10
+        assert runs == [5]
+        again.shutdown(graceful=False)
+
+    def test_on_this_worker_itself(self, pair: Pair) -> None:
+        pair.script.replies = 1
+        rref = rpc.remote("alice", double, (4,), retry=THREE)
+        pair.until(rref._get_future().done)
+        assert (rref.to_here(), runs) == (8, [4])
+
+    def test_only_idempotent_functions_can_be_retried(self, pair: Pair) -> None:
+        with pytest.raises(ValueError, match=r"functions\.idempotent"):
+            rpc.remote("bob", operator.add, (1, 2), retry=THREE)
+        with pytest.raises(TypeError, match=r"rpc\.Retry"):
+            rpc.remote("bob", double, (1,), retry=3)  # type: ignore[arg-type]
+        assert pair.alice.references.creations_under_way() == 0
+
+    def test_an_argument_that_cannot_be_sent_is_told_at_once(self, pair: Pair) -> None:
+        with pytest.raises(rpc.EncodeError):
+            rpc.remote("bob", double, (threading.Lock(),), retry=THREE)
+        assert pair.alice.references.creations_under_way() == 0
+        assert pair.alice.retries.oldest() == 0
+
+    def test_outcomes_are_not_kept_for_ever(self, pair: Pair) -> None:
+        for number in range(50):
+            rpc.remote("bob", double, (number,), retry=THREE)._get_future().wait()
+        assert len(pair.bob.callee._once) == 1
+
+
+# --- Attempts that end before the function does ---------------------------------------
+
+
+@rpc.functions.idempotent
+async def wait_in_a_coroutine() -> str:
+    runs.append(0)
+    while not gate.is_set():
+        await asyncio.sleep(0.001)
+    return "through"
+
+
+@rpc.functions.idempotent
+def look_whether_cancelled() -> bool:
+    runs.append(0)
+    gate.wait(SECONDS)
+    return rpc.cancelled()
+
+
+class TestAttemptsThatEnd:
+    def test_a_coroutine_goes_on_for_the_next(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", wait_in_a_coroutine, retry=THREE)
+        pair.until(lambda: pair.script.seen == 2)
+        gate.set()
+        pair.until(future.done)
+        assert (future.wait(), runs) == ("through", [0])
+
+    def test_the_function_is_not_cancelled_while_another_may_come(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", look_whether_cancelled, timeout=60, retry=THREE)
+        pair.until(lambda: pair.script.seen == 2)
+        gate.set()
+        pair.until(future.done)
+        assert future.wait() is False
+
+    def test_a_call_that_is_given_up_cancels_the_attempt_that_runs(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", wait_in_a_coroutine, retry=THREE)
+        pair.until(lambda: pair.script.seen == 2 and len(pair.bob.callee.serving()) == 2)
+        assert future.cancel()
+        pair.until(lambda: not pair.bob.callee.serving())
+        assert not gate.is_set()
+
+    def test_the_last_attempt_that_ends_cancels_it(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", wait_in_a_coroutine, retry=THREE)
+        pair.until(lambda: future.done() and not pair.bob.callee.serving())
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
