@@ -265,7 +265,7 @@ class Agent:
             )
         if profiling.wanted():
             return profiling.rpc_async(self, to, func, args, kwargs, timeout)
-        name = getattr(func, "__qualname__", repr(func))
+        name = getattr(func, "__qualname__", None) or repr(func)
         future = self.caller.future(f"the call of {name} on {to}")
         try:
             sink = FutureSink(future, self.completions)

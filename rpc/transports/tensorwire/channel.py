@@ -48,13 +48,14 @@ class Unsent:
     """Counts the bytes that one link accepted and no socket has taken yet."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waiters = 0
         self.count = 0
 
     def add(self, count: int) -> None:
         """Counts bytes, or with a negative count forgets them."""
-        with self._changed:
+        with self._lock:
             self.count += count
             if self._waiters and count < 0:
                 self._changed.notify_all()
@@ -104,12 +105,12 @@ class Sender:
     ) -> None:
         """The same for a frame of few bytes, the usual case, without detours."""
         if self._queue or self._unsent or not self._role.acquire(False):
-            self.queue_small(kind, correlation, header, table, inline)
+            self._queue_small(kind, correlation, header, table, inline)
             self.flush()
             return
         try:
             if self._queue or self._unsent:
-                self.queue_small(kind, correlation, header, table, inline)
+                self._queue_small(kind, correlation, header, table, inline)
             else:
                 lengths = (len(header), len(table), len(inline))
                 fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
@@ -121,14 +122,35 @@ class Sender:
         if self._queue or self._unsent:
             self.flush()
 
-    def queue_small(
+    def hold_small(
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
     ) -> None:
-        """Queues a frame; someone must call :meth:`flush`."""
+        """Keeps a frame of few bytes until someone calls :meth:`flush`, who must."""
+        if not self._queue and self._role.acquire(False):
+            try:
+                if not (self._queue or self._broken):
+                    lengths = (len(header), len(table), len(inline))
+                    fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
+                    self._sequence += 1
+                    data = fixed + header + table + inline
+                    self._unsent.append(memoryview(data))
+                    self._counter.add(len(data))
+                    return
+            finally:
+                self._role.release()
+        self._queue_small(kind, correlation, header, table, inline)
+
+    def _queue_small(
+        self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
+    ) -> None:
         parts = (inline,) if inline else ()
         item = Outgoing(kind, correlation, header, table, parts, len(inline))
         self._queue.append(item)
         self._counter.add(item.size())
+
+    def queued(self) -> int:
+        """Frames that wait to be sent, or what is left of them."""
+        return len(self._queue) + len(self._unsent)
 
     def _write(self, data: bytes) -> None:
         """Sends as much as the socket takes, keeps the rest; called in the writing role."""

@@ -80,6 +80,11 @@ class FlowWindow:
                 self._changed.notify_all()
 
     @property
+    def small_under_way(self) -> int:
+        """Small requests that were not replied to."""
+        return len(self._small.charges)
+
+    @property
     def held(self) -> int:
         """Bytes under way."""
         return self._small.held + self._large.held

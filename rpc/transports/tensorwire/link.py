@@ -137,7 +137,7 @@ class Link:
         if flush_soon is None:
             main.send_small(kind, correlation, header, table, inline)
         else:
-            main.queue_small(kind, correlation, header, table, inline)
+            main.hold_small(kind, correlation, header, table, inline)
             flush_soon(main)
 
     def senders(self) -> list[Sender]:

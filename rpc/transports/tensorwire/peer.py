@@ -39,6 +39,8 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 _MAX_FRAME_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
+_BURST_FROM = 8
+_BURST_SECONDS = 200e-6
 
 Remove = Callable[[socket.socket], None]
 
@@ -71,6 +73,7 @@ class Machinery:
         if self.replies.is_reading_here() or self.bulk.is_moving_here():
             return False
         self.requests.about_to_block()
+        self.replies.let_go()
         return True
 
 
@@ -102,6 +105,7 @@ class RemotePeer:
         self._machinery = machinery
         self._deliver = machinery.deliver
         self._window = FlowWindow(machinery.max_bytes_in_flight)
+        self._last_request = 0.0
         self._lock = threading.Lock()
         self._channels: dict[Sender, Remove] = {}
         self._outgoing: Link | None = None
@@ -131,10 +135,20 @@ class RemotePeer:
                 self._await_window(frame, size)
         elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
             self._await_sockets(frame, link)
-        if link is not None:
-            link.send(frame, looks)
-        else:
+        if link is None:
             self._send_early(frame, looks)
+        elif self._is_in_burst(frame):
+            link.send(frame, looks, self._machinery.replies.flush_soon)
+        else:
+            link.send(frame, looks)
+
+    def _is_in_burst(self, frame: Frame) -> bool:
+        """Whether a frame is one of many requests in a short time, which may wait for company."""
+        if frame.kind is not FrameKind.REQUEST or self._window.small_under_way < _BURST_FROM:
+            return False
+        now = time.perf_counter()
+        soon, self._last_request = now - self._last_request < _BURST_SECONDS, now
+        return soon
 
     def _send_reply(self, frame: Frame) -> None:
         link = self._incoming

@@ -3,9 +3,14 @@
 At most one waiting thread reads, the *leader*; others sleep in their own way
 and are woken by what is delivered to them. While there is no leader, a
 background thread reads. It sleeps in an epoll instance of its own, in which the
-instance with the channels is the only entry; the leader silences that entry as
-it comes and restores it as it goes. So nothing is handed from thread to thread,
+instance with the channels is an entry; the leader silences that entry as it
+comes and restores it as it goes. So nothing is handed from thread to thread,
 nobody is woken in vain, and no reply ever goes unread.
+
+Requests that follow each other closely are held and leave together: when there
+are enough of them, when replies have been read, before a thread waits, and at
+the latest with the background thread's next tick, of which there is one every
+millisecond while requests are being held.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.transports.base import Frame
+from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.spinning import Lookout
 
@@ -27,6 +33,9 @@ _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EVENTS = 16
 _RECHECK_SECONDS = 0.05
 """A leader looks at its ``done()`` this often even if nobody calls ``wake``."""
+_HELD_AT_MOST = 16
+_TICK_SECONDS = 0.001
+_QUIET_TICKS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,10 @@ class ReplySide:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._background = select.epoll()
         self._background.register(self._epoll.fileno(), select.EPOLLIN)
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._background.register(self._alarm, select.EPOLLIN | select.EPOLLET)
+        self._held: dict[Sender, None] = {}
+        self._ticking = False
         self._channels: dict[int, _Channel] = {}
         self._leading = threading.Lock()
         self._leader_done: Callable[[], bool] | None = None
@@ -138,8 +151,26 @@ class ReplySide:
         """True on a thread that reads for others, which therefore must not wait."""
         return threading.get_ident() in (self._leader_thread, self._background_thread)
 
+    def flush_soon(self, sender: Sender) -> None:
+        """Sees to it that what was just queued at ``sender`` is sent; see the module."""
+        if sender.queued() >= _HELD_AT_MOST:
+            sender.flush()
+            return
+        self._held[sender] = None
+        if not self._ticking:
+            self._ticking = True
+            os.eventfd_write(self._alarm, 1)
+
+    def let_go(self) -> None:
+        """Sends the requests that were held."""
+        while self._held:
+            with contextlib.suppress(KeyError):
+                self._held.popitem()[0].flush()
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Reads until ``done()``, or calls ``block`` if another thread does already."""
+        if self._held:
+            self.let_go()
         if not self._leading.acquire(False):
             if threading.get_ident() == self._background_thread:
                 self.start()
@@ -169,10 +200,20 @@ class ReplySide:
     def _serve(self) -> None:
         me = threading.get_ident()
         self._background_thread = me
+        quiet = 0
         while not self._closed and self._background_thread == me:
-            self._background.poll(-1, 1)
-            self._dispatch(self._epoll.poll(0, _EVENTS))
-            self.wake()
+            ready = self._background.poll(_TICK_SECONDS if self._ticking else -1, 1)
+            if ready:
+                self._dispatch(self._epoll.poll(0, _EVENTS))
+                self.wake()
+            elif self._held:
+                quiet = 0
+                self.let_go()
+            else:
+                quiet += 1
+                # Whoever holds a request just now saw no need to ring the alarm.
+                self._ticking = quiet < _QUIET_TICKS
+                self._ticking = self._ticking or bool(self._held)
 
     def _dispatch(self, ready: list[tuple[int, int]]) -> None:
         for descriptor, events in ready:
@@ -181,6 +222,8 @@ class ReplySide:
                 channel.handle(events)
             elif descriptor == self._bell and self._leader_thread in (0, threading.get_ident()):
                 self._silence_bell()
+        if self._held:
+            self.let_go()
 
     def _silence_bell(self) -> None:
         if not self._closed:
@@ -191,6 +234,7 @@ class ReplySide:
         """Stops reading; joins the background reader."""
         self._closed = True
         os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._alarm, 1)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -199,3 +243,4 @@ class ReplySide:
             self._background.close()
             self._epoll.close()
             os.close(self._bell)
+            os.close(self._alarm)

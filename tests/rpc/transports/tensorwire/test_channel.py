@@ -77,7 +77,7 @@ def test_what_does_not_fit_waits_for_the_socket_and_stays_in_order(wire: Wire) -
 
 def test_queued_frames_leave_with_a_flush(wire: Wire) -> None:
     for number in range(200):
-        wire.sender.queue_small(2, number, b"h", b"", b"")
+        wire.sender.hold_small(2, number, b"h", b"", b"")
     wire.other.setblocking(False)
     with pytest.raises(BlockingIOError):
         wire.other.recv(1)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpc.transports.base import Frame
+from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.link import Link, Resources
@@ -38,6 +39,7 @@ class Side:
         self.arrived: dict[int, int] = {}
         self.ended: list[str] = []
         self.sequence = 0
+        self.sender = Sender(self.mine, link.unsent, lambda wanted: None)
         reader = MainReader(self.mine, link, 1 << 30, ReceiveBuffers(0))
         self.replies.add(self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end))
 
@@ -63,6 +65,10 @@ class Side:
 
     def wait(self, correlation: int) -> None:
         self.replies.wait(lambda: correlation in self.arrived, lambda: self.block(correlation))
+
+    def hold(self, correlation: int) -> None:
+        self.sender.hold_small(1, correlation, b"", b"", b"")
+        self.replies.flush_soon(self.sender)
 
     def close(self) -> None:
         self.replies.close()
@@ -122,6 +128,38 @@ def test_hammering_from_many_threads_loses_no_wake_up(side: Side) -> None:
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert len(side.arrived) == 800
+
+
+def test_held_requests_leave_although_nobody_waits_or_replies(side: Side) -> None:
+    side.other.settimeout(SECONDS)
+    size = len(pack_fixed(1, 0, 0, 0, 0, 0))
+    for number in range(3):  # the first rings the alarm, the others find the thread ticking
+        side.hold(number)
+        assert len(side.other.recv(size, socket.MSG_WAITALL)) == size
+
+
+def test_held_requests_leave_when_they_are_many(side: Side) -> None:
+    side.replies._ticking = True  # so that the alarm is not rung
+    side.other.setblocking(False)
+    for number in range(15):
+        side.hold(number)
+    with pytest.raises(BlockingIOError):
+        side.other.recv(1)
+    side.hold(15)
+    assert len(side.other.recv(1 << 16)) == 16 * len(pack_fixed(1, 0, 0, 0, 0, 0))
+
+
+def test_held_requests_leave_before_a_thread_waits_and_after_replies_were_read(side: Side) -> None:
+    side.replies._ticking = True
+    side.other.settimeout(SECONDS)
+    side.hold(1)
+    waiter = threading.Thread(target=side.wait, args=(1,))
+    waiter.start()
+    assert side.other.recv(1 << 16)
+    side.hold(2)
+    side.reply(1)
+    waiter.join(SECONDS)
+    assert side.other.recv(1 << 16)
 
 
 def test_a_callback_on_the_background_thread_may_wait_for_a_reply(side: Side) -> None:

@@ -100,7 +100,7 @@ def test_replies_of_a_batch_leave_even_if_a_handler_among_them_blocks(side: Side
     gathered, release = threading.Event(), threading.Event()
 
     def reply() -> None:
-        sender.queue_small(2, 0, b"header", b"", b"")
+        sender.hold_small(2, 0, b"header", b"", b"")
         side.requests.flush_soon(sender)
 
     side.run(lambda: gathered.wait(SECONDS))
