@@ -21,6 +21,7 @@ from autograd_dist.errors import BackwardError
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
+from autograd_dist.profiled import PASS, Home, is_recorded, span
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ class BackwardPasses:
         driver = self._make_driver(context, pass_id, retain_graph, done.set_result)
         self._begin(driver)
         try:
-            driver.start(roots)
+            if is_recorded():
+                _run_at_home(driver, roots, done)
+            else:
+                driver.start(roots)
             error = done.wait()
         finally:
             self._end(driver)
@@ -229,6 +233,15 @@ class BackwardPasses:
         for finished in over:
             finished.abandon()
         return driver
+
+
+def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Future[str | None]) -> None:
+    """Runs a pass to its end, all that is done here in the calling thread."""
+    home = driver.home = Home()
+    done.add_done_callback(lambda _: home.close())
+    with span(PASS):
+        driver.start(roots)
+        home.work()
 
 
 def _never_called(error: str | None) -> None:

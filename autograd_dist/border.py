@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -35,7 +36,8 @@ class SentTensor:
     Attributes:
         edge: its place in the autograd graph.
         hooks: the tensor's hooks, present and future.
-        owner: keeps the graph alive where an edge does not, in older releases of torch.
+        owner: keeps the graph alive where an edge does not: of a sparse tensor, and in older
+            releases of torch.
     """
 
     edge: GradientEdge
@@ -49,14 +51,31 @@ class SentTensor:
         handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
         hooks: Hooks | None = handle.hooks_dict_ref()
         handle.remove()
-        return cls(get_gradient_edge(tensor), {} if hooks is None else hooks, _owner_of(tensor))
+        owner = _owner_of(tensor)
+        edge = _edge_behind(owner) if tensor.is_sparse else get_gradient_edge(tensor)
+        return cls(edge, {} if hooks is None else hooks, owner)
+
+
+class _User(torch.autograd.Function):
+    """Uses a tensor of any layout, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Any tensor will do."""
+        return torch.empty(())
 
 
 def _owner_of(tensor: torch.Tensor) -> Node:
-    if "ownership_token" in GradientEdge._fields or tensor.is_leaf:
+    """A node that keeps the graph alive; None if the edge does."""
+    if not tensor.is_sparse and ("ownership_token" in GradientEdge._fields or tensor.is_leaf):
         return None
     with torch.enable_grad():
-        return tensor.view_as(tensor).grad_fn
+        return _User.apply(tensor).grad_fn  # type: ignore[no-untyped-call]
+
+
+def _edge_behind(user: Node) -> GradientEdge:
+    """Where gradients enter for what ``user`` uses; torch asks for a view, not all layouts have."""
+    return GradientEdge(*user.next_functions[0])
 
 
 class Border:

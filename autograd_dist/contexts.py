@@ -75,7 +75,7 @@ class SendFunction:
 
     def name(self) -> str:
         """What it is."""
-        return "SendRpcBackward"
+        return "torch::distributed::autograd::SendRpcBackward"
 
 
 class DistAutogradContext:

@@ -64,7 +64,11 @@ def own_all(
             continue
         # One reference more than an object that is only in a list: the name above.
         is_shared = sys.getrefcount(gradients[position]) > yardstick.listed + 1
-        if is_shared or not yardstick.is_exclusive(gradient) or gradient.stride() != leaf.stride():
+        if is_shared or not yardstick.is_exclusive(gradient):
+            gradient = _copy_like(leaf, gradient)
+        elif gradient.is_sparse:
+            gradient = _with_own_indices(gradient)
+        elif not _has_form_of(leaf, gradient):
             gradient = _copy_like(leaf, gradient)
         gradients[position] = None
         owned.append((leaf, gradient))
@@ -83,9 +87,15 @@ class _Yardstick:
         self.listed = sys.getrefcount(alone[0])
         self._base = _base_references(torch.empty(1).view(1, 1))
         self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
+        self._values = self._uses_of_values(torch.ones(1).to_sparse())
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
-        if self._count_uses is None or not _is_plain(tensor) or _uses_of(tensor) != 1:
+        """True if the memory is nobody else's; of a COO tensor, that of its values."""
+        if self._count_uses is None or _uses_of(tensor) != 1:
+            return False
+        if tensor.is_sparse and type(tensor) is torch.Tensor:
+            return self._uses_of_values(tensor) == self._values
+        if not _is_plain(tensor):
             return False
         uses = self._count_uses(tensor.untyped_storage()._cdata)
         if not tensor._is_view():
@@ -93,6 +103,12 @@ class _Yardstick:
             return bool(uses == 2)
         # A transposed weight gradient: its base is one use more, and must be nobody else's.
         return bool(uses == 3) and _base_references(tensor) == self._base
+
+    def _uses_of_values(self, tensor: torch.Tensor) -> tuple[bool, int]:
+        values = tensor._values()
+        if self._count_uses is None:
+            return False, 0
+        return values.is_contiguous(), self._count_uses(values.untyped_storage()._cdata)
 
 
 @functools.cache
@@ -117,6 +133,21 @@ def _is_plain(gradient: torch.Tensor) -> bool:
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
         and not (gradient.is_conj() or gradient.is_neg())
+    )
+
+
+def _has_form_of(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return leaf.layout is torch.strided and gradient.stride() == leaf.stride()
+
+
+def _with_own_indices(gradient: torch.Tensor) -> torch.Tensor:
+    """Keeps the values; the indices are often a view of the input that was looked up."""
+    return torch.sparse_coo_tensor(
+        gradient._indices().clone(),
+        gradient._values(),
+        gradient.shape,
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
     )
 
 

@@ -30,6 +30,7 @@ from autograd_dist.passes import (
     Send,
     T,
 )
+from autograd_dist.profiled import SEND, Home, span
 from autograd_dist.recv_node import Origin
 
 Payload = list[torch.Tensor | None]
@@ -59,6 +60,10 @@ class PassDriver(Generic[T]):
         wire: sends.
         finished: called once, at the root, with the error or None.
         retain_graph: whether graphs must survive the pass.
+
+    Attributes:
+        cause: what the local share of the pass raised.
+        home: has the local share done by one thread; None if any will do.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class PassDriver(Generic[T]):
         self.pass_id = pass_id
         self.retain_graph = retain_graph
         self.cause: BaseException | None = None
+        self.home: Home | None = None
         self._me = me
         self._participant = participant
         self._participant_lock = threading.Lock()
@@ -134,7 +140,7 @@ class PassDriver(Generic[T]):
             self._wire.acknowledge(effect.token, effect.ack)
         elif isinstance(effect, Finished):
             self._finished(effect.error)
-        else:
+        elif self.home is None or not self.home.take(lambda: self._handle(self._work(effect))):
             return self._work(effect)
         return None
 
@@ -163,7 +169,8 @@ class PassDriver(Generic[T]):
 def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
     """Runs a wave; returns how many sends it resolved as having no gradient."""
     for message_id, gradients in wave.arrived:
-        local.add_gradients(message_id, gradients)
+        with span(SEND):
+            local.add_gradients(message_id, gradients)
     unused: frozenset[int] = frozenset()
     if wave.only_promised is not None:
         unused = local.waiting_sends - wave.only_promised

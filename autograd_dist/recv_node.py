@@ -57,6 +57,8 @@ class Receive(torch.autograd.Function):
 
 RecvNode: type = Receive._backward_cls
 """The type of the autograd nodes that `attach_recv` makes."""
+# What graphs and profiles show; programs look for torch's name.
+RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
 
 def _refuse_plain_backward(origin: Origin) -> NoReturn:

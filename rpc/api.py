@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc import deadlines
+from rpc import collecting, deadlines
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
 from rpc.builtin_backends import default_backend, register_builtin_backends
@@ -144,11 +144,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     context = contextvars.copy_context()
     agent.departure.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
     try:
+        if graceful and _wait_all_workers is not _OWN_STEP:
+            _wait_as_replaced(agent, timeout)
         agent.shutdown(graceful, timeout or agent.options.shutdown_timeout)
         if graceful and agent.departure.leaks and not _ignore_rref_leak:
             raise RpcError("Leaking RRef: " + "; ".join(agent.departure.leaks))
     finally:
         set_process_agent(None)
+        collecting.stop_using()
 
 
 def rpc_sync(
@@ -358,6 +361,18 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     _all_gather(None, timeout=timeout)
 
 
+_OWN_STEP = _wait_all_workers
+
+
+def _wait_as_replaced(agent: Agent, timeout: float) -> None:
+    """Waits in the way that a program put in the place of ours."""
+    try:
+        _wait_all_workers(timeout)
+    except BaseException:
+        agent.shutdown(graceful=False)
+        raise
+
+
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """Makes every reference to a value of another worker unusable and tells the owners."""
     current_agent().references.release_all_users()
@@ -374,6 +389,7 @@ def _is_current_rpc_agent_set() -> bool:
 def _set_and_start_rpc_agent(agent: Agent) -> None:
     """Makes a started agent this process's."""
     set_process_agent(agent)
+    collecting.use()
 
 
 def debug_info() -> dict[str, Any]:

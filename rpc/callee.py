@@ -31,7 +31,7 @@ from rpc.holdings import Adopted
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
-from rpc.remote_errors import encode_error
+from rpc.remote_errors import encode_error, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
 from rpc.transports.base import Frame, FrameKind
@@ -323,11 +323,15 @@ class _Service:
         if func is call_method:
             self.method = method_name(func, args)
             func, args, kwargs = call_method(*args, **kwargs)
-        if scopes is not None or profiler._is_profiler_enabled:
-            name = text_of(self.method)
-            result = run_handler(self._agent, self.sender, name, func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        try:
+            if scopes is not None or profiler._is_profiler_enabled:
+                name = text_of(self.method)
+                result = run_handler(self._agent, self.sender, name, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
+        except TypeError as error:
+            refuse_as_torch_does(func, error)
+            raise
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.errors import DecodeError, EncodeError, RpcError
-from rpc.tensor_reductions import reduce_sparse, reduce_tensor_subclass
+from rpc.tensor_reductions import reduce_sparse, reduce_tensor_subclass, travels_whole
 from rpc.worker_info import WorkerInfo
 
 _PROTOCOL: Final = 5
@@ -59,7 +59,8 @@ class Encoded:
     Args:
         payload: everything but the tensors and references.
         tensors: every strided tensor met, as the user passed it, each object once,
-            in the order met; sparse ones appear as their strided parts.
+            in the order met; sparse ones appear as their strided parts, except those
+            that autograd must see whole.
         references: every :class:`Reference` met, each once.
         plain: decoding runs no user code but, possibly, imports: there are only
             native values, tensors, references, and functions or classes by name.
@@ -337,7 +338,7 @@ class _Lifter:
         return _treatment(kind)(self, obj)
 
     def _lift_tensor(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided and not travels_whole(tensor):
             return reduce_sparse(tensor)
         if tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             self.plain = False

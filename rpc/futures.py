@@ -12,7 +12,7 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -77,6 +77,8 @@ class Future(_TorchFuture[T]):
             else meanwhile looks at it.
         canceller: gives up the call that this is the result of.
     """
+
+    _told: Sequence[weakref.WeakMethod[Callable[[BaseException], None]]] = ()
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Future(_TorchFuture[T]):
     def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
         """Completes the future if that runs no callback; False, and nothing done, if it would."""
         with self._lock:
-            if self._watched:
+            if self._watched or (self._told and error is not None):
                 return False
             if error is None:
                 self.set_result(cast(T, value))
@@ -189,6 +191,20 @@ class Future(_TorchFuture[T]):
             self._failure = _Failure(self, self._watched)
             super()._set_unwrap_func(self._failure.reveal)
         self.set_result(cast(T, None))
+        for told in self._told:
+            self._tell(told())
+
+    def tell_failure(self, method: Callable[[BaseException], None]) -> None:
+        """Calls a bound method, while its object lives, with the error if there will be one."""
+        with self._lock:
+            self._told = [*self._told, weakref.WeakMethod(method)]
+        if self._error is not None:  # it might not have seen the method any more
+            self._tell(method)
+
+    def _tell(self, method: Callable[[BaseException], None] | None) -> None:
+        if method is not None and self._error is not None and self._failure is not None:
+            self._failure.seen = True
+            method(self._error)
 
     def complete_from(self, get: Callable[[], T]) -> None:
         """Completes the future with what ``get()`` returns or raises."""

@@ -17,9 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import torch
+
 from rpc import codec, tensor_table
 from rpc.errors import EncodeError, RemoteError
 from rpc.worker_info import WorkerInfo
+
+_MISFIT: Final = "Overloaded torch operator invoked from Python failed to match any schema"
 
 _REPORT: Final = "_remote_report"
 _HEAP_TYPE_FLAG: Final = 1 << 9
@@ -128,6 +132,18 @@ def retell(error: Exception, text: str) -> Exception:
     except Exception:
         return cast(Exception, _stand_in(text, _Report(text, _show(error), ())))
     return cast(Exception, _with_report(copy, _Report(text, parcel.shown, ())))
+
+
+def refuse_as_torch_does(func: object, error: TypeError) -> None:
+    """Raises what an operator of torch raised when its arguments did not fit, in known words.
+
+    Other functions are none of its business.
+
+    Raises:
+        TypeError: ``func`` is such an operator.
+    """
+    if torch.jit._builtins._find_builtin(func) is not None:  # type: ignore[no-untyped-call]
+        raise TypeError(f"{_MISFIT}: {error}") from error
 
 
 def _to_bytes(parcel: _Parcel, hops: tuple[_Hop, ...]) -> bytes:

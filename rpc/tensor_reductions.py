@@ -77,6 +77,11 @@ def _with_grad(
     return tensor
 
 
+def travels_whole(tensor: Tensor) -> bool:
+    """True for a COO tensor that requires grad: nothing leads from all of its parts back to it."""
+    return tensor.layout is torch.sparse_coo and tensor.requires_grad
+
+
 def reduce_sparse(tensor: Tensor) -> Any:
     """How to rebuild a sparse tensor, of any layout, from strided ones.
 
@@ -86,12 +91,7 @@ def reduce_sparse(tensor: Tensor) -> Any:
     layout, size = tensor.layout, tuple(tensor.shape)
     head = type(tensor), tensor.requires_grad, size
     if layout is torch.sparse_coo:
-        coalesced = tensor.is_coalesced()
-        if tensor.requires_grad and torch.is_grad_enabled():
-            # Only these two lead gradients back; repeated entries arrive summed up.
-            tensor = tensor.coalesce()
-            return build_coo, (*head, coalesced, tensor.indices(), tensor.values())
-        return build_coo, (*head, coalesced, tensor._indices(), tensor._values())
+        return build_coo, (*head, tensor.is_coalesced(), tensor._indices(), tensor._values())
     if layout in _COMPRESSED_BY_ROW:
         parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
     elif layout in _COMPRESSED_BY_COLUMN:

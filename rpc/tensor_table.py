@@ -2,12 +2,13 @@
 
 Decides which tensors travel inside the message header and how, and makes what
 is left to the transport detached and dense. Records what a transport does not
-carry: ``requires_grad`` and being a Parameter. Sparse tensors were taken apart
+carry: ``requires_grad`` and being a Parameter. Most sparse tensors were taken apart
 by the codec before they come here; moving bytes is the transport's business.
 
 Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
 and, if it is inline, ``dtype u8, ndim u8, shape u64 × ndim``, the strides in
-elements ``u64 × ndim`` if ``STRIDED``, and its bytes in memory order.
+elements ``u64 × ndim`` if ``STRIDED``, and its bytes in memory order. If it is
+``SPARSE`` (COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values.
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ _REQUIRES_GRAD: Final = 1
 _PARAMETER: Final = 2
 _INLINE: Final = 4
 _STRIDED: Final = 8
-_KNOWN_FLAGS: Final = 15
+_SPARSE: Final = 16
+_COALESCED: Final = 32
+_LAYOUTS: Final = (0, _INLINE, _INLINE | _STRIDED, _SPARSE, _SPARSE | _COALESCED)
+_OF_PARTS: Final = frozenset(_LAYOUTS[:3])
+"""The flags that parts of a sparse tensor may have."""
+_FLAGS: Final = frozenset(
+    layout | grad | kind
+    for layout in _LAYOUTS
+    for grad in (0, _REQUIRES_GRAD)
+    for kind in (0, _PARAMETER)
+)
 
 _MALFORMED: Final = (struct.error, IndexError, ValueError, TypeError, OverflowError)
 
@@ -137,7 +148,7 @@ def pack_tensors(
     into a larger storage, of which a transport must send only the window.
 
     Args:
-        tensors: strided, as the user passed them.
+        tensors: strided, or COO and requiring grad; as the user passed them.
         inline_limit: bytes up to which a CPU tensor becomes part of the table.
     """
     parts = [_COUNT.pack(len(tensors))]
@@ -146,6 +157,11 @@ def pack_tensors(
         flags = _REQUIRES_GRAD if tensor.requires_grad else 0
         if type(tensor) is Parameter or (flags and getattr(tensor, "_is_param", False)):
             flags |= _PARAMETER
+        if flags and tensor.is_sparse:
+            head, more = _pack_sparse(tensor.detach(), flags, inline_limit)
+            parts.append(head)
+            slots += more
+            continue
         code = _CODES.get(tensor.dtype, -1)
         if code >= 0 and tensor.is_cpu and tensor.nbytes <= inline_limit and tensor.ndim <= 32:
             parts.append(_pack_inline(tensor, code, flags | _INLINE))
@@ -167,28 +183,55 @@ def unpack_tensors(
     Raises:
         FrameError: the table is malformed or does not fit the slots.
     """
-    end = len(table)
-    if end < _COUNT.size:
-        raise FrameError(f"{end} bytes are no tensor table")
-    (count,) = _COUNT.unpack_from(table)
-    position = _COUNT.size
-    tensors: list[torch.Tensor] = []
-    unpacked = UnpackedTensors(tensors, [], [])
+    unpacked = UnpackedTensors([], [], [])
     waiting = iter(slots)
+    position = _read(table, 0, waiting, unpacked, _FLAGS)
+    if position != len(table) or next(waiting, None) is not None:
+        count = len(unpacked.tensors)
+        raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
+    return unpacked
+
+
+def _read(
+    table: bytes | bytearray | memoryview,
+    position: int,
+    waiting: Iterator[torch.Tensor],
+    unpacked: UnpackedTensors,
+    allowed: frozenset[int],
+) -> int:
+    """Reads the table that begins at ``position``, with such flags; returns where it ends."""
+    end = len(table)
+    if end < position + _COUNT.size:
+        raise FrameError(f"{end - position} bytes are no tensor table")
+    (count,) = _COUNT.unpack_from(table, position)
+    position += _COUNT.size
+    tensors = unpacked.tensors
     for index in range(count):
         if position >= end:
             raise FrameError(f"a tensor table ends before tensor {index} of {count}")
         flags = table[position]
+        if flags not in allowed:
+            raise FrameError(f"tensor {index} has meaningless flags 0x{flags:02x}")
         if flags & _INLINE:
             tensor, position = _unpack_inline(table, position)
+        elif flags & _SPARSE:
+            tensor, position = _unpack_sparse(table, position, waiting)
         else:
             tensor, position = _take_slot(waiting), position + 1
         tensors.append(tensor)
         if flags & ~_INLINE:
             _note_flags(flags, unpacked)
-    if position != end or next(waiting, None) is not None:
-        raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
-    return unpacked
+    return position
+
+
+def _pack_sparse(
+    tensor: torch.Tensor, flags: int, inline_limit: int
+) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    shape = tensor.shape
+    flags |= _SPARSE | (_COALESCED if tensor.is_coalesced() else 0)
+    head = bytes((flags, len(shape))) + _SIZES[len(shape)].pack(*shape)
+    table, slots = pack_tensors((tensor._indices(), tensor._values()), inline_limit)
+    return head + table, slots
 
 
 def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
@@ -243,8 +286,6 @@ def _take_slot(waiting: Iterator[torch.Tensor]) -> torch.Tensor:
 
 def _note_flags(flags: int, unpacked: UnpackedTensors) -> None:
     index = len(unpacked.tensors) - 1
-    if flags > _KNOWN_FLAGS or flags & (_INLINE | _STRIDED) == _STRIDED:
-        raise FrameError(f"tensor {index} has meaningless flags 0x{flags:02x}")
     if flags & _REQUIRES_GRAD:
         dtype = unpacked.tensors[index].dtype
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -278,6 +319,26 @@ def _unpack_inline(
     if not kind.is_native:
         tensor = _reinterpret(tensor, kind)
     return tensor, position + window.nbytes
+
+
+def _unpack_sparse(
+    table: bytes | bytearray | memoryview, position: int, waiting: Iterator[torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """The COO tensor at ``position``, and where the next one begins."""
+    flags = table[position]
+    parts = UnpackedTensors([], [], [])
+    try:
+        sizes = _SIZES[table[position + 1]]
+        shape = sizes.unpack_from(table, position + 2)
+        start = position + 2 + sizes.size
+        end = _read(table, start, waiting, parts, _OF_PARTS)
+        indices, values = parts.tensors
+        tensor = torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=bool(flags & _COALESCED), check_invariants=True
+        )
+    except (*_MALFORMED, RuntimeError) as error:
+        raise FrameError(f"a sparse tensor is malformed: {error}") from error
+    return tensor, end
 
 
 def _strided_window(

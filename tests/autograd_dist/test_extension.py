@@ -439,6 +439,31 @@ def test_sparse_gradients_travel(workers):
     assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 0.0]
 
 
+def entries():
+    return torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 0]], [3.0, 4.0, 5.0], (2, 3))
+
+
+def test_a_sparse_tensor_keeps_its_place_in_the_graph(workers):
+    sent = entries().requires_grad_()
+    with autograd_dist.context() as context_id:
+        total = rpc.rpc_sync("bob", torch.add, (sent, sent * 2))
+        assert total.grad_fn.name() == "torch::distributed::autograd::RecvRpcBackward"
+        assert total._nnz() >= sent._nnz()
+        autograd_dist.backward(context_id, [torch.sparse.sum(total)])
+        gradient = autograd_dist.get_gradients(context_id)[sent]
+    assert gradient.is_sparse
+    assert gradient.to_dense().tolist() == [[0.0, 0.0, 3.0], [3.0, 0.0, 0.0]]
+
+
+def test_a_sparse_tensor_gets_a_dense_gradient(workers):
+    sent = entries().requires_grad_()
+    with autograd_dist.context() as context_id:
+        total = rpc.rpc_sync("bob", torch.Tensor.to_dense, (sent,)).sum()
+        autograd_dist.backward(context_id, [total])
+        gradient = autograd_dist.get_gradients(context_id)[sent]
+    assert gradient.to_dense().sum().item() > 0
+
+
 def test_two_passes_at_once_in_one_context(workers):
     x = leaf()
     with autograd_dist.context() as context_id:

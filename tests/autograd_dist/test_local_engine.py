@@ -400,6 +400,55 @@ def test_gradient_of_a_large_leaf_is_not_copied():
     assert [node.gradient(weight).data_ptr()] == addresses
 
 
+def seen_by(node, weight, keep=lambda gradient: None):
+    """Addresses of the values of a sparse gradient before and after the pass that made it."""
+    addresses, index = [], torch.tensor([1, 3])
+    out = torch.nn.functional.embedding(index, weight, sparse=True)
+
+    def note(outgoing, _):
+        addresses.append(outgoing[0]._values().data_ptr())
+        keep(outgoing[0])
+
+    out.grad_fn.register_hook(note)
+    node.start((out * 2).sum())
+    gradient = node.gradient(weight)
+    assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 2.0]
+    assert gradient._indices().data_ptr() != index.data_ptr()
+    return addresses[0], gradient._values().data_ptr()
+
+
+def test_the_values_of_a_sparse_gradient_are_not_copied():
+    before, after = seen_by(Node(), torch.zeros(4, 2, requires_grad=True))
+    assert before == after
+
+
+def test_the_values_of_a_sparse_gradient_that_something_else_sees_are_copied():
+    kept = []
+    before, after = seen_by(
+        Node(), torch.zeros(4, 2, requires_grad=True), lambda g: kept.append(g._values())
+    )
+    assert before != after
+
+
+def test_of_two_leaves_that_share_a_gradient_only_one_gets_a_copy():
+    addresses = []
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, left, right):
+            return left + right
+
+        @staticmethod
+        def backward(ctx, gradient):
+            addresses.append(gradient.data_ptr())
+            return gradient, gradient
+
+    node, left, right = Node(), param(), param()
+    node.start(Sum.apply(left, right).exp().sum())
+    gradients = [node.gradient(leaf) for leaf in (left, right)]
+    assert [gradient.data_ptr() for gradient in gradients].count(addresses[0]) == 1
+
+
 def test_gradient_has_the_strides_of_its_leaf():
     node = Node()
     w = torch.zeros(2, 3).t().requires_grad_()

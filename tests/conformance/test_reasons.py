@@ -6,11 +6,8 @@ better is tested where it is made, and named there.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -44,55 +41,10 @@ with warnings.catch_warnings():
         return torch_autograd.get_gradients(context_id)
 
 
-_held = threading.Event()
-
-
-def held() -> None:
-    _held.wait(60)
-
-
-def failing() -> None:
-    raise ValueError("Expected error")
-
-
 @pytest.fixture
 def group() -> Iterator[list[Agent]]:
     with local_group("here", "there") as agents, as_worker(agents[0]):
         yield agents
-
-
-def test_nodes_of_the_graph_are_ours_and_the_gradients_the_same(group: list[Agent]) -> None:
-    left, right = (torch.rand(3, requires_grad=True) for _ in range(2))
-    with autograd_dist.context() as context:
-        total = rpc.rpc_sync("there", torch.mul, (left, right))
-        assert "RecvRpcBackward" not in total.grad_fn.name()
-        with torch.autograd.profiler.profile() as profile:
-            autograd_dist.backward(context, [total.sum()])
-        gradients = autograd_dist.get_gradients(context)
-    assert not any("RpcBackward" in event.name for event in profile.function_events)
-    assert torch.equal(gradients[left], right)
-    assert torch.equal(gradients[right], left)
-
-
-def test_gradients_are_equal_wherever_they_lie(group: list[Agent]) -> None:
-    address: list[int] = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            address.append(gradient.data_ptr())
-            return gradient
-
-    leaf = torch.ones(3, requires_grad=True)
-    with autograd_dist.context() as context:
-        autograd_dist.backward(context, [Watched.apply(leaf).sum()])
-        gradient = autograd_dist.get_gradients(context)[leaf]
-    assert torch.equal(gradient, torch.ones(3))
-    assert len(address) == 1
 
 
 def test_shutdown_has_other_steps_and_there_is_no_private_server_profiler() -> None:
@@ -119,34 +71,3 @@ def test_calls_inside_torchscript_go_to_torchs_own_agent(group: list[Agent]) -> 
 def test_torchscript_looks_for_contexts_in_torchs_own_table(group: list[Agent]) -> None:
     with autograd_dist.context() as context, pytest.raises(RuntimeError):
         gradients_inside(context)
-
-
-def test_an_operator_that_does_not_fit_raises_its_own_error(group: list[Agent]) -> None:
-    with pytest.raises(RuntimeError, match="invalid combination of arguments") as caught:
-        rpc.rpc_sync("there", torch.add, ())
-    assert isinstance(caught.value, TypeError)
-
-
-def test_wait_all_of_torch_waits_for_all_but_each_future_fails_at_once(
-    group: list[Agent],
-) -> None:
-    _held.clear()
-    pending = rpc.rpc_async("there", held)
-    failed = rpc.rpc_async("there", failing)
-    with pytest.raises(ValueError, match="Expected error"):
-        failed.wait()
-    together = torch.futures.collect_all([pending, failed])
-    assert not together.done()
-    _held.set()
-    with pytest.raises(ValueError, match="Expected error"):
-        torch.futures.wait_all([pending, failed])
-
-
-def test_gather_raises_the_first_error_at_once(group: list[Agent]) -> None:
-    async def both() -> None:
-        await asyncio.gather(rpc.rpc_async("there", held), rpc.rpc_async("there", failing))
-
-    _held.clear()
-    with pytest.raises(ValueError, match="Expected error"):
-        asyncio.run(both())
-    _held.set()

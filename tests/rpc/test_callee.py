@@ -1,4 +1,4 @@
-"""Serving requests: what becomes of one whose caller is gone."""
+"""Serving requests: what becomes of one whose caller is gone, and of what does not fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
+import torch
+
 from rpc.agent import Agent
-from rpc.testing import MemoryHub, connect
+from rpc.testing import MemoryHub, connect, local_group
 from rpc.transports.base import Peer
 from tests import waiting
 
@@ -80,3 +83,15 @@ def test_what_was_asked_by_an_earlier_life_is_not_answered_to_the_next() -> None
         until(lambda: bob.callee.handled() > served)
         new_gate.open.set()
         assert answer.wait() == "for the new life"
+
+
+def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes() -> None:
+    with local_group("here", "there") as (here, _):
+        with pytest.raises(
+            RuntimeError, match=r"failed to match any schema: .*invalid combination"
+        ) as caught:
+            here.rpc_sync("there", torch.add, ())
+        assert isinstance(caught.value, TypeError)
+        with pytest.raises(TypeError, match="expected at least 1 argument") as caught:
+            here.rpc_sync("there", max, ())
+        assert "schema" not in str(caught.value)

@@ -214,6 +214,52 @@ def test_a_strided_table_of_many_dimensions_survives() -> None:
     assert travel(sent).shape == sent.shape
 
 
+def coo(*, coalesced: bool = False) -> Tensor:
+    tensor = torch.sparse_coo_tensor([[0, 2, 0], [1, 1, 1]], [1.0, 2.0, 4.0], (3, 2))
+    return (tensor.coalesce() if coalesced else tensor).requires_grad_()
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("limit", [0, INLINE_LIMIT])
+def test_a_sparse_tensor_that_requires_grad_arrives_entry_by_entry(
+    coalesced: bool, limit: int
+) -> None:
+    sent = [torch.ones(2), coo(coalesced=coalesced), nn.Parameter(coo().detach()), torch.ones(3)]
+    table, slots = pack_tensors(sent, limit)
+    assert all(slot.layout is torch.strided and not slot.requires_grad for slot in slots)
+    arrived = unpack_tensors(table, slots).finish()
+    assert [type(tensor) for tensor in arrived] == [Tensor, Tensor, nn.Parameter, Tensor]
+    assert arrived[1].is_coalesced() is coalesced
+    for tensor, original in zip(arrived[1:3], sent[1:3], strict=True):
+        assert tensor.requires_grad
+        assert tensor.is_leaf
+        assert tensor.shape == original.shape
+        assert torch.equal(tensor.detach()._indices(), original.detach()._indices())
+        assert torch.equal(tensor.detach()._values(), original.detach()._values())
+    assert arrived[3].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_cut_off_sparse_tensor_is_refused_at_every_length() -> None:
+    table, _ = pack_tensors([coo()])
+    for length in range(len(table)):
+        with pytest.raises(FrameError):
+            unpack_tensors(table[:length], ())
+
+
+def test_what_cannot_be_a_sparse_tensor_is_refused() -> None:
+    table, (indices, values) = pack_tensors([coo()], 0)
+    parts = len(table) - struct.calcsize("<IBB")
+    for slots in ((values, indices), (indices + 9, values), (indices, values[:1])):
+        with pytest.raises(FrameError):
+            unpack_tensors(table, slots)
+    for damage in ({parts: 1}, {4: 1 | 16 | 8}, {4: 1 | 32}, {5: 200}, {len(table) - 1: 17}):
+        damaged = bytearray(table)
+        for place, byte in damage.items():
+            damaged[place] = byte
+        with pytest.raises(FrameError):
+            unpack_tensors(damaged, (indices, values))
+
+
 def test_cut_off_tables_are_refused_at_every_length() -> None:
     table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(4, dtype=torch.bfloat16)])
     for length in range(len(table)):
@@ -255,7 +301,7 @@ def test_slots_that_the_table_does_not_name_are_refused() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: int) -> None:
     rng = random.Random(seed)
-    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(2, requires_grad=True)])
+    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), coo()])
     damaged = bytearray(table)
     for _ in range(damages):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
@@ -263,7 +309,7 @@ def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: i
         arrived = unpack_tensors(damaged, ()).finish()
     except FrameError:
         return
-    assert sum(tensor.nbytes for tensor in arrived) < len(table)
+    assert sum(tensor.nbytes for tensor in arrived if not tensor.is_sparse) < len(table)
 
 
 @given(

@@ -18,7 +18,6 @@ class Kind(enum.Enum):
     LIFTED = "pins a limitation that ours lifts"
     SCRIPT = "TorchScript's C++ front end"
     INTERNALS = "private C++ internals"
-    DIFFERENT = "a difference that a program can notice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,6 @@ class Exemption:
         return here and re.fullmatch(self.tests, test) is not None
 
 
-_NODES = (
-    "compares the nodes of the autograd graph with SendRpcBackward, RecvRpcBackward and the other "
-    "nodes that torch's C++ makes; ours are other nodes, and the gradients are the same"
-)
 _ARGUMENT = (
     "passes an RRef to TorchScript code, which knows torch's C++ RRef only; take the value with "
     "to_here() or local_value() before the call"
@@ -67,13 +62,8 @@ _INSIDE = (
     "calls rpc_async inside TorchScript, which torch's C++ carries out with torch's own agent; "
     "over TENSORPIPE ours has one and such calls work, over TENSORWIRE there is none"
 )
-_MEMORY = (
-    "compares addresses of gradients to find out when torch's AccumulateGrad takes memory over "
-    "instead of copying; the gradients are the same"
-)
-
+_ENGINE = "tests/autograd_dist/test_local_engine.py::"
 _REASONS = "tests/conformance/test_reasons.py::"
-_OTHER_NODES = _REASONS + "test_nodes_of_the_graph_are_ours_and_the_gradients_the_same"
 _NO_REFERENCE = _REASONS + "test_torchscript_does_not_take_our_references_but_takes_their_values"
 _TORCHS_AGENT = _REASONS + "test_calls_inside_torchscript_go_to_torchs_own_agent"
 
@@ -117,31 +107,20 @@ EXEMPTIONS: Sequence[Exemption] = (
         "tests/rpc/test_observation.py::test_every_way_of_calling_has_its_span",
     ),
     Exemption(
-        r"DistAutogradTest\.test_(no_grad_copy(_sparse)?|grad_copy_sparse_indices_extra_ref)",
-        Kind.INTERNALS,
-        _MEMORY,
-        _REASONS + "test_gradients_are_equal_wherever_they_lie",
-    ),
-    # --- What torch's C++ is made of
-    Exemption(
-        r"(DistAutogradTest|TensorPipeAgentDistAutogradTest)\.test_graph_for_.*",
-        Kind.INTERNALS,
-        _NODES,
-        _OTHER_NODES,
+        r"DistAutogradTest\.test_no_grad_copy",
+        Kind.LIFTED,
+        "expects that a gradient which two leaves share is copied for both; ours copies it for "
+        "one and lets the other have it",
+        _ENGINE + "test_of_two_leaves_that_share_a_gradient_only_one_gets_a_copy",
     ),
     Exemption(
-        r"TensorPipeAgentDistAutogradTest\.test_(rpc|remote)_complex_args_sparse",
-        Kind.INTERNALS,
-        _NODES,
-        _OTHER_NODES,
+        r"DistAutogradTest\.test_grad_copy_sparse_indices_extra_ref",
+        Kind.LIFTED,
+        "expects that memory which the program still holds a view of becomes a gradient, and "
+        "changes with it; ours copies it",
+        _ENGINE + "test_the_values_of_a_sparse_gradient_that_something_else_sees_are_copied",
     ),
-    Exemption(
-        r"DistAutogradTest\.test_dist_autograd_profiling",
-        Kind.INTERNALS,
-        "looks for the C++ nodes SendRpcBackward and RecvRpcBackward in the profile of a backward "
-        "pass",
-        _OTHER_NODES,
-    ),
+    # --- What torch's shutdown and profiler are made of
     Exemption(
         r"RpcTest\.test_shutdown_errors",
         Kind.INTERNALS,
@@ -213,23 +192,6 @@ EXEMPTIONS: Sequence[Exemption] = (
         _INSIDE,
         _TORCHS_AGENT,
         backends=("TENSORWIRE",),
-    ),
-    # --- Errors come as early and as late as any other, in words of their own
-    Exemption(
-        r"TensorPipeAgentRpcTest\.test_op_with_invalid_args",
-        Kind.INTERNALS,
-        "expects the text of torch's C++ when no overload of an operator fits; ours is the "
-        "operator's own error, which says what it takes",
-        _REASONS + "test_an_operator_that_does_not_fit_raises_its_own_error",
-    ),
-    Exemption(
-        r"RpcTest\.test_wait_all_exit_early_(builtin|python|script_function)",
-        Kind.DIFFERENT,
-        "expects torch.futures.wait_all to raise the first error although another future is "
-        "pending; torch looks for errors that only C++ can set, so ours raises it when all are "
-        "done, each within its timeout",
-        _REASONS + "test_wait_all_of_torch_waits_for_all_but_each_future_fails_at_once",
-        hangs=True,
     ),
 )
 

@@ -1,0 +1,43 @@
+"""What the module-level functions do besides delegating to the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import rpc
+from rpc import api, collecting
+from rpc.agent import Agent
+from rpc.testing import local_group
+
+
+@pytest.fixture
+def worker() -> Iterator[Agent]:
+    """This process is a worker, of a group that is in this process as a whole."""
+    with local_group("here", "there") as (here, _):
+        api._set_and_start_rpc_agent(here)
+        yield here
+        if api._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
+
+
+def test_a_worker_ends_torchs_wait_all_with_the_first_error(worker: Agent) -> None:
+    assert torch._C._collect_all is collecting.collect_all
+    rpc.shutdown(graceful=False)
+    assert torch._C._collect_all is not collecting.collect_all
+
+
+def test_a_program_may_put_its_own_waiting_in_the_place_of_ours(
+    worker: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(timeout: float) -> None:
+        raise RuntimeError(f"not within {timeout} seconds")
+
+    monkeypatch.setattr(api, "_wait_all_workers", refuse)
+    with pytest.raises(RuntimeError, match=r"not within 3.0 seconds"):
+        rpc.shutdown(timeout=3.0)
+    assert not api._is_current_rpc_agent_set()
+    with pytest.raises(RuntimeError, match="shut"):
+        worker.rpc_sync("there", abs, (1,))

@@ -1,0 +1,132 @@
+"""What torch's ``wait_all`` and ``collect_all`` do with futures of ours while this is a worker."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rpc import collecting
+from rpc.futures import Future
+
+
+@pytest.fixture(autouse=True)
+def in_use() -> Iterator[None]:
+    collecting.use()
+    yield
+    collecting.stop_using()
+
+
+def test_wait_all_raises_the_first_error_although_another_call_is_pending() -> None:
+    pending: Future[int] = Future()
+    failing: Future[int] = Future()
+    error = ValueError("no")
+    failer = threading.Thread(target=failing.set_exception, args=(error,))
+    failer.start()
+    with pytest.raises(ValueError, match="no") as raised:
+        torch.futures.wait_all([pending, failing])
+    failer.join()
+    assert raised.value is error
+    assert not pending.done()
+
+
+def test_an_error_that_was_there_before_is_raised_at_once() -> None:
+    failed: Future[int] = Future()
+    failed.set_exception(KeyError("k"))
+    together = torch.futures.collect_all([Future(), failed])
+    assert together.done()
+    with pytest.raises(KeyError):
+        together.wait()
+
+
+def test_a_second_error_changes_nothing() -> None:
+    first: Future[int] = Future()
+    second: Future[int] = Future()
+    together = torch.futures.collect_all([first, second])
+    second.set_exception(ValueError("first"))
+    first.set_exception(ValueError("second"))
+    with pytest.raises(ValueError, match="first"):
+        together.wait()
+
+
+def test_all_results_come_in_order_and_as_the_futures_that_were_given() -> None:
+    given: list[Future[int]] = [Future(), Future()]
+    together = torch.futures.collect_all(given)
+    assert isinstance(together, Future)
+    given[1].set_result(1)
+    assert not together.done()
+    given[0].set_result(0)
+    assert [mine is theirs for mine, theirs in zip(given, together.wait(), strict=True)] == [1, 1]
+    assert torch.futures.wait_all(given) == [0, 1]
+
+
+def test_futures_of_torch_may_be_among_them_and_fail() -> None:
+    mine: Future[int] = Future()
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+
+    def refuse(_: object) -> int:
+        raise ValueError("no")
+
+    together = torch.futures.collect_all([mine, theirs.then(refuse)])
+    theirs.set_result(1)
+    with pytest.raises(RuntimeError, match="ValueError: no"):
+        together.wait()
+    assert not mine.done()
+
+
+def test_futures_of_torch_alone_are_left_to_torch() -> None:
+    theirs: list[torch.futures.Future[int]] = [torch.futures.Future()]
+    together = torch.futures.collect_all(theirs)
+    assert not isinstance(together, Future)
+    theirs[0].set_result(3)
+    assert torch.futures.wait_all(theirs) == [3]
+    assert torch.futures.wait_all([]) == []
+
+
+def test_a_callback_is_called_although_nobody_keeps_the_future_of_all() -> None:
+    called = threading.Event()
+    given: Future[int] = Future()
+    torch.futures.collect_all([given]).add_done_callback(lambda _: called.set())
+    gc.collect()
+    given.set_result(1)
+    assert called.is_set()
+
+
+def test_an_error_that_somebody_is_told_of_is_not_set_where_replies_are_delivered() -> None:
+    given: Future[int] = Future()
+    together = torch.futures.collect_all([given])
+    assert not given.complete_unless_watched(None, ValueError("no"))
+    assert given.complete_unless_watched(1, None)
+    assert together.done()
+
+
+def test_an_error_that_was_raised_for_all_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    given: Future[int] = Future(description="the call of f")
+    together = torch.futures.collect_all([given])
+    given.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        together.wait()
+    del given, together
+    gc.collect()
+    assert caplog.text == ""
+
+
+def test_all_is_freed_when_nobody_needs_it_any_more() -> None:
+    given: Future[int] = Future()
+    together = torch.futures.collect_all([given])
+    given.set_result(1)
+    together.wait()
+    freed = [weakref.ref(given), weakref.ref(together)]
+    del given, together
+    assert [reference() for reference in freed] == [None, None]
+
+
+def test_torchs_function_is_back_afterwards() -> None:
+    ours = torch._C._collect_all
+    collecting.stop_using()
+    assert torch._C._collect_all is not ours
+    assert not isinstance(torch.futures.collect_all([Future()]), Future)
