@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,8 @@ _MADV_HUGEPAGE = 14
 _FAILED = ctypes.c_void_p(-1).value
 
 Array = Any
-"""A writable buffer that can be referenced weakly. It claims to be endless, because ctypes
-needs a new type for every length: only the bytes its maker spoke of may be touched."""
+"""A writable buffer. It claims to be endless, because ctypes needs a new type for every
+length: only the bytes its maker spoke of may be touched."""
 
 _ENDLESS = ctypes.c_char * (1 << 46)
 
@@ -44,17 +43,20 @@ def view_of(array: Array, length: int) -> memoryview:
     return memoryview(array).cast("B")[:length]
 
 
-class _ArrayDeath(weakref.ref):  # type: ignore[type-arg]
-    """Tells its region when the array it refers to is dead."""
+class _Lent(_ENDLESS):  # type: ignore[misc, valid-type]
+    """Memory of a region, which hears when nobody refers to it any more.
+
+    It holds its region, which often nothing else does: a region that only knew its arrays
+    would be collected before them, and its memory never be unmapped.
+    """
 
     __slots__ = ("region", "released")
 
     region: Region
     released: Callable[[], None] | None
 
-
-def _on_death(death: _ArrayDeath) -> None:
-    death.region._array_died(death)
+    def __del__(self) -> None:
+        self.region._array_died(self)
 
 
 class Region:
@@ -78,7 +80,7 @@ class Region:
         self.size = size
         self.address = self._map(descriptor)
         self._lock = threading.RLock()
-        self._deaths: dict[int, _ArrayDeath] = {}
+        self._lent: set[int] = set()
         self._borrowed = 0
         self._retired = False
         self._libc.madvise(self.address, size, _MADV_HUGEPAGE)
@@ -116,19 +118,18 @@ class Region:
             released: called once nobody refers to the array any more, on
                 whatever thread that happens; must not block.
         """
-        array = array_at(self.address + offset)
-        death = _ArrayDeath(array, _on_death)
-        death.region = self
-        death.released = released
+        array = _Lent.from_address(self.address + offset)
+        array.region = self
+        array.released = released
         with self._lock:
-            self._deaths[id(death)] = death
+            self._lent.add(id(array))
         return array
 
-    def _array_died(self, death: _ArrayDeath) -> None:
-        if death.released is not None:
-            death.released()
+    def _array_died(self, array: _Lent) -> None:
+        if array.released is not None:
+            array.released()
         with self._lock:
-            self._deaths.pop(id(death), None)
+            self._lent.discard(id(array))
             self._unmap_if_unused()
 
     def borrow(self) -> bool:
@@ -152,6 +153,6 @@ class Region:
             self._unmap_if_unused()
 
     def _unmap_if_unused(self) -> None:
-        if self._retired and not self._deaths and not self._borrowed and self.size:
+        if self._retired and not self._lent and not self._borrowed and self.size:
             self._libc.munmap(self.address, self.size)
             self.size = 0

@@ -38,6 +38,28 @@ def test_memory_is_used_again_when_its_array_is_dead() -> None:
     buffers.close()
 
 
+def test_memory_in_use_outlives_a_garbage_collection() -> None:
+    buffers = ReceiveBuffers(1 << 30)
+    array = buffers.take(100_000)
+    address = address_of(array)
+    gc.collect()
+    del array
+    assert address_of(buffers.take(100_000)) == address
+    buffers.close()
+    assert not mapped(address)
+
+
+def test_memory_comes_back_from_a_cycle_of_garbage() -> None:
+    buffers = ReceiveBuffers(1 << 30)
+    cycle: list[object] = [buffers.view(100_000)]
+    address = address_of(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert address_of(buffers.take(100_000)) == address
+    buffers.close()
+
+
 def test_idle_memory_is_bounded() -> None:
     buffers = ReceiveBuffers(1 << 17)
     addresses = []
