@@ -11,6 +11,7 @@ from torch.autograd import profiler
 
 import autograd_dist
 import rpc
+from autograd_dist import backward_passes
 from autograd_dist.profiled import Home
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
@@ -75,15 +76,19 @@ def test_a_pass_that_fails_elsewhere_ends_in_a_profile_too(group: list[Agent]) -
             autograd_dist.backward(context, [loss])
 
 
-def test_without_a_profile_no_thread_has_to_do_the_work(group: list[Agent]) -> None:
-    workers: list[int] = []
+def test_without_a_profile_no_thread_has_to_do_the_work(
+    group: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Home:
+        raise AssertionError("a home was made")
+
+    monkeypatch.setattr(backward_passes, "Home", refuse)
     x = torch.ones(3, requires_grad=True)
-    y = x.exp()
-    y.register_hook(lambda _: workers.append(threading.get_ident()))
     with autograd_dist.context() as context:
-        loss = rpc.rpc_sync("there", square, (y,)).sum()
+        loss = rpc.rpc_sync("there", square, (x,)).sum()
         autograd_dist.backward(context, [loss])
-    assert workers != [threading.get_ident()]
+        with profiler.profile(), pytest.raises(AssertionError, match="a home was made"):
+            autograd_dist.backward(context, [x.sum()])
 
 
 def test_the_thread_of_a_home_does_what_others_leave_to_it() -> None:
