@@ -41,6 +41,11 @@ class Proven:
         with contextlib.suppress(OSError):
             self.sock.send(Acceptor.accept())
 
+    def dismiss(self) -> None:
+        """Lets the other end know that it was heard, which is all it wants."""
+        self.accept()
+        self.sock.close()
+
     def reject(self, reason: str) -> None:
         """Sends the other end away."""
         _send_away(self.sock, reason)

@@ -19,14 +19,17 @@ from dataclasses import dataclass
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
+from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.framing import BulkDecoder
+from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
+from rpc.transports.tensorwire.late_receipts import Acknowledging
 from rpc.transports.tensorwire.link import Link
 
 _EVENTS = 32
 _READS_PER_TURN = 4
 _MAX_DESCRIPTORS = 4
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+_BYTES_NOW = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,36 @@ class BulkEvents:
     ended: Callable[[str], None]
 
 
-class _BulkChannel:
-    def __init__(self, sender: Sender, link: Link, events: BulkEvents) -> None:
+class BulkChannel:
+    """One bulk channel: reads it and takes what it brings.
+
+    Args:
+        sender: the writing half.
+        link: builds frames.
+        events: what happens.
+        late: told that an acknowledgement is to be sent some time, by :meth:`acknowledge`.
+
+    Attributes:
+        garbled: what arrived cannot be read, so that no other connection can help.
+        silent: nothing has ever been received.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        link: Link,
+        events: BulkEvents,
+        late: Callable[[Acknowledging], None],
+    ) -> None:
         self._sender = sender
         self._sock = sender.sock
         self._link = link
         self._events = events
         self._decoder = BulkDecoder(link.place)
+        self._receipts = Receipts(1, _BYTES_NOW, lambda: late(self))
+        link.bulk_readers.append(self)
+        self.garbled = False
+        self.silent = True
         self._passes_descriptors = self._sock.family == socket.AF_UNIX
         self._descriptors: list[int] = []
 
@@ -72,9 +98,11 @@ class _BulkChannel:
                 return f"a bulk connection broke: {error.strerror}"
             if not count:
                 return "a bulk connection was closed by the other end"
+            self.silent = False
             try:
                 self._advance(count)
             except Exception as error:
+                self.garbled = True
                 return f"what it sent in bulk cannot be read: {error}"
         return None
 
@@ -92,13 +120,47 @@ class _BulkChannel:
         return count
 
     def _advance(self, count: int) -> None:
-        event = self._decoder.received(count)
-        if event is not None:
+        event = self._decoder.advance(count)
+        if isinstance(event, Acknowledged):
+            self._sender.acknowledged(event.count)
+        elif event is not None:
+            if isinstance(event, Chunk):
+                self._owe(event.length)
+            else:
+                self.acknowledge()
             frame = self._link.bulk_event(event, self._sender, self._descriptors)
+            if isinstance(event, Chunk) and self._link.is_whole(event.transfer):
+                for channel in self._link.bulk_readers:
+                    channel.acknowledge_owed()
             if frame is not None:
                 self._events.complete(frame)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise FrameError("descriptors that belong to no message")
+
+    def _owe(self, length: int) -> None:
+        receipts = self._receipts
+        receipts.owed += length
+        if receipts.owed >= receipts.limit and receipts.due():
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Tells the other end what has arrived."""
+        self._receipts.paid()
+        self._sender.acknowledge_bulk(self._decoder.received)
+
+    def acknowledge_owed(self) -> None:
+        """The same, if there is anything to tell: a transfer is whole, its memory free again."""
+        if self._receipts.owed:
+            self.acknowledge()
+
+    @property
+    def received(self) -> int:
+        """How many messages have arrived whole."""
+        return self._decoder.received
+
+    def restart(self) -> None:
+        """Goes on with another connection, which took the place of the last."""
+        self._decoder.restart()
 
     def drop_descriptors(self) -> None:
         """Closes descriptors that came with incomplete messages."""
@@ -118,15 +180,15 @@ class BulkMover:
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._channels: dict[int, _BulkChannel] = {}
+        self._channels: dict[int, BulkChannel] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, sender: Sender, link: Link, events: BulkEvents) -> None:
+    def add(self, sock: socket.socket, channel: BulkChannel) -> None:
         """Begins to serve a channel."""
-        descriptor = sender.sock.fileno()
-        self._channels[descriptor] = _BulkChannel(sender, link, events)
+        descriptor = sock.fileno()
+        self._channels[descriptor] = channel
         self._epoll.register(descriptor, select.EPOLLIN)
         with self._lock:
             if self._thread is None and not self._closed:

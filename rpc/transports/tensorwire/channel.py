@@ -4,6 +4,9 @@ Owns the socket's writing half. Whoever takes the *writing role* sends; others
 leave their frames in the queue, which the one in the role empties before it is
 done. When the socket takes no more, the channel asks to be told when it does,
 and the thread that is told goes on. Nobody ever blocks here.
+
+What was sent is remembered until it is acknowledged. When the connection breaks,
+frames wait until another one takes its place, which is sent first what got lost.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rpc.transports.tensorwire.framing import Buffer, pack_fixed
+from rpc.transports.resumption import SentMessages
+from rpc.transports.tensorwire.framing import Buffer, WireKind, pack_fixed, pack_pair
 
 _BATCH_FRAMES = 64
 _BATCH_BYTES = 1 << 20
 _BATCH_BUFFERS = 512
 _JOIN_BYTES = 16384
+_GAP = memoryview(b"\0")
+"""Stands among the unsent bytes while there is no connection, so that every frame is queued."""
 
 
 class Outgoing(NamedTuple):
-    """A frame on its way to the socket; ``descriptor`` is closed once it was passed on."""
+    """A frame on its way to the socket; ``descriptor`` is closed once it has arrived."""
 
     kind: int
     correlation: int
@@ -42,6 +48,13 @@ class Outgoing(NamedTuple):
     def size(self) -> int:
         """Bytes it will take on the wire, but for the fixed part."""
         return len(self.header) + len(self.table) + self.inline
+
+
+class _Sent(NamedTuple):
+    """A frame as it was sent that is not just a few bytes."""
+
+    buffers: tuple[Buffer, ...]
+    descriptor: int
 
 
 class Unsent:
@@ -78,10 +91,16 @@ class Sender:
         unsent: where queued bytes are counted.
         watch_writable: called with True when :meth:`writable` is wanted as soon
             as the socket takes bytes again, with False when it is not any more.
+        remember: how many frames to remember until they are acknowledged; 0 if a
+            connection that breaks is not to be replaced.
     """
 
     def __init__(
-        self, sock: socket.socket, unsent: Unsent, watch_writable: Callable[[bool], None]
+        self,
+        sock: socket.socket,
+        unsent: Unsent,
+        watch_writable: Callable[[bool], None],
+        remember: int = 0,
     ) -> None:
         self.sock = sock
         self._counter = unsent
@@ -89,13 +108,18 @@ class Sender:
         self._role = threading.Lock()
         self._queue: deque[Outgoing] = deque()
         self._unsent: deque[memoryview] = deque()
-        self._descriptor = -1
+        self._sent: SentMessages[bytes | _Sent] = SentMessages(remember)
+        self._sent_frames = self._sent.messages
+        self._remembers = remember > 0
+        self._again: list[bytes | _Sent] = []
+        self._passing: list[int] = []
         self._sequence = 0
         self._blocked = False
         self._broken = False
+        self._closed = False
 
     def send(self, item: Outgoing) -> None:
-        """Sends or queues a frame; on a broken socket it is dropped."""
+        """Sends or queues a frame; dropped if the socket is broken for good."""
         self._queue.append(item)
         self._counter.add(item.size())
         self.flush()
@@ -115,7 +139,9 @@ class Sender:
                 lengths = (len(header), len(table), len(inline))
                 fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
                 self._sequence += 1
-                self._write(fixed + header + table + inline)
+                data = fixed + header + table + inline
+                self._sent_frames.append(data)
+                self._write(data)
         finally:
             self._role.release()
         # Others may have left work while the role was ours, ``writable`` included.
@@ -133,6 +159,7 @@ class Sender:
                     fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
                     self._sequence += 1
                     data = fixed + header + table + inline
+                    self._sent_frames.append(data)
                     self._unsent.append(memoryview(data))
                     self._counter.add(len(data))
                     return
@@ -159,7 +186,7 @@ class Sender:
         except BlockingIOError:
             sent = 0
         except OSError:
-            self._break()
+            self._stop()
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
@@ -179,23 +206,23 @@ class Sender:
     def _write_batch(self) -> None:
         """Sends as much as one system call takes; called in the writing role."""
         if self._broken:
-            self._drop_all()
+            self._stop()
             return
-        if self._descriptor < 0:
+        if not self._passing:
             self._load_batch()
         if not self._unsent:
             return
         buffers = list(itertools.islice(self._unsent, _BATCH_BUFFERS))
         try:
-            if self._descriptor >= 0:
-                sent = socket.send_fds(self.sock, buffers, [self._descriptor])
-                self._close_descriptor()
+            if self._passing:
+                sent = socket.send_fds(self.sock, buffers, self._passing)
+                self._passed_on()
             else:
                 sent = self.sock.sendmsg(buffers)
         except BlockingIOError:
             self._wait_writable()
         except OSError:
-            self._break()
+            self._stop()
         else:
             self._advance(sent)
 
@@ -210,28 +237,33 @@ class Sender:
             if self._queue[0].descriptor >= 0:
                 if not self._unsent:
                     item = self._queue.popleft()
-                    self._descriptor = item.descriptor
+                    self._passing.append(item.descriptor)
                     self._load(item)
                 return
             size += self._load(self._queue.popleft())
 
     def _load(self, item: Outgoing) -> int:
-        kind, correlation, header, table, parts, inline, _ = item
+        kind, correlation, header, table, parts, inline, descriptor = item
         fixed = pack_fixed(kind, correlation, self._sequence, len(header), len(table), inline)
         self._sequence += 1
+        buffers: tuple[Buffer, ...]
         if inline <= _JOIN_BYTES:
             head = b"".join((fixed, header, table, *parts))
-            self._unsent.append(memoryview(head))
+            buffers = (head,)
+            self._sent_frames.append(head if descriptor < 0 else _Sent(buffers, descriptor))
         else:
-            self._unsent.append(memoryview(b"".join((fixed, header, table))))
-            self._unsent.extend(memoryview(part) for part in parts if len(part))
+            buffers = (b"".join((fixed, header, table)), *parts)
+            self._sent_frames.append(_Sent(buffers, descriptor))
+        self._unsent.extend(memoryview(part) for part in buffers if len(part))
         self._counter.add(len(fixed))
         return len(fixed) + item.size()
 
-    def _close_descriptor(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def _passed_on(self) -> None:
+        """The descriptors have left, or never will; what is remembered keeps its own open."""
+        if not self._remembers:
+            for descriptor in self._passing:
+                os.close(descriptor)
+        self._passing.clear()
 
     def _advance(self, sent: int) -> None:
         """Forgets the first ``sent`` bytes of ``_unsent``."""
@@ -255,21 +287,88 @@ class Sender:
         self._blocked = False
         self.flush()
 
-    def _break(self) -> None:
-        """The other end is gone; the reading half will find out by itself."""
+    def _stop(self) -> None:
+        """The connection is gone; the reading half will find out by itself."""
         self._broken = True
         self.shutdown()
-        self._drop_all()
+        self._forget_unsent()
+        if self._closed or not self._remembers:
+            self._drop_queue()
+        else:
+            self._blocked = True
+            self._unsent.append(_GAP)
+            self._counter.add(len(_GAP))
 
-    def _drop_all(self) -> None:
-        self._close_descriptor()
+    def _forget_unsent(self) -> None:
+        self._passed_on()
         self._counter.add(-sum(len(view) for view in self._unsent))
         self._unsent.clear()
+
+    def _drop_queue(self) -> None:
         while self._queue:
             item = self._queue.popleft()
             self._counter.add(-item.size())
             if item.descriptor >= 0:
                 os.close(item.descriptor)
+
+    def acknowledged(self, received: int) -> None:
+        """Of the frames sent, ``received`` have arrived.
+
+        Raises:
+            FrameError: so many were never sent.
+        """
+        with self._role:
+            forgotten = self._sent.acknowledged(self._sequence, received)
+        self.flush()
+        _close_descriptors(forgotten)
+
+    def acknowledge(self, received: int) -> None:
+        """Tells the other end that ``received`` frames of its have arrived on a main channel."""
+        self.send_small(WireKind.ACKNOWLEDGE, received, b"", b"\1", b"")
+
+    def acknowledge_bulk(self, received: int) -> None:
+        """The same on a bulk channel."""
+        self.send(Outgoing(WireKind.ACKNOWLEDGE, received, pack_pair(0, 0)))
+
+    def stop(self) -> None:
+        """Queues what is sent from now on, until another connection takes the socket's place."""
+        with self._role:
+            self._stop()
+
+    def replace(self, sock: socket.socket, received: int, greeting: bytes = b"") -> None:
+        """Puts a new connection in the place of the broken one, behind the same socket.
+
+        To be called after :meth:`stop`, while nobody reads. Nothing is sent on it, but for
+        the greeting, before :meth:`resume`.
+
+        Args:
+            sock: the new connection; closed, as the socket takes its place.
+            received: how many frames have arrived at the other end.
+            greeting: to be sent before anything else.
+
+        Raises:
+            CannotResumeError: what the other end lacks is not remembered any more.
+        """
+        with self._role:
+            self._again = self._sent.missing(self._sequence, received)
+            with sock, contextlib.suppress(OSError):  # what is wrong, the reader will see
+                if greeting:
+                    sock.send(greeting)
+                os.dup2(sock.fileno(), self.sock.fileno(), inheritable=False)
+
+    def resume(self) -> None:
+        """Sends what got lost, and goes on; to be called when the new connection is read."""
+        with self._role:
+            again, self._again = self._again, []
+            self._forget_unsent()
+            for frame in again:
+                buffers, descriptor = ((frame,), -1) if isinstance(frame, bytes) else frame
+                self._unsent.extend(memoryview(part) for part in buffers if len(part))
+                if descriptor >= 0:
+                    self._passing.append(descriptor)
+            self._counter.add(sum(len(view) for view in self._unsent))
+            self._broken = False
+        self.writable()
 
     def in_kernel(self) -> bool:
         """True while bytes have not been acknowledged by the other host."""
@@ -290,6 +389,14 @@ class Sender:
     def close(self) -> None:
         """Closes the socket, never under the hands of a thread that is sending."""
         with self._role:
-            self._broken = True
-            self._drop_all()
+            self._closed = True
+            self._stop()
             self.sock.close()
+            forgotten = self._sent.forget()
+        _close_descriptors(forgotten)
+
+
+def _close_descriptors(frames: list[bytes | _Sent]) -> None:
+    for frame in frames:
+        if isinstance(frame, _Sent) and frame.descriptor >= 0:
+            os.close(frame.descriptor)

@@ -1,11 +1,16 @@
-"""Opens the connections of a link, on a thread of its own, within a bounded time.
+"""Opens connections to a peer, on the caller's thread, within a bounded time.
 
 Tries the Unix socket of a peer on this host, then its TCP addresses. Knows
 sockets and the handshake; what becomes of the connections is the caller's.
+
+Tells a peer that is gone from one that cannot be reached at the moment: where it
+listened nobody does any more, somebody else does, or it says that it does not
+want us. Everything else may pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -31,6 +36,8 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 
 _UNIX_BULK_CONNECTIONS = 1
 _LOOK_SECONDS = 0.1
+_TRIES = 3
+"""So often a link is opened that breaks while hands are shaken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +65,44 @@ class Target:
     seconds: float
 
 
+Where = str | tuple[str, int]
+"""What a socket is to be connected to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """One address of the peer."""
+
+    family: socket.AddressFamily
+    where: Where
+
+
 @dataclass(frozen=True, slots=True)
 class Connections:
     """An open link's sockets, proven to lead to the peer, non-blocking."""
 
     main: socket.socket
     bulk: list[socket.socket]
-    shared: bool
+    road: Road
+    token: bytes
 
 
 class ConnectError(Exception):
     """No connection came about; the text says what was tried."""
 
 
+class GoneError(Exception):
+    """The peer's life is over, or over for us; the text says how we know."""
+
+
 class Connector:
-    """One attempt to open a link.
+    """Connects to one peer, for one thread at a time.
 
     Args:
         target: whom to connect to.
+
+    Attributes:
+        token: of the link that was opened last, or is being opened.
     """
 
     def __init__(self, target: Target) -> None:
@@ -83,6 +110,7 @@ class Connector:
         self._open: list[socket.socket] = []
         self._cancelled = threading.Event()
         self._deadline = 0.0
+        self.token = b""
 
     def cancel(self) -> None:
         """Makes :meth:`connect` fail soon, from another thread."""
@@ -98,9 +126,8 @@ class Connector:
         self._deadline = time.monotonic() + target.seconds
         problems: list[str] = []
         if target.use_unix:
-            path = unix_path(target.address.unix_name)
             try:
-                return self._open_all(socket.AF_UNIX, path, _UNIX_BULK_CONNECTIONS)
+                return self._open_link(self._roads(local=True)[0], _UNIX_BULK_CONNECTIONS)
             except (OSError, HandshakeError) as error:
                 problems.append(f"Unix socket: {error}")
                 _log.warning(
@@ -109,38 +136,126 @@ class Connector:
                     target.name,
                     error,
                 )
-        for host, port in target.address.tcp:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for road in self._roads(local=False):
             try:
-                return self._open_all(family, (host, port), target.bulk_connections)
+                return self._open_link(road, target.bulk_connections)
             except (OSError, HandshakeError) as error:
-                problems.append(f"{host} port {port}: {error}")
+                problems.append(f"{road.where[0]} port {road.where[1]}: {error}")
         raise ConnectError("; ".join(problems) or "it published no address")
 
-    def _open_all(
-        self, family: socket.AddressFamily, where: str | tuple[str, int], bulk: int
-    ) -> Connections:
-        token = os.urandom(TOKEN_BYTES)
+    def replace(
+        self, road: Road, token: bytes, channel: int, attempt: int, received: int, seconds: float
+    ) -> tuple[socket.socket, int]:
+        """Opens a connection in place of one that broke.
+
+        Args:
+            road: how the link was opened.
+            token: the link's.
+            channel: which one of it.
+            attempt: see :class:`rpc.transports.resumption.Seam`.
+            received: how many frames have arrived here.
+            seconds: to try.
+
+        Returns:
+            The connection, and how many frames have arrived at the peer.
+
+        Raises:
+            GoneError: the peer's life is over, or over for us.
+            OSError: it did not work this time.
+        """
+        hello = self._hello(ChannelKind.RESUME, token, channel, attempt, received)
+        return self._try(road, hello, seconds)
+
+    def knock(
+        self, *, local: bool, token: bytes, channel: int, attempt: int, seconds: float
+    ) -> None:
+        """Asks the peer for a sign of life, and for a connection in place of one that broke.
+
+        Args:
+            local: the link leads over a Unix socket.
+            token: the link's.
+            channel: which one of it.
+            attempt: which connection of it broke.
+            seconds: to try each address.
+
+        Raises:
+            GoneError: the peer's life is over, or over for us; no address says otherwise.
+            OSError: it did not work this time.
+        """
+        gone: GoneError | None = None
+        failed: OSError | None = None
+        for road in self._roads(local=local):
+            try:
+                hello = self._hello(ChannelKind.KNOCK, token, channel, attempt)
+                sock, _ = self._try(road, hello, seconds)
+            except GoneError as error:
+                gone = error
+            except OSError as error:
+                failed = error
+            else:
+                sock.close()
+                return
+        raise failed or gone or OSError(errno.EDESTADDRREQ, "it published no address")
+
+    def _try(self, road: Road, hello: Hello, seconds: float) -> tuple[socket.socket, int]:
+        self._deadline = time.monotonic() + seconds
         try:
-            main = self._open_one(family, where, ChannelKind.MAIN, token)
-            others = [self._open_one(family, where, ChannelKind.BULK, token) for _ in range(bulk)]
+            return self._open_one(road, hello)
+        except ConnectionRefusedError:
+            raise GoneError("nobody listens at its address any more") from None
+        except HandshakeError as error:
+            raise GoneError(f"what answers at its address says: {error}") from None
+        finally:
+            self._open.clear()
+
+    def _roads(self, *, local: bool) -> list[Road]:
+        address = self._target.address
+        if local:
+            return [Road(socket.AF_UNIX, unix_path(address.unix_name))]
+        return [Road(_family(host), (host, port)) for host, port in address.tcp]
+
+    def _open_link(self, road: Road, bulk: int) -> Connections:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                return self._open_all(road, bulk)
+        return self._open_all(road, bulk)
+
+    def _open_all(self, road: Road, bulk: int) -> Connections:
+        token = self.token = os.urandom(TOKEN_BYTES)
+        try:
+            main = self._open_one(road, self._hello(ChannelKind.MAIN, token))
+            others = [
+                self._open_one(road, self._hello(ChannelKind.BULK, token, channel))[0]
+                for channel in range(1, bulk + 1)
+            ]
         except BaseException:
             for sock in self._open:
                 sock.close()
             raise
         finally:
             self._open.clear()
-        return Connections(main, others, shared=family == socket.AF_UNIX)
+        return Connections(main[0], others, road, token)
 
-    def _open_one(
-        self,
-        family: socket.AddressFamily,
-        where: str | tuple[str, int],
-        kind: ChannelKind,
-        token: bytes,
-    ) -> socket.socket:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    def _hello(
+        self, kind: ChannelKind, token: bytes, channel: int = 0, attempt: int = 0, received: int = 0
+    ) -> Hello:
+        target, nonce = self._target, os.urandom(NONCE_BYTES)
+        return Hello(
+            kind, target.initiator, target.acceptor, token, nonce, channel, attempt, received
+        )
+
+    def _open_one(self, road: Road, hello: Hello) -> tuple[socket.socket, int]:
+        sock = socket.socket(road.family, socket.SOCK_STREAM)
         self._open.append(sock)
+        try:
+            self._connect(sock, road.where)
+            configure(sock)
+            return sock, self._shake_hands(sock, hello)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connect(self, sock: socket.socket, where: Where) -> None:
         sock.setblocking(False)
         while (problem := sock.connect_ex(where)) not in (0, errno.EISCONN):
             if problem == errno.EAGAIN:  # a Unix listener whose backlog is full
@@ -149,24 +264,20 @@ class Connector:
                 self._await(sock, select.POLLOUT)
             else:
                 raise OSError(problem, os.strerror(problem))
-        configure(sock)
-        self._shake_hands(sock, kind, token)
-        return sock
 
-    def _shake_hands(self, sock: socket.socket, kind: ChannelKind, token: bytes) -> None:
+    def _shake_hands(self, sock: socket.socket, hello: Hello) -> int:
         target = self._target
-        key = derive_key(target.group_key, target.address.secret)
-        nonce = os.urandom(NONCE_BYTES)
-        side = Initiator(key, Hello(kind, target.initiator, target.acceptor, token, nonce))
+        side = Initiator(derive_key(target.group_key, target.address.secret), hello)
         sock.send(side.begin())
         while not side.accepted:
             self._await(sock, select.POLLIN)
             data = sock.recv(side.wanted)
             if not data:
-                raise HandshakeError("the connection was closed during the handshake")
+                raise ConnectionResetError("the connection was closed during the handshake")
             answer = side.receive(data)
             if answer:
                 sock.send(answer)
+        return side.received
 
     def _await(self, sock: socket.socket, events: int) -> None:
         """Waits until a socket is ready, the attempt is cancelled or time is up."""
@@ -180,6 +291,10 @@ class Connector:
                 raise TimeoutError(f"no answer within {self._target.seconds:g} s")
             if poll.poll(1000 * min(left, _LOOK_SECONDS)) or not events:
                 return
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def configure(sock: socket.socket) -> None:

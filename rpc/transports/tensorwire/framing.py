@@ -9,6 +9,9 @@ believed.
 
 Bulk channels use the same fixed part but are read by :class:`BulkDecoder`,
 which lets the owner say where a section of bytes is to be received.
+
+When another connection takes the place of a broken one, a decoder begins again at
+the first frame that it has not received whole, and the positions go on.
 """
 
 from __future__ import annotations
@@ -46,6 +49,9 @@ class WireKind(enum.IntEnum):
     REQUEST = 1
     REPLY = 2
     NOTICE = 3
+    ACKNOWLEDGE = 4
+    """Any channel: ``correlation`` frames have arrived whole. On a main channel the table is not
+    empty, so that only who looks at frames with a table needs to know this kind."""
     CHUNK = 16
     """Bulk channels only: part of a payload or tensor, ``correlation`` its transfer."""
     SEGMENT = 17
@@ -57,8 +63,9 @@ class WireKind(enum.IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_MAIN_KINDS = frozenset(_KINDS)
-_BULK_KINDS = frozenset(map(int, WireKind)) - _MAIN_KINDS
+_ACKNOWLEDGE = int(WireKind.ACKNOWLEDGE)
+_MAIN_KINDS = frozenset(_KINDS) | {_ACKNOWLEDGE}
+_BULK_KINDS = frozenset(map(int, WireKind)) - frozenset(_KINDS)
 
 
 Arrived = tuple[Frame, bytes]
@@ -106,6 +113,10 @@ def _fresh(length: int) -> memoryview:
     return memoryview(bytearray(length))
 
 
+def _ignore(_: int) -> None:
+    """For who remembers nothing."""
+
+
 class FrameDecoder:
     """Turns the bytes of a main channel into frames.
 
@@ -116,15 +127,18 @@ class FrameDecoder:
     Args:
         max_frame_bytes: a frame that says it is longer is refused.
         allocate: where memory for long frames comes from.
+        acknowledged: told how many of the frames sent have arrived, now and then.
     """
 
     def __init__(
         self,
         max_frame_bytes: int,
         allocate: Callable[[int], memoryview] = _fresh,
+        acknowledged: Callable[[int], None] = _ignore,
     ) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._allocate = allocate
+        self._acknowledged = acknowledged
         self._rest = b""
         self._sequence = 0
         self._large: memoryview | None = None
@@ -165,11 +179,27 @@ class FrameDecoder:
             at_table = at_header + header
             inline_part: Buffer = data[at_inline:end]
             if table:
+                if kind == _ACKNOWLEDGE:
+                    self._acknowledged(correlation)
+                    continue
                 inline_part = bytearray(inline_part)
-            frame = Frame(_KINDS[kind], correlation, data[at_header:at_table], inline_part)
+            try:
+                frame = Frame(_KINDS[kind], correlation, data[at_header:at_table], inline_part)
+            except KeyError:
+                raise FrameError("an acknowledgement without its table") from None
             frames.append((frame, data[at_table:at_inline]))
         self._rest = data[start:]
         return frames
+
+    @property
+    def received(self) -> int:
+        """How many frames have arrived whole."""
+        return self._sequence
+
+    def restart(self) -> None:
+        """Another connection takes the place of this one: forgets what has not arrived whole."""
+        self._rest = b""
+        self._large = None
 
     def _begin_large(self, data: bytes, start: int, length: int) -> bool:
         """Gives a long incomplete frame memory of its own; False if it is a short one."""
@@ -203,6 +233,8 @@ class FrameDecoder:
         self._sequence = (self._sequence + 1) & _COUNTER_MASK
         at_inline = fixed.header + fixed.table
         header, table = bytes(large[: fixed.header]), bytes(large[fixed.header : at_inline])
+        if fixed.kind == _ACKNOWLEDGE:
+            raise FrameError("an acknowledgement that is a long frame")
         return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, large[at_inline:]), table)]
 
 
@@ -230,7 +262,14 @@ class SegmentAnswered:
     usable: bool
 
 
-BulkEvent = Chunk | SegmentOffered | SegmentAnswered
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Of the frames sent, ``count`` have arrived whole."""
+
+    count: int
+
+
+BulkEvent = Chunk | SegmentOffered | SegmentAnswered | Acknowledged
 Place = Callable[[int, int, int, int], memoryview]
 """``(transfer, offset, length, total) -> length writable bytes``; raises FrameError."""
 
@@ -257,13 +296,24 @@ class BulkDecoder:
         self._chunk = Chunk(0, 0)
         self._sequence = 0
 
+    @property
+    def received(self) -> int:
+        """How many messages have arrived whole."""
+        return self._sequence - (self._section is not None)
+
+    def restart(self) -> None:
+        """Another connection takes the place of this one: forgets what has not arrived whole."""
+        self._sequence = self.received
+        self._section = None
+        self._filled = 0
+
     def buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; never empty."""
         if self._section is not None:
             return self._section[self._filled :]
         return memoryview(self._head)[self._filled :]
 
-    def received(self, count: int) -> BulkEvent | None:
+    def advance(self, count: int) -> BulkEvent | None:
         """Takes note of ``count`` bytes in :meth:`buffer`.
 
         Raises:
@@ -291,7 +341,9 @@ class BulkDecoder:
             self._begin_chunk(fixed, first, second)
             return None
         if fixed.inline:
-            raise FrameError("a message about a segment that carries bytes")
+            raise FrameError("a bulk message that carries bytes it cannot have")
+        if fixed.kind == _ACKNOWLEDGE:
+            return Acknowledged(fixed.correlation)
         if fixed.kind == WireKind.SEGMENT:
             return SegmentOffered(fixed.correlation, first)
         return SegmentAnswered(fixed.correlation, fixed.kind == WireKind.SEGMENT_READY)

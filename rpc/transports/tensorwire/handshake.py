@@ -8,6 +8,9 @@ Four messages, each with a length that is known in advance::
     PROOF                               ──▶
                                         ◀── ACCEPT or REJECT with a reason
 
+A connection that takes the place of a broken one says in its HELLO how many frames
+have arrived at the initiator, and in its ACCEPT how many at the acceptor.
+
 A proof is an HMAC-SHA256, under a key both hold, over both nonces and
 identities and the role of the one who proves. Nothing but these messages is
 read before the proof holds, and none is longer than :data:`MAX_MESSAGE_BYTES`.
@@ -23,14 +26,15 @@ from dataclasses import dataclass
 
 from rpc.errors import FrameError
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 32
 TOKEN_BYTES = 16
 MAX_MESSAGE_BYTES = 256
 
 _MAGIC = b"TWhs"
 _HEAD = struct.Struct("<4sBBH")
-_HELLO = struct.Struct(f"<BqQqQ{TOKEN_BYTES}s{NONCE_BYTES}s")
+_HELLO = struct.Struct(f"<BqQqQ{TOKEN_BYTES}sIIQ{NONCE_BYTES}s")
+_RECEIVED = struct.Struct("<Q")
 _PROOF_BYTES = hashlib.sha256().digest_size
 
 
@@ -42,7 +46,13 @@ class ChannelKind(enum.IntEnum):
     """What a connection is for."""
 
     MAIN = 0
+    """The first of a link."""
     BULK = 1
+    """Another one of a link."""
+    RESUME = 2
+    """In place of one that broke."""
+    KNOCK = 3
+    """For nothing: the sender asks for one in place of one that broke, and for a sign of life."""
 
 
 class _Message(enum.IntEnum):
@@ -71,6 +81,9 @@ class Hello:
         acceptor: whom it believes to speak to.
         token: names the link; all channels of a link carry the same.
         nonce: fresh random bytes.
+        channel: which one of the link; 0 is its main channel.
+        attempt: which connection of that channel; the first is 0.
+        received: how many frames have arrived on that channel.
     """
 
     kind: ChannelKind
@@ -78,6 +91,9 @@ class Hello:
     acceptor: Identity
     token: bytes
     nonce: bytes
+    channel: int = 0
+    attempt: int = 0
+    received: int = 0
 
     def encode(self) -> bytes:
         """The body of the HELLO message."""
@@ -89,6 +105,9 @@ class Hello:
             second.worker_id,
             second.incarnation,
             self.token,
+            self.channel,
+            self.attempt,
+            self.received,
             self.nonce,
         )
 
@@ -96,10 +115,11 @@ class Hello:
 def _decode_hello(body: bytes) -> Hello:
     if len(body) != _HELLO.size:
         raise HandshakeError(f"HELLO of {len(body)} bytes")
-    kind, *ids, token, nonce = _HELLO.unpack(body)
-    if kind not in (ChannelKind.MAIN, ChannelKind.BULK):
+    kind, *ids, token, channel, attempt, received, nonce = _HELLO.unpack(body)
+    if kind not in ChannelKind.__members__.values():
         raise HandshakeError(f"unknown kind of channel {kind}")
-    return Hello(ChannelKind(kind), Identity(*ids[:2]), Identity(*ids[2:]), token, nonce)
+    initiator, acceptor = Identity(*ids[:2]), Identity(*ids[2:])
+    return Hello(ChannelKind(kind), initiator, acceptor, token, nonce, channel, attempt, received)
 
 
 def derive_key(group_key: bytes, listener_secret: bytes) -> bytes:
@@ -161,6 +181,10 @@ class Initiator(_Conversation):
     Args:
         key: from :func:`derive_key`.
         hello: what to say; its nonce must be fresh.
+
+    Attributes:
+        accepted: the connection may be used.
+        received: how many frames have arrived at the acceptor.
     """
 
     def __init__(self, key: bytes, hello: Hello) -> None:
@@ -168,6 +192,7 @@ class Initiator(_Conversation):
         self._key = key
         self._hello = hello.encode()
         self.accepted = False
+        self.received = 0
 
     def begin(self) -> bytes:
         """The first bytes to send."""
@@ -189,6 +214,9 @@ class Initiator(_Conversation):
             raise HandshakeError(f"refused: {body.decode(errors='replace')}")
         if message is not _Message.ACCEPT or self._proof_due:
             raise HandshakeError(f"unexpected {message.name} in a handshake")
+        if len(body) != _RECEIVED.size:
+            raise HandshakeError(f"ACCEPT of {len(body)} bytes")
+        (self.received,) = _RECEIVED.unpack(body)
         self.accepted = True
         return b""
 
@@ -251,9 +279,13 @@ class Acceptor(_Conversation):
         return _pack(_Message.CHALLENGE, self._nonce + proof)
 
     @staticmethod
-    def accept() -> bytes:
-        """What to send before the first frame."""
-        return _pack(_Message.ACCEPT, b"")
+    def accept(received: int = 0) -> bytes:
+        """What to send before the first frame.
+
+        Args:
+            received: how many frames have arrived on earlier connections of the channel.
+        """
+        return _pack(_Message.ACCEPT, _RECEIVED.pack(received))
 
     @staticmethod
     def reject(reason: str) -> bytes:

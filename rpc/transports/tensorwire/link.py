@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,7 @@ from rpc.transports.tensorwire.framing import (
     Buffer,
     BulkEvent,
     Chunk,
+    SegmentAnswered,
     SegmentOffered,
     WireKind,
     pack_pair,
@@ -82,6 +84,13 @@ class _Draft:
         return position
 
 
+class BulkReader(Protocol):
+    """The reading half of a bulk channel, as the link sees it."""
+
+    def acknowledge_owed(self) -> None:
+        """Tells the other end what has arrived, if it has not been told."""
+
+
 class Link:
     """The channels of one direction.
 
@@ -105,8 +114,10 @@ class Link:
         self._turn = itertools.count()
         self.main: Sender | None = None
         self.bulk: list[Sender] = []
+        self.bulk_readers: list[BulkReader] = []
         self.unsent = Unsent()
         self.place = self._transfers.place
+        self.is_whole = self._transfers.is_whole
 
     def send(
         self,
@@ -224,7 +235,7 @@ class Link:
             return None if parcel is None else self._assemble(*parcel)
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
-        elif self._pool is not None:
+        elif isinstance(event, SegmentAnswered) and self._pool is not None:
             self._pool.answered(event.segment, event.usable)
             if not event.usable:
                 _log.warning(

@@ -7,13 +7,21 @@ One receive at a time; which thread calls, and that only one does, is decided by
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 from rpc.transports.base import Frame
+from rpc.transports.resumption import Receipts
+from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import FrameDecoder
+from rpc.transports.tensorwire.late_receipts import Acknowledging
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 _RECEIVE_BYTES = 65536
+_BYTES_SOON = 1 << 14
+_BYTES_NOW = 1 << 18
+_FRAME_COUNTS_FOR_SHIFT = 7
+"""What is remembered of a frame weighs more than its bytes."""
 _CLOSED = "the connection was closed by the other end"
 
 
@@ -25,33 +33,63 @@ class MainReader:
         link: builds frames.
         max_frame_bytes: see :class:`FrameDecoder`.
         buffers: where memory for long frames comes from.
+        sender: the writing half.
+        late: told that an acknowledgement is to be sent some time, by :meth:`acknowledge`.
 
     Attributes:
         more: the last :meth:`read` may have left something in the socket.
-        over: why there is nothing more to read, ever; empty while there is.
+        dry: the last :meth:`read` found nothing.
+        over: why there is nothing more to read on this connection; empty while there is.
+        garbled: what arrived cannot be read, so that no other connection can help.
         silent: nothing has ever been received.
     """
 
     def __init__(
-        self, sock: socket.socket, link: Link, max_frame_bytes: int, buffers: ReceiveBuffers
+        self,
+        sock: socket.socket,
+        link: Link,
+        max_frame_bytes: int,
+        buffers: ReceiveBuffers,
+        sender: Sender,
+        late: Callable[[Acknowledging], None],
     ) -> None:
         self._sock = sock
         self._receive = sock.recv
         self._link = link
-        self._decoder = FrameDecoder(max_frame_bytes, buffers.view)
+        self._decoder = FrameDecoder(max_frame_bytes, buffers.view, sender.acknowledged)
+        self._sender = sender
+        self._receipts = Receipts(_BYTES_SOON, _BYTES_NOW, lambda: late(self))
         self.more = False
+        self.dry = False
         self.over = ""
+        self.garbled = False
         self.silent = True
+
+    @property
+    def received(self) -> int:
+        """How many frames have arrived whole."""
+        return self._decoder.received
+
+    def restart(self) -> None:
+        """Goes on with another connection, which took the place of the last."""
+        self._decoder.restart()
+        self.over = ""
+
+    def acknowledge(self) -> None:
+        """Tells the other end what has arrived."""
+        self._receipts.paid()
+        self._sender.acknowledge(self._decoder.received)
 
     def read(self) -> list[Frame]:
         """Receives once; returns the frames that are complete."""
-        self.more = False
+        self.more = self.dry = False
         try:
             room = self._decoder.room()
             if room is not None:
                 return self._read_into(room)
             data = self._receive(_RECEIVE_BYTES)
         except BlockingIOError:
+            self.dry = True
             return []
         except OSError as error:
             self.over = f"the connection broke: {error.strerror}"
@@ -63,13 +101,22 @@ class MainReader:
         self.silent = False
         frames: list[Frame] = []
         try:
-            for frame, table in self._decoder.feed(data):
+            arrived = self._decoder.feed(data)
+            receipts = self._receipts
+            receipts.owed += len(data) + (len(arrived) << _FRAME_COUNTS_FOR_SHIFT)
+            if receipts.owed >= receipts.limit and receipts.due():
+                self.acknowledge()
+            for frame, table in arrived:
                 opened = self._link.open(frame, table) if table else frame
                 if opened is not None:
                     frames.append(opened)
         except Exception as error:
-            self.over = f"what it sent cannot be read: {error}"
+            self._cannot_read(error)
         return frames
+
+    def _cannot_read(self, error: Exception) -> None:
+        self.garbled = True
+        self.over = f"what it sent cannot be read: {error}"
 
     def _read_into(self, room: memoryview) -> list[Frame]:
         count = self._sock.recv_into(room)
@@ -78,10 +125,15 @@ class MainReader:
             return []
         self.more = True
         try:
-            for frame, table in self._decoder.filled(count):
+            arrived = self._decoder.filled(count)
+            receipts = self._receipts
+            receipts.owed += count
+            if receipts.owed >= receipts.limit and receipts.due():
+                self.acknowledge()
+            for frame, table in arrived:
                 opened = self._link.open(frame, table) if table else frame
                 if opened is not None:
                     return [opened]
         except Exception as error:
-            self.over = f"what it sent cannot be read: {error}"
+            self._cannot_read(error)
         return []

@@ -47,6 +47,11 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         bring_up_timeout: see :class:`rpc.RpcBackendOptions`.
         shutdown_timeout: see :class:`rpc.RpcBackendOptions`.
         liveness_timeout: see :class:`rpc.RpcBackendOptions`.
+        link_resume_timeout: seconds within which a connection that broke while both ends
+            live is opened again; then everything goes on where it stopped, and nothing is
+            lost or repeated. A worker that cannot be reached for so long is lost; one whose
+            process is gone is lost at once. 0: every connection that breaks is a loss.
+            Default 5.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -79,6 +84,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
+        link_resume_timeout: float = _DEFAULT.resume_seconds,
     ) -> None:
         super().__init__(
             num_worker_threads=num_worker_threads,
@@ -101,6 +107,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             when_full=when_full,
             bulk_connections=tcp_connections,
             max_message_bytes=max_message_bytes,
+            resume_seconds=link_resume_timeout,
         )
 
     def settings(self) -> Settings:

@@ -2,8 +2,8 @@
 
 A peer has at most two links: the one this worker opens, lazily, with the first
 frame, and the one the peer opens. It is lost as soon as one channel of either
-ends; the loss is reported when the last of its channels has been read to its
-end, so that what had arrived before is delivered.
+ends that the ``Mender`` cannot mend; the loss is reported when the last of its
+channels has been read to its end, so that what had arrived before is delivered.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ import torch
 
 from rpc.errors import EncodeError, QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.resumption import MOST_MESSAGES
 from rpc.transports.tensorwire.acceptor import Proven
 from rpc.transports.tensorwire.body import Look, look_at
-from rpc.transports.tensorwire.bulk import BulkEvents, BulkMover
+from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Target
+from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.flow import FlowWindow
-from rpc.transports.tensorwire.handshake import ChannelKind
+from rpc.transports.tensorwire.handshake import ChannelKind, Hello
+from rpc.transports.tensorwire.late_receipts import LateReceipts
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.mender import Mender
 from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import WhenFull
+from rpc.transports.tensorwire.strand import Strand
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -41,8 +45,6 @@ _MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
-
-Remove = Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Machinery:
         replies: reads the links this worker opens.
         requests: reads the links opened to it.
         bulk: reads bulk channels.
+        receipts: acknowledges what arrives slowly.
+        resume_seconds: how long a connection may be broken.
         max_bytes_in_flight: see ``Settings``, like ``when_full``.
         deliver: the receiver's.
         lost: told once when a peer is lost.
@@ -63,6 +67,8 @@ class Machinery:
     replies: ReplySide
     requests: RequestSide
     bulk: BulkMover
+    receipts: LateReceipts
+    resume_seconds: float
     max_bytes_in_flight: int
     when_full: WhenFull
     deliver: Callable[[int, Frame], None]
@@ -100,6 +106,7 @@ class RemotePeer:
         self.name = peer.info.name
         self.incarnation = peer.incarnation
         self._connector = Connector(target)
+        self._mender = Mender(target, machinery.resume_seconds, self._given_up)
         self._devices = devices
         self._devices_back = devices_back
         self._machinery = machinery
@@ -107,7 +114,7 @@ class RemotePeer:
         self._window = FlowWindow(machinery.max_bytes_in_flight)
         self._last_request = 0.0
         self._lock = threading.Lock()
-        self._channels: dict[Sender, Remove] = {}
+        self._strands: dict[Sender, Strand] = {}
         self._outgoing: Link | None = None
         self._early: list[tuple[Frame, tuple[Look, ...]]] = []
         self._connecting: threading.Thread | None = None
@@ -255,106 +262,140 @@ class RemotePeer:
         self._settle()
 
     def _make_link(self, connections: Connections) -> Link | None:
-        machinery = self._machinery
-        link = Link(machinery.resources, self.name, self._devices, shared=connections.shared)
-        replies = machinery.replies
-        main = self._sender(link, connections.main, replies.watch_writable)
-        link.main = main
-        link.bulk = [
-            self._sender(link, sock, machinery.bulk.watch_writable) for sock in connections.bulk
-        ]
+        machinery, road = self._machinery, connections.road
+        shared = road.family == socket.AF_UNIX
+        link = Link(machinery.resources, self.name, self._devices, shared=shared)
+        main = link.main = self._sender(link, connections.main, machinery.replies.watch_writable)
+        reader = self._main_reader(link, main)
+        events = ChannelEvents(
+            self._reply_arrived, main.writable, partial(self._channel_ended, main)
+        )
+        listen = partial(machinery.replies.add, connections.main, reader, events)
+        remove = machinery.replies.remove
+        strands = [Strand(connections.token, 0, road, main, reader, listen, remove)]
+        for number, sock in enumerate(connections.bulk, 1):
+            strands.append(self._bulk_strand(link, sock, connections.token, number, road))
+        link.bulk = [strand.sender for strand in strands[1:]]
         with self._lock:
-            if self._reason is None:
-                self._channels[main] = replies.remove
-                self._channels.update(dict.fromkeys(link.bulk, machinery.bulk.remove))
-        if self._reason is not None and main not in self._channels:
+            wanted = self._reason is None
+            if wanted:
+                self._strands.update({strand.sender: strand for strand in strands})
+        if not wanted:
             for sender in link.senders():
                 sender.close()
             link.close()
             return None
-        for sender in link.bulk:
-            self._add_bulk(sender, link)
-        reader = MainReader(connections.main, link, _MAX_FRAME_BYTES, machinery.resources.buffers)
-        ended = partial(self._channel_ended, main)
-        replies.add(
-            connections.main, reader, ChannelEvents(self._reply_arrived, main.writable, ended)
-        )
+        for strand in reversed(strands):
+            strand.listen()
         return link
 
-    @staticmethod
     def _sender(
-        link: Link, sock: socket.socket, watch: Callable[[socket.socket, bool], None]
+        self, link: Link, sock: socket.socket, watch: Callable[[socket.socket, bool], None]
     ) -> Sender:
-        return Sender(sock, link.unsent, partial(watch, sock))
+        remember = MOST_MESSAGES if self._machinery.resume_seconds else 0
+        return Sender(sock, link.unsent, partial(watch, sock), remember)
 
-    def _add_bulk(self, sender: Sender, link: Link) -> None:
-        ended = partial(self._channel_ended, sender)
-        self._machinery.bulk.add(sender, link, BulkEvents(self._bulk_arrived, ended))
+    def _main_reader(self, link: Link, main: Sender) -> MainReader:
+        machinery = self._machinery
+        buffers, late = machinery.resources.buffers, machinery.receipts.add
+        return MainReader(main.sock, link, _MAX_FRAME_BYTES, buffers, main, late)
+
+    def _bulk_strand(
+        self, link: Link, sock: socket.socket, token: bytes, number: int, road: Road | None
+    ) -> Strand:
+        bulk = self._machinery.bulk
+        sender = self._sender(link, sock, bulk.watch_writable)
+        events = BulkEvents(self._bulk_arrived, partial(self._channel_ended, sender))
+        channel = BulkChannel(sender, link, events, self._machinery.receipts.add)
+        listen = partial(bulk.add, sock, channel)
+        return Strand(token, number, road, sender, channel, listen, bulk.remove)
 
     # The link the peer opens.
 
     def accept(self, proven: Proven) -> None:
         """Takes a connection that the peer opened."""
+        kind = proven.hello.kind
         if self._reason is not None:
             proven.reject(f"this life of worker {self.name!r} was declared lost")
-        elif proven.hello.kind is ChannelKind.MAIN:
+        elif kind is ChannelKind.MAIN:
             self._accept_main(proven)
-        else:
+        elif kind is ChannelKind.BULK:
             self._accept_bulk(proven)
+        elif kind is ChannelKind.RESUME:
+            self._accept_again(proven)
+        else:
+            self._answer_knock(proven)
 
     def _accept_main(self, proven: Proven) -> None:
         machinery = self._machinery
-        sock = proven.sock
+        sock, token = proven.sock, proven.hello.token
         shared = sock.family == socket.AF_UNIX
         link = Link(machinery.resources, self.name, self._devices_back, shared=shared)
-        main = self._sender(link, sock, machinery.requests.watch_writable)
-        link.main = main
+        main = link.main = self._sender(link, sock, machinery.requests.watch_writable)
+        reader = self._main_reader(link, main)
+        events = ChannelEvents(
+            self._request_arrived, main.writable, partial(self._channel_ended, main)
+        )
+        listen = partial(machinery.requests.add_main, sock, reader, events)
+        remove = machinery.requests.remove
         with self._lock:
             former, self._incoming = self._incoming, link
-            self._incoming_token = proven.hello.token
-            self._channels[main] = machinery.requests.remove
+            self._incoming_token = token
+            self._strands[main] = Strand(token, 0, None, main, reader, listen, remove)
         if former is not None:
             self._retire(former)
-        reader = MainReader(sock, link, _MAX_FRAME_BYTES, machinery.resources.buffers)
-        ended = partial(self._incoming_ended, main, reader)
-        events = ChannelEvents(self._request_arrived, main.writable, ended)
-        machinery.requests.add_main(sock, reader, events)
+        listen()
         proven.accept()
 
     def _accept_bulk(self, proven: Proven) -> None:
-        machinery = self._machinery
+        hello = proven.hello
         with self._lock:
             link = self._incoming
-            known = link is not None and proven.hello.token == self._incoming_token
-            if known and link is not None:
-                sender = self._sender(link, proven.sock, machinery.bulk.watch_writable)
-                self._channels[sender] = machinery.bulk.remove
+            known = link is not None and hello.token == self._incoming_token
         if not known or link is None:
             proven.reject("a bulk connection of a link that is not there")
             return
-        self._add_bulk(sender, link)
-        link.bulk = [*link.bulk, sender]
+        strand = self._bulk_strand(link, proven.sock, hello.token, hello.channel, None)
+        with self._lock:
+            self._strands[strand.sender] = strand
+        strand.listen()
+        link.bulk = [*link.bulk, strand.sender]
         proven.accept()
 
-    def _incoming_ended(self, main: Sender, reader: MainReader, reason: str) -> None:
-        """A link that was never used may have been a first attempt of the peer."""
-        link = self._incoming
-        unused = reader.silent and self._reason is None
-        if unused and link is not None and link.main is main:
-            with self._lock:
-                self._incoming = None
-            self._retire(link)
-            self._settle()
-        self._channel_ended(main, reason)
+    def _accept_again(self, proven: Proven) -> None:
+        """A connection in place of one that broke."""
+        strand = self._find(proven.hello, opened_here=False)
+        if strand is None:
+            proven.reject("this worker does not know the link any more")
+        else:
+            self._mender.offered(strand, proven)
+
+    def _answer_knock(self, proven: Proven) -> None:
+        """The peer lost a connection that we opened; if we did not, we do now, and open another."""
+        if proven.hello.token != self._connector.token:
+            proven.reject("this worker does not know the link any more")
+            return
+        proven.dismiss()
+        strand = self._find(proven.hello, opened_here=True)
+        if strand is not None and strand.seam.knocked(proven.hello.attempt):
+            strand.sender.shutdown()
+
+    def _find(self, hello: Hello, *, opened_here: bool) -> Strand | None:
+        with self._lock:
+            for strand in self._strands.values():
+                same = strand.token == hello.token and strand.number == hello.channel
+                if same and (strand.road is not None) == opened_here:
+                    return strand
+        return None
 
     def _retire(self, link: Link) -> None:
         """Drops a link without taking it for the peer's loss."""
         with self._lock:
-            removals = [(s, self._channels.pop(s, None)) for s in link.senders()]
-        for sender, remove in removals:
-            if remove is not None:
-                remove(sender.sock)
-                sender.close()
+            strands = [self._strands.pop(sender, None) for sender in link.senders()]
+        for strand in strands:
+            if strand is not None:
+                self._mender.withdraw(strand)
+                strand.close()
         link.close()
 
     # Receiving.
@@ -381,16 +422,37 @@ class RemotePeer:
     # The end.
 
     def _channel_ended(self, sender: Sender, reason: str) -> None:
+        """A connection was read to its end."""
         with self._lock:
-            remove = self._channels.get(sender)
-        if remove is None:
+            strand = self._strands.get(sender)
+        if strand is None:
             return
-        remove(sender.sock)
-        sender.close()
+        strand.ignore(sender.sock)
+        if not self._mender.broke(strand, reason):
+            self._given_up(strand, reason)
+
+    def _given_up(self, strand: Strand, reason: str) -> None:
+        """A connection ended for good."""
+        link = self._incoming
+        if self._reason is None and link is not None and self._is_first_attempt(link, strand):
+            with self._lock:
+                self._incoming = None
+            self._retire(link)
+            self._settle()
+            return
+        strand.close()
         with self._lock:
-            self._channels.pop(sender, None)
+            self._strands.pop(strand.sender, None)
         self._hang_up(reason)
         self._settle()
+
+    def _is_first_attempt(self, link: Link, strand: Strand) -> bool:
+        """A link that was never used may have been a first attempt of the peer."""
+        senders = link.senders()
+        if strand.sender not in senders or strand.reader.garbled:
+            return False
+        with self._lock:
+            return all(s.reader.silent for s in self._strands.values() if s.sender in senders)
 
     def _hang_up(self, reason: str) -> None:
         """The peer is lost, or has been dropped: ends all its channels."""
@@ -398,17 +460,22 @@ class RemotePeer:
             first = self._reason is None
             if first:
                 self._reason = reason
-            channels = list(self._channels)
-        if first:
-            self._window.close()
-            self._connector.cancel()
-            for sender in channels:
-                sender.shutdown()
+            senders = list(self._strands)
+        if not first:
+            return
+        self._window.close()
+        self._connector.cancel()
+        for strand in self._mender.close():  # nobody reads them who could find them ended
+            strand.close()
+            with self._lock:
+                self._strands.pop(strand.sender, None)
+        for sender in senders:
+            sender.shutdown()
 
     def _settle(self) -> None:
         """Once nothing is open any more: lets go of memory and reports the loss."""
         with self._lock:
-            over = self._reason is not None and not self._channels and self._connecting is None
+            over = self._reason is not None and not self._strands and self._connecting is None
             if not over or self._settled.is_set():
                 return
             self._settled.set()
@@ -451,12 +518,12 @@ class RemotePeer:
         connector = self._connect_thread
         if connector is not None and connector is not threading.current_thread():
             connector.join()
+        self._mender.join()
         with self._lock:
-            stuck = list(self._channels.items())
-            self._channels.clear()
-        for sender, remove in stuck:
-            remove(sender.sock)
-            sender.close()
+            stuck = list(self._strands.values())
+            self._strands.clear()
+        for strand in stuck:
+            strand.close()
         self._settle()
 
 

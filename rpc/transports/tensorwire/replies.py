@@ -85,7 +85,8 @@ class _Channel:
                 if self._over:
                     return
                 frames = reader.read()
-                more, over = reader.more, reader.over
+                more = reader.more or (to_the_end and not reader.dry)
+                over = reader.over
                 self._over = bool(over)
             finally:
                 self._reading.release()
@@ -94,7 +95,7 @@ class _Channel:
             if over:
                 self._ended(over)
                 return
-            if not (more or to_the_end or self._again):
+            if not (more or self._again):
                 return
 
 

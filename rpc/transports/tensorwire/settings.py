@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 
 from rpc.transports.tensorwire.devices import NamedMaps
@@ -36,6 +37,8 @@ class Settings:
         when_full: see :class:`WhenFull`.
         bulk_connections: TCP connections per peer and direction for large tensors.
         connect_seconds: bound on connecting to a peer, handshake included.
+        resume_seconds: how long a connection that broke while both ends live may take to
+            be replaced; after that the peer is lost. 0: at once.
         max_message_bytes: longer messages are refused by sender and receiver.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
@@ -53,6 +56,7 @@ class Settings:
     when_full: WhenFull = WhenFull.BLOCK
     bulk_connections: int = 2
     connect_seconds: float = 20.0
+    resume_seconds: float = 5.0
     max_message_bytes: int = 1 << 36
     device_maps: NamedMaps = field(default_factory=dict)
 
@@ -69,10 +73,18 @@ class Settings:
         _check_whole("max_message_bytes", self.max_message_bytes, 1)
         if not self.connect_seconds > 0:
             raise ValueError(f"connect_seconds={self.connect_seconds} must be above 0")
+        _check_seconds("link_resume_timeout", self.resume_seconds)
 
     def with_device_maps(self, device_maps: NamedMaps) -> Settings:
         """The same settings with other device maps."""
         return replace(self, device_maps=device_maps)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} is not a number of seconds")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value} must be at least 0, and finite")
 
 
 def _check_whole(name: str, value: object, least: int) -> None:

@@ -76,6 +76,12 @@ class Transfers:
                 return None
         return self.frame_received(*waiting)
 
+    def is_whole(self, transfer: int) -> bool:
+        """Whether no chunk of a transfer that began is missing."""
+        with self._lock:
+            known = self._transfers.get(transfer)
+            return known is None or not known.missing
+
     def frame_received(self, frame: Frame, items: list[Item]) -> Parcel | None:
         """A frame is here; returned at once if its transfers are, otherwise later.
 

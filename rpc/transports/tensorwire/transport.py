@@ -30,6 +30,7 @@ from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.connector import Target
 from rpc.transports.tensorwire.devices import DeviceMap, pack_maps, unpack_maps
 from rpc.transports.tensorwire.handshake import Identity, derive_key
+from rpc.transports.tensorwire.late_receipts import LateReceipts
 from rpc.transports.tensorwire.link import Resources
 from rpc.transports.tensorwire.peer import Machinery, RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -95,6 +96,8 @@ class TensorWireTransport:
             ReplySide(f"{name}-replies"),
             RequestSide(name, door.sweep),
             BulkMover(f"{name}-bulk"),
+            LateReceipts(f"{name}-receipts"),
+            settings.resume_seconds,
             settings.max_bytes_in_flight,
             settings.when_full,
             receiver.deliver,
@@ -268,6 +271,7 @@ class TensorWireTransport:
         for peer in peers:
             peer.close(grace)
         machinery = now.machinery
+        machinery.receipts.close()
         machinery.requests.close()
         machinery.replies.close()
         machinery.bulk.close()

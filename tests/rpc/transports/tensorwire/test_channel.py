@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rpc.errors import FrameError
+from rpc.transports.resumption import CannotResumeError
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder
 
@@ -16,13 +18,13 @@ from rpc.transports.tensorwire.framing import FrameDecoder
 class Wire:
     """A sender, and the other end of its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, remember: int = 0) -> None:
         mine, self.other = socket.socketpair()
         mine.setblocking(False)
         self.other.settimeout(10)
         self.unsent = Unsent()
         self.watching: list[bool] = []
-        self.sender = Sender(mine, self.unsent, self.watching.append)
+        self.sender = Sender(mine, self.unsent, self.watching.append, remember)
         self.decoder = FrameDecoder(1 << 30)
         self.found: list[tuple[int, bytes, bytes]] = []
 
@@ -153,3 +155,125 @@ def test_waiting_for_the_socket_ends_when_the_bytes_have_left(wire: Wire) -> Non
     wire.sender.writable()
     waiter.join(10)
     assert done.is_set()
+
+
+class Replaceable(Wire):
+    """A sender that remembers, and the other end of the connection that it has at the moment."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 10)
+
+    def replace(self) -> None:
+        """The connection breaks, and another takes its place."""
+        self.sender.stop()
+        self.other.close()
+        new, self.other = socket.socketpair()
+        new.setblocking(False)
+        self.other.settimeout(10)
+        self.decoder.restart()
+        self.sender.replace(new, self.decoder.received)
+        self.sender.resume()
+
+
+@pytest.fixture
+def replaceable() -> Iterator[Replaceable]:
+    made = Replaceable()
+    yield made
+    made.close()
+
+
+def test_what_got_lost_is_sent_again_and_nothing_else(replaceable: Replaceable) -> None:
+    wire = replaceable
+    big = bytes(range(256)) * 200
+    for number in range(10):
+        wire.sender.send_small(1, number, b"h", b"", b"p")
+        wire.sender.send(Outgoing(1, number, b"big", b"", (big, b"tail"), len(big) + 4))
+    wire.receive(7)
+    wire.replace()
+    wire.sender.send_small(1, 10, b"after", b"", b"p")
+    wire.receive(21)
+    numbers = [number for number, _, _ in wire.found]
+    assert numbers == sorted([*range(10), *range(10), 10])
+    assert wire.unsent.count == 0
+
+
+def test_frames_that_were_held_when_the_connection_broke_are_sent(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    for number in range(3):
+        wire.sender.hold_small(1, number, b"h", b"", b"p")
+    wire.sender.stop()
+    wire.sender.hold_small(1, 3, b"h", b"", b"p")
+    wire.sender.flush()
+    wire.replace()
+    wire.receive(4)
+    assert [number for number, _, _ in wire.found] == list(range(4))
+    assert wire.unsent.count == 0
+
+
+def test_frames_wait_while_there_is_no_connection(replaceable: Replaceable) -> None:
+    wire = replaceable
+    wire.sender.stop()
+    for number in range(300):
+        wire.sender.send_small(1, number, b"h", b"", b"p" * number)
+    assert wire.unsent.count > 300
+    wire.sender.writable()
+    wire.replace()
+    wire.receive(300)
+    assert [number for number, _, _ in wire.found] == list(range(300))
+    assert wire.unsent.count == 0
+
+
+def test_a_connection_that_breaks_while_it_is_written_to_loses_nothing(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    while not wire.watching:
+        wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
+    wire.other.close()
+    wire.sender.writable()
+    for _ in range(5):
+        wire.sender.send_small(1, 1, b"h", b"", b"")
+    wire.replace()
+    wire.receive(6)
+    assert [number for number, _, _ in wire.found if number] == [1] * 5
+
+
+def test_what_is_acknowledged_is_forgotten(replaceable: Replaceable) -> None:
+    wire = replaceable
+    for number in range(4):
+        wire.sender.send_small(1, number, b"h", b"", b"p")
+    wire.sender.acknowledged(3)
+    wire.sender.stop()
+    spare, end = socket.socketpair()
+    with spare, end, pytest.raises(CannotResumeError):
+        wire.sender.replace(spare, 2)
+    with pytest.raises(FrameError):
+        wire.sender.acknowledged(5)
+
+
+def test_a_descriptor_that_got_lost_is_passed_again(replaceable: Replaceable) -> None:
+    wire = replaceable
+    reading, writing = os.pipe()
+    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    wire.replace()
+    data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+    assert data.endswith(b"about it")
+    (passed,) = descriptors
+    os.close(passed)
+    wire.sender.acknowledged(1)
+    assert os.read(reading, 1) == b"", "the last writing end is gone"
+    os.close(reading)
+
+
+def test_a_descriptor_that_is_remembered_is_closed_with_the_sender(
+    replaceable: Replaceable,
+) -> None:
+    reading, writing = os.pipe()
+    replaceable.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    replaceable.sender.close()
+    _, descriptors, _, _ = socket.recv_fds(replaceable.other, 1000, 4)
+    os.close(descriptors[0])
+    assert os.read(reading, 1) == b""
+    os.close(reading)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rpc.errors import FrameError
 from rpc.transports.tensorwire.framing import (
     FIXED_SIZE,
+    Acknowledged,
     Arrived,
     BulkDecoder,
     Chunk,
@@ -137,10 +138,29 @@ def test_an_oversize_frame_is_refused_before_anything_is_allocated(inline: int) 
     assert decoder.room() is None
 
 
-@pytest.mark.parametrize("kind", [0, 4, WireKind.CHUNK, WireKind.SEGMENT, 255])
+@pytest.mark.parametrize("kind", [0, 5, WireKind.CHUNK, WireKind.SEGMENT, 255])
 def test_a_frame_of_a_kind_that_has_no_place_on_a_main_channel_is_refused(kind: int) -> None:
     with pytest.raises(FrameError, match="unknown kind"):
         feed(FrameDecoder(LIMIT), pack_fixed(kind, 0, 0, 0, 0, 0), 64)
+
+
+@pytest.mark.parametrize("header", [0, 1 << 15], ids=["short", "long"])
+def test_an_acknowledgement_of_the_wrong_form_is_refused(header: int) -> None:
+    data = pack_fixed(WireKind.ACKNOWLEDGE, 0, 0, header, 0, 0) + bytes(header)
+    with pytest.raises(FrameError, match="acknowledgement"):
+        feed(FrameDecoder(LIMIT), data, 64)
+
+
+def test_acknowledgements_are_told_and_are_no_frames() -> None:
+    told: list[int] = []
+    decoder = FrameDecoder(LIMIT, acknowledged=told.append)
+    wire = b"".join(
+        pack_fixed(kind, number, position, 0, table, 0) + b"\1" * table
+        for position, (kind, number, table) in enumerate([(1, 7, 0), (4, 30, 1), (4, 31, 1)])
+    )
+    assert [frame.correlation for frame, _ in feed(decoder, wire, 20)] == [7]
+    assert told == [30, 31]
+    assert decoder.received == 3
 
 
 def test_a_frame_of_another_version_is_refused_by_its_number() -> None:
@@ -177,7 +197,7 @@ class _Bulk:
             assert len(room)
             count = min(step, len(room), len(view))
             room[:count] = view[:count]
-            event = self.decoder.received(count)
+            event = self.decoder.advance(count)
             if event is not None:
                 events.append(event)
             view = view[count:]
@@ -206,6 +226,44 @@ def test_chunks_are_received_into_their_places(payload: bytes, size: int, step: 
     events = bulk.feed(wire, step)
     assert events == [Chunk(5, len(payload[start : start + size])) for start in starts]
     assert bulk.transfers[5] == payload
+
+
+@given(st.lists(frames, max_size=6), st.lists(st.integers(0, 5000), max_size=4))
+def test_a_decoder_goes_on_with_another_connection_where_frames_are_missing(
+    sent: list[Sent], lengths: list[int]
+) -> None:
+    """Each connection breaks after some bytes, the last one does not."""
+    decoder, found = FrameDecoder(LIMIT), []
+    for length in [*lengths, None]:
+        received = decoder.received
+        wire = b"".join(f.encode(received + n) for n, f in enumerate(sent[received:]))
+        found += feed(decoder, wire[:length], 700)
+        decoder.restart()
+    assert plain(found) == sent
+
+
+@given(st.integers(1, 3000), st.lists(st.integers(0, 4000), max_size=4))
+def test_a_bulk_decoder_goes_on_with_another_connection_where_chunks_are_missing(
+    size: int, lengths: list[int]
+) -> None:
+    payload = bytes(number % 251 for number in range(size))
+    starts = range(0, size, 400)
+    bulk, events = _Bulk(), []
+    for length in [*lengths, None]:
+        received = bulk.decoder.received
+        wire = b"".join(
+            chunk(5, number, start, payload[start : start + 400], size)
+            for number, start in list(enumerate(starts))[received:]
+        )
+        events += bulk.feed(wire[:length], 90)
+        bulk.decoder.restart()
+    assert events == [Chunk(5, len(payload[start : start + 400])) for start in starts]
+    assert bulk.transfers[5] == payload
+
+
+def test_acknowledgements_of_bulk_messages_are_told_apart() -> None:
+    data = about_segment(WireKind.ACKNOWLEDGE, 12, 0, 0)
+    assert _Bulk().feed(data, 7) == [Acknowledged(12)]
 
 
 def test_messages_about_segments_are_told_apart() -> None:

@@ -38,6 +38,7 @@ def test_options_become_settings() -> None:
         local_paths=False,
         tcp_connections=4,
         max_message_bytes=100,
+        link_resume_timeout=1.5,
     )
     options.set_device_map("other", {"cuda:0": "cuda:1"})
     assert options.settings() == Settings(
@@ -49,6 +50,7 @@ def test_options_become_settings() -> None:
         local_paths=False,
         bulk_connections=4,
         max_message_bytes=100,
+        resume_seconds=1.5,
         device_maps={"other": {torch.device("cuda:0"): torch.device("cuda:1")}},
     )
 
@@ -65,6 +67,9 @@ def test_options_become_settings() -> None:
         ({"tcp_connections": 0}, ValueError),
         ({"tcp_connections": True}, TypeError),
         ({"max_message_bytes": 0}, ValueError),
+        ({"link_resume_timeout": -1}, ValueError),
+        ({"link_resume_timeout": float("inf")}, ValueError),
+        ({"link_resume_timeout": None}, TypeError),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:

@@ -19,7 +19,9 @@ from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import Worker
+from tests.rpc.transports.cutter import Cutter
 from tests.rpc.transports.tensorwire.echo_process import EchoProcess, start_echo_process
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +93,41 @@ def test_a_frozen_peer_bounds_what_is_sent_to_it(local: bool, echo: EchoProcess)
         assert caller.lost == []
     finally:
         caller.close()
+
+
+def test_a_frozen_peer_whose_link_broke_is_lost_when_the_bound_is_over(local: bool) -> None:
+    process = start_echo_process(Settings(local_paths=local))
+    cutter = Cutter()
+    caller = start_caller(Settings(local_paths=local, resume_seconds=0.5))
+    try:
+        process.add(caller)
+        caller.reply(ask(caller))
+        assert process.process.pid is not None
+        os.kill(process.process.pid, signal.SIGSTOP)
+        ask(caller)
+        cutter.cut()
+        caller.until(lambda: bool(caller.lost))
+        assert "not opened again within 0.5 s" in caller.lost[0][1]
+        os.kill(process.process.pid, signal.SIGCONT)
+    finally:
+        caller.close()
+        process.end()
+
+
+def test_calls_to_a_process_go_on_while_its_connections_break(
+    caller: Caller, echo: EchoProcess
+) -> None:
+    cutter = Cutter()
+    large = torch.arange(MIB)
+    for _ in range(10):
+        asked = [ask(caller, b"x" * 20_000) for _ in range(200)]
+        asked_large = [ask(caller, b"", large) for _ in range(4)]
+        until(lambda: cutter.cut() > 0)
+        for correlation in asked:
+            assert caller.reply(correlation).payload == b"x" * 20_000
+        for correlation in asked_large:
+            assert torch.equal(caller.reply(correlation).tensors[0], large)
+    assert caller.lost == []
 
 
 def test_an_idle_worker_uses_next_to_no_processor_time(caller: Caller, echo: EchoProcess) -> None:

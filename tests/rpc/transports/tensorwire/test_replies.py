@@ -40,7 +40,9 @@ class Side:
         self.ended: list[str] = []
         self.sequence = 0
         self.sender = Sender(self.mine, link.unsent, lambda wanted: None)
-        reader = MainReader(self.mine, link, 1 << 30, ReceiveBuffers(0))
+        reader = MainReader(
+            self.mine, link, 1 << 30, ReceiveBuffers(0), self.sender, lambda _: None
+        )
         self.replies.add(self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end))
 
     def deliver(self, frame: Frame) -> None:

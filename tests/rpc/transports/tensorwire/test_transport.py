@@ -25,18 +25,12 @@ from rpc.errors import (
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
 from rpc.transports.tensorwire.address import Address
-from rpc.transports.tensorwire.framing import pack_fixed
-from rpc.transports.tensorwire.handshake import (
-    ChannelKind,
-    HandshakeError,
-    Hello,
-    Identity,
-    Initiator,
-    derive_key,
-)
+from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
+from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import SECONDS, Worker
+from tests.rpc.transports.tensorwire.strangers import connect, shake
 
 Maker = Callable[..., list[Worker]]
 
@@ -62,41 +56,6 @@ def make() -> Iterator[Maker]:
     yield workers
     for worker in made:
         worker.close(0.2)
-
-
-def connect(worker: Worker, *, unix: bool = True) -> socket.socket:
-    """A bare connection to a worker."""
-    address = Address.decode(worker.address)
-    if unix:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect("\0" + address.unix_name)
-    else:
-        sock = socket.create_connection(address.tcp[0])
-    sock.settimeout(SECONDS)
-    return sock
-
-
-def shake(
-    sock: socket.socket,
-    worker: Worker,
-    initiator: Identity,
-    *,
-    kind: ChannelKind = ChannelKind.MAIN,
-    key: bytes | None = None,
-) -> None:
-    """A handshake as a member of the group would make it."""
-    address = Address.decode(worker.address)
-    acceptor = Identity(worker.info.id, worker.incarnation)
-    hello = Hello(kind, initiator, acceptor, b"t" * 16, os.urandom(32))
-    side = Initiator(derive_key(b"", address.secret) if key is None else key, hello)
-    sock.sendall(side.begin())
-    while not side.accepted:
-        data = sock.recv(side.wanted)
-        if not data:
-            raise HandshakeError("closed")
-        answer = side.receive(data)
-        if answer:
-            sock.sendall(answer)
 
 
 until = partial(waiting.until, seconds=SECONDS)
@@ -473,12 +432,11 @@ def test_replies_to_someone_who_does_not_read_wait_without_filling_memory(make: 
         while len(a.received) != seen:
             seen = len(a.received)
             pause.wait(0.2)
-        total = 3000 * 10_040
-        got = 0
-        while got < total:
-            piece = sock.recv(1 << 20)
+        decoder, got = FrameDecoder(1 << 20), 0
+        while got < 3000:
+            piece = sock.recv(1 << 14)
             assert piece
-            got += len(piece)
+            got += len(decoder.feed(piece))
         a.until(lambda: len(a.received) == 3000)
 
 

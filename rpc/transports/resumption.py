@@ -1,0 +1,188 @@
+"""What lets two workers go on where a broken connection stopped. Sans-IO.
+
+A connection carries messages in order, numbered from 0 in each direction by
+counting. What was sent is remembered (:class:`SentMessages`) until the other end
+acknowledges it, now and then, many messages at once (:class:`Receipts`). When the
+connection breaks and another takes its place, each end says how many messages it
+has received whole, and the other sends again what comes after them: nothing is
+lost, and as the numbers go on, nothing can be taken twice.
+
+:class:`Seam` decides which connection takes the place of which. Only the end that
+opened the first one opens others, and numbers its attempts: an attempt that comes
+late, behind a newer one, changes nothing.
+
+What is remembered is bounded. By count, here. By bytes, because the other end
+acknowledges after a bounded number of bytes it received, and what it has not
+received is held back by the sockets' own buffers. Should the bound be hit all the
+same, the connection cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rpc.errors import FrameError
+
+MOST_MESSAGES = 1 << 18
+
+Message = TypeVar("Message")
+
+
+class CannotResumeError(Exception):
+    """Messages that the other end lacks are not remembered any more."""
+
+
+class SentMessages(Generic[Message]):
+    """The messages that one end sent and the other has not acknowledged.
+
+    The owner counts: it passes how many messages it has ever sent, and appends each to
+    :attr:`messages` itself, which is all that a message costs.
+
+    Args:
+        most: how many to remember; 0 for a connection that is not to be resumed.
+    """
+
+    __slots__ = ("messages",)
+
+    def __init__(self, most: int = MOST_MESSAGES) -> None:
+        self.messages: deque[Message] = deque(maxlen=most)
+
+    def acknowledged(self, sent: int, received: int) -> list[Message]:
+        """Forgets what the other end has; returns it.
+
+        Args:
+            sent: how many messages were ever sent.
+            received: how many of them, from the first on, the other end has.
+
+        Raises:
+            FrameError: the other end claims what was never sent.
+        """
+        if received > sent:
+            raise FrameError(f"{received} messages are acknowledged, but {sent} were sent")
+        surplus = len(self.messages) - (sent - received)
+        return [self.messages.popleft() for _ in range(surplus)]
+
+    def missing(self, sent: int, received: int) -> list[Message]:
+        """What to send again on a new connection, in order; it stays remembered.
+
+        Args:
+            sent: how many messages were ever sent.
+            received: how many of them the other end has.
+
+        Raises:
+            CannotResumeError: some of it is not remembered, or was never sent.
+        """
+        lacking = sent - received
+        if not 0 <= lacking <= len(self.messages):
+            raise CannotResumeError(
+                f"the other end has {received} messages of {sent}, and the last "
+                f"{len(self.messages)} are remembered"
+            )
+        return list(self.messages)[len(self.messages) - lacking :]
+
+    def forget(self) -> list[Message]:
+        """Forgets everything; returns it."""
+        forgotten = list(self.messages)
+        self.messages.clear()
+        return forgotten
+
+
+class Receipts:
+    """When to acknowledge what arrived: at once after much, late after little.
+
+    The owner adds to :attr:`owed` what arrived, in whatever unit, and calls :meth:`due`
+    when it has reached :attr:`limit`.
+
+    Args:
+        soon: from here on, late.
+        now: from here on, at once.
+        late: told that an acknowledgement is to be sent some time.
+    """
+
+    __slots__ = ("_late", "_now", "_soon", "limit", "owed")
+
+    def __init__(self, soon: int, now: int, late: Callable[[], None]) -> None:
+        self._soon = soon
+        self._now = now
+        self._late = late
+        self.owed = 0
+        self.limit = soon
+
+    def due(self) -> bool:
+        """True if all that arrived is to be acknowledged at once."""
+        if self.owed >= self._now:
+            return True
+        self.limit = self._now
+        self._late()
+        return False
+
+    def paid(self) -> None:
+        """It was acknowledged."""
+        self.owed = 0
+        self.limit = self._soon
+
+
+class Offer(enum.Enum):
+    """What becomes of a new connection."""
+
+    TAKE = enum.auto()
+    """It takes the place of the broken one."""
+    BREAK_FIRST = enum.auto()
+    """It is to wait until the present one has been read to its end: the other end gave it up."""
+    STALE = enum.auto()
+    """A newer one came before it."""
+
+
+@dataclass(slots=True)
+class Seam:
+    """One connection of a link, and those that take its place one after the other.
+
+    Attributes:
+        attempt: number of the present connection; the first has 0.
+        since: when it broke, in seconds on the owner's clock; None while it is whole.
+        reason: why it broke.
+    """
+
+    attempt: int = 0
+    since: float | None = None
+    reason: str = ""
+    _newest: int = 0
+
+    def broke(self, now: float, reason: str) -> None:
+        """The present connection ended, and has been read to its end."""
+        if self.since is None:
+            self.since = now
+            self.reason = reason
+
+    def next_attempt(self) -> int:
+        """The number of a connection that this end is about to open."""
+        self._newest += 1
+        return self._newest
+
+    def offered(self, attempt: int) -> Offer:
+        """The other end opened a connection."""
+        if attempt <= self._newest:
+            return Offer.STALE
+        self._newest = attempt
+        return Offer.BREAK_FIRST if self.since is None else Offer.TAKE
+
+    def joined(self, attempt: int) -> None:
+        """A new connection is in place."""
+        self.attempt = attempt
+        self.since = None
+        self.reason = ""
+
+    def knocked(self, attempt: int) -> bool:
+        """The other end asks for a new connection; True if the present one is to be broken.
+
+        It is not if it is broken already, or is not the one that the other end lost.
+        """
+        return self.since is None and attempt == self.attempt
+
+    def left(self, now: float, seconds: float) -> float:
+        """How much of ``seconds`` since the break is left; all while it is whole."""
+        return seconds if self.since is None else max(0.0, self.since + seconds - now)

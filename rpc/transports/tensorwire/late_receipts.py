@@ -1,0 +1,68 @@
+"""Sends the acknowledgements that were not worth a message of their own at the time.
+
+Owns a thread that sleeps while there are none. What they say, and when they are
+sent at once instead, is for ``resumption`` and the readers to know.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Protocol
+
+_DELAY_SECONDS = 0.25
+
+
+class Acknowledging(Protocol):
+    """The reading half of a channel."""
+
+    def acknowledge(self) -> None:
+        """Tells the other end what has arrived."""
+
+
+class LateReceipts:
+    """The acknowledgements that one worker's channels owe.
+
+    Args:
+        name: of the thread, which starts with the first one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._owing: dict[Acknowledging, None] = {}
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._rung = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def add(self, channel: Acknowledging) -> None:
+        """Has ``channel`` acknowledge before long."""
+        self._owing[channel] = None
+        if self._rung:  # whoever answers the bell looks at what is owed after that
+            return
+        self._rung = True
+        self._bell.put(None)
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            self._bell.get()
+            self._closed.wait(_DELAY_SECONDS)
+            self._rung = False
+            while self._owing and not self._closed.is_set():
+                channel, _ = self._owing.popitem()
+                channel.acknowledge()
+
+    def close(self) -> None:
+        """Ends the thread; what is still owed is not paid."""
+        with self._lock:
+            self._closed.set()
+            thread = self._thread
+        self._bell.put(None)
+        if thread is not None:
+            thread.join()
+        self._owing.clear()

@@ -1,0 +1,199 @@
+"""Sees to the broken connections of one peer, until each is replaced or the peer given up.
+
+The end that opened a link opens its connections again; the other end asks for
+that by knocking at the peer's door, which also shows whether anybody is in. A
+thread does so while something is broken. Which connection takes the place of
+which is for ``resumption.Seam`` to decide; what a given-up peer means, for ``peer``.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from rpc.transports.resumption import CannotResumeError, Offer
+from rpc.transports.tensorwire.acceptor import Proven
+from rpc.transports.tensorwire.connector import Connector, GoneError, Road, Target
+from rpc.transports.tensorwire.strand import Strand
+
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.05
+_KNOCK_EVERY_SECONDS = 0.2
+
+
+class Mender:
+    """The mending of one peer's links.
+
+    Args:
+        target: how to connect to the peer.
+        seconds: how long a connection may be broken; 0 if it may not.
+        give_up: takes a strand that cannot be mended, and why.
+    """
+
+    def __init__(
+        self, target: Target, seconds: float, give_up: Callable[[Strand, str], None]
+    ) -> None:
+        self._name = f"tensorwire-mend-{target.name}"
+        self._connector = Connector(target)
+        self._seconds = seconds
+        self._give_up = give_up
+        self._changed = threading.Condition()
+        self._broken: list[Strand] = []
+        self._thread: threading.Thread | None = None
+        self._serving = False
+        self._closed = False
+
+    def broke(self, strand: Strand, reason: str) -> bool:
+        """Takes charge of a strand whose connection was read to its end; False if it does not."""
+        if not self._seconds or strand.reader.garbled:
+            return False
+        strand.sender.stop()
+        with self._changed:
+            if self._closed:
+                return False
+            strand.seam.broke(time.monotonic(), reason)
+            guest, strand.guest = strand.guest, None
+            if guest is None:
+                self._broken.append(strand)
+                self._begin_to_serve()
+        if guest is not None:
+            self._take_in(strand, guest)
+        return True
+
+    def _begin_to_serve(self) -> None:
+        """Called with the lock held."""
+        self._changed.notify_all()
+        if not self._serving:
+            self._serving = True
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+
+    def offered(self, strand: Strand, guest: Proven) -> None:
+        """The peer opened a connection in place of a strand's."""
+        with self._changed:
+            offer = strand.seam.offered(guest.hello.attempt)
+            if self._closed or not self._seconds:
+                offer = Offer.STALE
+            former: Proven | None = guest
+            if offer is not Offer.STALE:
+                former, strand.guest = strand.guest, guest
+            ready = offer is not Offer.STALE and self._take_out(strand)
+            if ready:
+                strand.guest = None
+        if former is not None:
+            former.reject("another connection took its place")
+        if ready:
+            self._take_in(strand, guest)
+        elif offer is not Offer.STALE:
+            strand.sender.shutdown()
+
+    def _take_out(self, strand: Strand) -> bool:
+        """Called with the lock held: whoever takes a strand out is the one to go on with it."""
+        if self._closed or strand not in self._broken:
+            return False
+        self._broken.remove(strand)
+        self._changed.notify_all()
+        return True
+
+    def _take_in(self, strand: Strand, guest: Proven) -> None:
+        try:
+            strand.replace(guest.sock, guest.hello.received, guest.hello.attempt)
+        except CannotResumeError as error:
+            guest.reject(str(error))
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {error}")
+        else:
+            self._look_again(strand)
+
+    def _look_again(self, strand: Strand) -> None:
+        """Breaks a connection that is not wanted any more now that it is in place."""
+        with self._changed:
+            unwanted = self._closed or strand.guest is not None
+        if unwanted:
+            strand.sender.shutdown()
+
+    def _serve(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            with self._changed:
+                broken = list(self._broken)
+                if not broken or self._closed:
+                    self._serving = False
+                    return
+            for strand in broken:
+                self._mend(strand)
+            with self._changed:
+                if self._broken and not self._closed:
+                    self._changed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _mend(self, strand: Strand) -> None:
+        now = time.monotonic()
+        left = strand.seam.left(now, self._seconds)
+        try:
+            if left <= 0:
+                problem = f": {strand.problem}" if strand.problem else ""
+                raise GoneError(f"it was not opened again within {self._seconds:g} s{problem}")
+            if strand.road is not None:
+                self._open_again(strand, strand.road, left)
+            elif now >= strand.knock_at:
+                self._knock(strand, left)
+        except (GoneError, CannotResumeError) as error:
+            self._abandon(strand, f"{strand.seam.reason}, and {error}")
+        except OSError as error:
+            strand.problem = str(error)
+
+    def _open_again(self, strand: Strand, road: Road, seconds: float) -> None:
+        attempt = strand.seam.next_attempt()
+        token, number, received = strand.token, strand.number, strand.reader.received
+        sock, theirs = self._connector.replace(road, token, number, attempt, received, seconds)
+        with self._changed:
+            wanted = self._take_out(strand)
+        if not wanted:
+            sock.close()
+            return
+        try:
+            strand.replace(sock, theirs, attempt)
+        except CannotResumeError as error:
+            sock.close()
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {error}")
+        else:
+            self._look_again(strand)
+
+    def _knock(self, strand: Strand, seconds: float) -> None:
+        self._connector.knock(
+            local=strand.sender.sock.family == socket.AF_UNIX,
+            token=strand.token,
+            channel=strand.number,
+            attempt=strand.seam.attempt,
+            seconds=seconds,
+        )
+        strand.knock_at = time.monotonic() + _KNOCK_EVERY_SECONDS
+
+    def _abandon(self, strand: Strand, reason: str) -> None:
+        with self._changed:
+            mine = self._take_out(strand)
+        if mine:
+            self._give_up(strand, reason)
+
+    def withdraw(self, strand: Strand) -> None:
+        """Lets go of a strand that is not wanted any more."""
+        with self._changed:
+            self._take_out(strand)
+
+    def close(self) -> list[Strand]:
+        """Gives up; returns what was still broken. Does not wait, see :meth:`join`."""
+        with self._changed:
+            self._closed = True
+            broken, self._broken = self._broken, []
+            self._changed.notify_all()
+        self._connector.cancel()
+        return broken
+
+    def join(self) -> None:
+        """Waits for the thread to end, which it does soon after :meth:`close`."""
+        with self._changed:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
