@@ -5,6 +5,7 @@
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
+#   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
 #                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
@@ -41,7 +42,7 @@ TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py 
   tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench chaos conformance simulate mutants clean
+.PHONY: help setup train test test-command check bench soak chaos conformance simulate mutants clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -85,6 +86,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)
+
+soak: $(READY)
+	@$(RUN) -m benchmarks.soak $(ARGS)
 
 chaos: $(READY)
 	@$(RUN) -m chaos $(ARGS)
