@@ -39,7 +39,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers
             of this host; beyond it they go through sockets. Default 1 GiB.
         max_bytes_in_flight: bound, in bytes, on what is under way to one worker.
-            Default 64 MiB.
+            Default 32 MiB.
         when_full: what a call does at that bound. Default wait.
         local_paths: use Unix sockets and shared memory on one host. Default True.
         tcp_connections: connections per peer and direction for large tensors. Default 2.

@@ -52,7 +52,7 @@ class Settings:
     group_key: bytes = b""
     local_paths: bool = True
     shared_memory_bytes: int = 1 << 30
-    max_bytes_in_flight: int = 64 << 20
+    max_bytes_in_flight: int = 32 << 20
     when_full: WhenFull = WhenFull.BLOCK
     bulk_connections: int = 2
     connect_seconds: float = 20.0
