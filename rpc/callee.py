@@ -26,7 +26,7 @@ from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.cancellation import EarlyCancellations
 from rpc.control import PASSED_BYTES
-from rpc.errors import CallCancelledError, RpcError
+from rpc.errors import CallCancelledError, RpcError, RpcTimeoutError
 from rpc.holdings import Adopted
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
@@ -457,14 +457,22 @@ class _Service:
 
     def give_up(self) -> None:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
-        when = "by its caller" if self.cancelled else "when its time was over"
-        error = CallCancelledError(f"{text_of(self.method)} was cancelled {when}")
+        error = self._why_given_up()
         if self.request.operation is Operation.CREATE:
             self._agent.references.creation_raised(self.request.target, error)
         if self.number:
             self._callee.ended_once(self, _Outcome(None, error))
         else:
             self._reply_error(error)
+
+    def _why_given_up(self) -> RpcError:
+        """What the caller raises if it hears of this before it gives up itself."""
+        if self.cancelled:
+            return CallCancelledError(f"{text_of(self.method)} was cancelled by its caller")
+        limit = f"{self.request.timeout * 1000:g}"
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
+        )
 
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True

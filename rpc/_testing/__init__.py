@@ -1,14 +1,16 @@
-"""The ``FAULTY_TENSORPIPE`` backend: TENSORPIPE with messages that fail or come late, by type.
+"""``FAULTY_TENSORPIPE`` and ``FAULTY_TENSORWIRE``: messages fail or come late, by type.
 
 For tests of programs written for ``torch.distributed.rpc._testing``. Like there,
-importing this package registers the backend. New tests are better off with
+importing this package registers them. New tests are better off with
 ``rpc.testing``: whole groups in one process, and time that the test moves.
 """
 
 from rpc._testing.backend import (
     FAULTY_TENSORPIPE,
+    FAULTY_TENSORWIRE,
     FaultyTensorPipeAgent,
     FaultyTensorPipeRpcBackendOptions,
+    FaultyTensorWireRpcBackendOptions,
     is_available,
     register,
 )
@@ -17,7 +19,9 @@ register()
 
 __all__ = [
     "FAULTY_TENSORPIPE",
+    "FAULTY_TENSORWIRE",
     "FaultyTensorPipeAgent",
     "FaultyTensorPipeRpcBackendOptions",
+    "FaultyTensorWireRpcBackendOptions",
     "is_available",
 ]

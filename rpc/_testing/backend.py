@@ -1,8 +1,9 @@
-"""What users of the faulty backend see: its options, its agent, its registration."""
+"""What users of the faulty backends see: their options, agents and registration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -11,7 +12,7 @@ from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendValue, add_once
-from rpc.bring_up import form_group
+from rpc.bring_up import address_towards, form_group
 from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -23,8 +24,10 @@ from rpc.options import TensorPipeRpcBackendOptions
 from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.transports.tensorpipe import TensorPipeTransport, available
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
 
 FAULTY_TENSORPIPE = "FAULTY_TENSORPIPE"
+FAULTY_TENSORWIRE = "FAULTY_TENSORWIRE"
 
 
 def is_available() -> bool:
@@ -66,7 +69,40 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.num_fail_sends = num_fail_sends
 
 
-class FaultyTensorPipeAgent(Agent):
+class FaultyTensorWireRpcBackendOptions(TensorWireRpcBackendOptions):
+    """Options of the FAULTY_TENSORWIRE backend: those of FAULTY_TENSORPIPE.
+
+    Args:
+        num_worker_threads: see :class:`FaultyTensorPipeRpcBackendOptions`.
+        rpc_timeout: see :class:`FaultyTensorPipeRpcBackendOptions`.
+        init_method: see :class:`FaultyTensorPipeRpcBackendOptions`.
+        messages_to_fail: see :class:`FaultyTensorPipeRpcBackendOptions`.
+        messages_to_delay: see :class:`FaultyTensorPipeRpcBackendOptions`.
+        num_fail_sends: see :class:`FaultyTensorPipeRpcBackendOptions`.
+
+    Raises:
+        ValueError: there is no message of such a type.
+    """
+
+    def __init__(
+        self,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
+        )
+        self.faults = Faults.of(messages_to_fail, messages_to_delay or {}, num_fail_sends)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyAgent(Agent):
     """An agent whose transport is told what kind of function each call is for."""
 
     transport: FaultyTransport
@@ -110,26 +146,25 @@ class FaultyTensorPipeAgent(Agent):
             return super().remote(to, func, args, kwargs, timeout, retry)
 
 
+class FaultyTensorPipeAgent(FaultyAgent):
+    """A worker connected by FAULTY_TENSORPIPE."""
+
+
 def register() -> None:
-    """Makes the backend known; does nothing the second time."""
-    add_once(FAULTY_TENSORPIPE, BackendValue(FaultyTensorPipeRpcBackendOptions, _init_backend))
+    """Makes the backends known; does nothing the second time."""
+    add_once(FAULTY_TENSORPIPE, BackendValue(FaultyTensorPipeRpcBackendOptions, _init_tensorpipe))
+    add_once(FAULTY_TENSORWIRE, BackendValue(FaultyTensorWireRpcBackendOptions, _init_tensorwire))
 
 
-def _init_backend(
+def _init_tensorpipe(
     store: Store,
     name: str,
     rank: int,
     world_size: int | None,
     rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
 ) -> Agent:
-    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
-        raise TypeError(
-            "`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, but got "
-            f"{rpc_backend_options!r}"
-        )
-    transport = FaultyTransport(
-        TensorPipeTransport(rpc_backend_options), rpc_backend_options.faults, Callables()
-    )
+    _require(rpc_backend_options, FaultyTensorPipeRpcBackendOptions)
+    inner = TensorPipeTransport(rpc_backend_options)
     return form_group(
         FAULTY_TENSORPIPE,
         store,
@@ -137,7 +172,35 @@ def _init_backend(
         rank,
         world_size,
         rpc_backend_options,
-        transport,
+        FaultyTransport(inner, rpc_backend_options.faults, Callables()),
         lambda records: None,
         FaultyTensorPipeAgent,
     )
+
+
+def _init_tensorwire(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: FaultyTensorWireRpcBackendOptions,
+) -> Agent:
+    _require(rpc_backend_options, FaultyTensorWireRpcBackendOptions)
+    address = address_towards(rpc_backend_options.init_method)
+    inner = TensorWireTransport(replace(rpc_backend_options.settings(), bind_address=address))
+    return form_group(
+        FAULTY_TENSORWIRE,
+        store,
+        name,
+        rank,
+        world_size,
+        rpc_backend_options,
+        FaultyTransport(inner, rpc_backend_options.faults, Callables()),
+        lambda records: None,
+        FaultyAgent,
+    )
+
+
+def _require(options: object, kind: type) -> None:
+    if not isinstance(options, kind):
+        raise TypeError(f"`rpc_backend_options` must be a `{kind.__name__}`, but got {options!r}")

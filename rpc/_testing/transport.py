@@ -21,8 +21,7 @@ from rpc._testing.kinds import KINDS, REPEATED, Callables
 from rpc.errors import RpcError
 from rpc.messages import Reply, Status
 from rpc.remote_errors import encode_error
-from rpc.transports.base import Frame, FrameKind, Peer, Receiver
-from rpc.transports.tensorpipe import TensorPipeTransport
+from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Receiver, Transport
 from rpc.worker_info import WorkerInfo
 
 _SECONDS_BETWEEN_SENDINGS = 0.05
@@ -78,7 +77,7 @@ class FaultyTransport:
     inline_completions: ClassVar[int] = 0
     delivers_while_waiting: ClassVar[bool] = True
 
-    def __init__(self, inner: TensorPipeTransport, faults: Faults, callables: Callables) -> None:
+    def __init__(self, inner: Transport, faults: Faults, callables: Callables) -> None:
         self.callables = callables
         self._inner = inner
         self._faults = faults
@@ -102,7 +101,8 @@ class FaultyTransport:
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
         """The devices for tensors to a peer."""
-        return self._inner.device_map(worker_id)
+        inner = self._inner
+        return inner.device_map(worker_id) if isinstance(inner, MapsDevices) else {}
 
     def send(self, to: int, frame: Frame) -> None:
         """Sends, or does not; see the module."""
@@ -152,6 +152,7 @@ class FaultyTransport:
         header = Reply(Status.ERROR, plain=False).encode()
         payload = encode_error(error, self._info)
         self._receiver.deliver(to, Frame(FrameKind.REPLY, frame.correlation, header, payload))
+        self._inner.wake()
 
 
 class _Late:

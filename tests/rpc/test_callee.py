@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 import torch
 
+from rpc import deadlines
 from rpc.agent import Agent
+from rpc.errors import RpcTimeoutError
 from rpc.testing import MemoryHub, connect, local_group
 from rpc.transports.base import Peer
 from tests import waiting
@@ -95,3 +97,14 @@ def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes
         with pytest.raises(TypeError, match="expected at least 1 argument") as caught:
             here.rpc_sync("there", max, ())
         assert "schema" not in str(caught.value)
+
+
+def test_a_call_whose_time_is_over_before_it_starts_timed_out_for_its_caller_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadlines, "is_over", lambda *_: True)
+    with (
+        local_group("here", "there") as (here, _),
+        pytest.raises(RpcTimeoutError, match="RPC ran for more than"),
+    ):
+        here.rpc_sync("there", abs, (-1,), timeout=60)

@@ -65,7 +65,11 @@ def _faulty_fixture() -> type:
     """To import it changes torch's table of backends, so other tests must come before."""
     from torch.testing._internal.distributed.rpc import faulty_rpc_agent_test_fixture
 
-    return faulty_rpc_agent_test_fixture.FaultyRpcAgentTestFixture
+    torchs: type = faulty_rpc_agent_test_fixture.FaultyRpcAgentTestFixture
+    if SETUP.subject is not Subject.TENSORWIRE:
+        return torchs
+    backend = property(lambda self: rpc.backend_registry.BackendType["FAULTY_TENSORWIRE"])
+    return type("FaultyTensorWireRpcAgentTestFixture", (torchs,), {"rpc_backend": backend})
 
 
 def _plain_fixture() -> type:
@@ -78,8 +82,7 @@ _PLAIN: list[type] = [
     *(*rpc_utils.GENERIC_TESTS, *rpc_utils.GENERIC_CUDA_TESTS),
     *(*rpc_utils.TENSORPIPE_TESTS, *rpc_utils.TENSORPIPE_CUDA_TESTS),
 ]
-_FAULTY: list[type] = [] if SETUP.subject is Subject.TENSORWIRE else rpc_utils.FAULTY_AGENT_TESTS
-"""The faulty agent is one of TensorPipe's."""
+_FAULTY: list[type] = rpc_utils.FAULTY_AGENT_TESTS
 
 
 @functools.cache
