@@ -44,6 +44,7 @@ from rpc.trace_view import chrome_trace
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.worker_info import WorkerInfo
 
 MAX_RECORDS = 100_000
 """Calls, and handlers, that one worker records for one trace; more are only counted."""
@@ -281,6 +282,7 @@ class Trace:
         self._operators = operators
         self._number = random.SystemRandom().getrandbits(64)
         self._extension = _extension_of(agent)
+        self._told: set[WorkerInfo] = set()
         self._samples: list[ClockSample] = []
         self._origin = agent.clock.now()
         self.workers: tuple[WorkerTrace, ...] = ()
@@ -325,10 +327,10 @@ class Trace:
         body = {"do": what, "trace": self._number, "operators": self._operators}
         asked = {}
         answers: dict[int, bytes] = {}
-        problems = {*self.problems}
-        for worker in self._agent.group.living():
-            if worker == self._agent.info:
-                continue
+        living = [w for w in self._agent.group.living() if w != self._agent.info]
+        problems = {*self.problems, *map(self._what_became_of, self._told.difference(living))}
+        self._told.update(living)
+        for worker in living:
             try:
                 asked[worker] = self._agent.send_extension_message(
                     worker.id, Tracing.name, json.dumps(body).encode()
@@ -342,6 +344,10 @@ class Trace:
                 problems.add(f"{worker.name}: {error}")
         self.problems = tuple(sorted(problems))
         return answers
+
+    def _what_became_of(self, worker: WorkerInfo) -> str:
+        lost = self._agent.group.lost_error(worker.id)
+        return f"{worker.name}: {lost or 'another took its place'}"
 
 
 @contextlib.contextmanager

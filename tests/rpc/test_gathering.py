@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from rpc.agent import Agent, AgentOptions
+from rpc.agent import Agent
 from rpc.errors import RpcTimeoutError
 from rpc.gathering import all_gather, barrier
 from rpc.testing import as_worker, local_group
+from tests.rpc.gates import gate, wait_at_the_gate
+from tests.waiting import until
 
 
 def _on_all(agents: list[Agent], act: Callable[[Agent], Any]) -> list[Any]:
@@ -68,16 +69,20 @@ def test_those_that_do_not_come_are_named():
 
 class _SlowToUnpack:
     def __reduce__(self) -> tuple[Any, ...]:
-        return time.sleep, (0.3,)
+        return wait_at_the_gate, ()
 
 
 def test_a_follower_that_does_not_answer_in_time_is_named():
-    def gather(agent: Agent) -> Any:
+    def lead(agent: Agent) -> str:
+        until(lambda: any("bob" in each.objects for each in agent.gatherings._open.values()))
         try:
-            return all_gather(_SlowToUnpack() if agent.info.id == 0 else None)
-        except RuntimeError as error:
-            return str(error)
+            with pytest.raises(RpcTimeoutError) as info:
+                all_gather(_SlowToUnpack(), timeout=0.1)
+            return str(info.value)
+        finally:
+            gate.set()
 
-    with local_group("alice", "bob", options=AgentOptions(rpc_timeout=0.1)) as agents:
-        leader, _ = _on_all(agents, gather)
-    assert leader.startswith("Followers ['bob'] timed out in _all_gather after 0.10 seconds")
+    gate.clear()
+    with local_group("alice", "bob") as agents:
+        told, _ = _on_all(agents, lambda a: lead(a) if a.info.id == 0 else all_gather(None))
+    assert told.startswith("Followers ['bob'] timed out in _all_gather after 0.10 seconds: RPC ran")

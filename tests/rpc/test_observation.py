@@ -17,6 +17,7 @@ import rpc
 from rpc import caller, observation
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
+from tests.rpc.gates import gate, wait_at_the_gate
 
 Profile = Any
 
@@ -55,13 +56,6 @@ def add_up(value: torch.Tensor) -> torch.Tensor:
     return value + value
 
 
-_gate = threading.Event()
-
-
-def wait_at_the_gate() -> None:
-    _gate.wait(20)
-
-
 @profiles
 def test_every_way_of_calling_has_its_span(group: list[Agent], make: Any) -> None:
     with make() as profile:
@@ -94,12 +88,12 @@ def test_names_are_the_originals(group: list[Agent]) -> None:
 def test_the_span_of_an_asynchronous_call_lasts_until_it_is_done(
     group: list[Agent], make: Any
 ) -> None:
-    _gate.clear()
+    gate.clear()
     with make() as profile:
         future = rpc.rpc_async("worker1", wait_at_the_gate)
         with profiler.record_function("meanwhile"):
             threading.Event().wait(0.02)
-        _gate.set()
+        gate.set()
         future.wait()
     found = events(profile)
     span = found["rpc_async#wait_at_the_gate(worker0 -> worker1)"].time_range
@@ -140,10 +134,10 @@ def test_spans_of_calls_that_cannot_be_sent_end(group: list[Agent]) -> None:
 
 
 def test_a_call_may_outlive_the_profile(group: list[Agent]) -> None:
-    _gate.clear()
+    gate.clear()
     with kineto():
         future = rpc.rpc_async("worker1", wait_at_the_gate)
-    _gate.set()
+    gate.set()
     future.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import operator
 import threading
@@ -24,6 +25,7 @@ from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord, WorkerTrace
 from rpc.tracing import MAX_RECORDS, Trace, Tracing, trace
+from tests.rpc.gates import gate, wait_at_the_gate
 from tests.waiting import until
 
 Group = list[Agent]
@@ -66,11 +68,19 @@ def multiply_at(worker: str, value: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync(worker, operator.mul, (value, value))
 
 
-_gate = threading.Event()
+@contextlib.contextmanager
+def trace_to_the_end(group: Group) -> Iterator[Trace]:
+    """As :func:`trace`, but ends when every handler has noted that its reply was sent."""
 
+    def noted(agent: Agent) -> bool:
+        tracing = agent.extensions.load("rpc.tracing")
+        assert isinstance(tracing, Tracing)
+        recordings = list(tracing._recordings.values())
+        return all(handler.replied for each in recordings for handler in each.records.handlers)
 
-def wait_at_the_gate() -> None:
-    _gate.wait(20)
+    with trace() as found:
+        yield found
+        until(lambda: all(map(noted, group)))
 
 
 def of(found: Trace, name: str) -> WorkerTrace:
@@ -88,7 +98,7 @@ def pair_of(found: Trace, caller: str, callee: str) -> tuple[CallRecord, Handler
 
 class TestRecording:
     def test_both_ends_of_a_call_are_recorded_under_one_number(self, group: Group) -> None:
-        with trace() as found:
+        with trace_to_the_end(group) as found:
             rpc.rpc_sync("bob", identity, (1,))
         call, handler = pair_of(found, "alice", "bob")
         assert (call.kind, call.name, call.to, call.failed) == (CallKind.SYNC, "identity", 1, False)
@@ -111,7 +121,7 @@ class TestRecording:
         assert outer.begun < inner.running
 
     def test_each_way_of_calling_is_recorded_as_such(self, group: Group) -> None:
-        with trace() as found:
+        with trace_to_the_end(group) as found:
             future = rpc.rpc_async("bob", identity, (1,))
             rref = rpc.remote("bob", identity, ([2],))
             assert (future.wait(), rref.to_here()) == (1, [2])
@@ -124,7 +134,7 @@ class TestRecording:
         del rref
 
     def test_asynchronous_handlers_run_until_their_result_is_there(self, group: Group) -> None:
-        with trace() as found:
+        with trace_to_the_end(group) as found:
             rpc.rpc_sync("bob", doze, (1,))
             assert rpc.rpc_sync("bob", ask_carol, (2,)) == 2
         dozed, asked = of(found, "bob").handlers
@@ -132,7 +142,7 @@ class TestRecording:
         assert asked.returned < asked.ran < asked.replied
         call, handler = pair_of(found, "bob", "carol")
         assert asked.running < call.begun < asked.returned
-        assert handler.replied < asked.replied
+        assert handler.encoded < asked.encoded < asked.replied
 
     def test_messages_of_extensions_are_followed_too(self, group: Group) -> None:
         leaf = torch.ones(2, requires_grad=True)
@@ -148,7 +158,7 @@ class TestRecording:
         assert {0, 2} <= messages
 
     def test_a_failed_call_is_marked_at_both_ends(self, group: Group) -> None:
-        with trace() as found, pytest.raises(ZeroDivisionError):
+        with trace_to_the_end(group) as found, pytest.raises(ZeroDivisionError):
             rpc.rpc_sync("bob", operator.truediv, (1, 0))
         call, handler = pair_of(found, "alice", "bob")
         assert call.failed
@@ -203,11 +213,11 @@ class TestEnding:
         assert [agent.debug_info()["traces"] for agent in group] == [0, 0, 0]
 
     def test_a_call_that_outlives_its_trace_is_no_longer_recorded(self, group: Group) -> None:
-        _gate.clear()
+        gate.clear()
         with trace() as found:
             future = rpc.rpc_async("bob", wait_at_the_gate)
             until(lambda: bool(group[1].callee.serving()))
-        _gate.set()
+        gate.set()
         future.wait()
         (call,) = of(found, "alice").calls
         assert call.sent > 0
@@ -224,6 +234,13 @@ class TestEnding:
         (problem,) = found.problems
         assert problem.startswith("carol: ")
         assert found.chrome_trace()["otherData"]["problems"] == [problem]
+
+    def test_one_whose_loss_is_known_before_the_end_is_named_too(self, group: Group) -> None:
+        with trace() as found:
+            group[0].peer_lost(2, "unplugged")
+        (problem,) = found.problems
+        assert problem.startswith("carol: ")
+        assert "unplugged" in problem
 
     def test_traces_of_a_lost_worker_are_forgotten(self, group: Group) -> None:
         extension = group[1].extensions.load("rpc.tracing")

@@ -1,0 +1,13 @@
+"""A handler that runs until the test lets it end."""
+
+from __future__ import annotations
+
+import threading
+
+gate = threading.Event()
+"""Clear it, call :func:`wait_at_the_gate` anywhere, and set it."""
+
+
+def wait_at_the_gate() -> None:
+    """Runs until the gate is open."""
+    gate.wait(20)
