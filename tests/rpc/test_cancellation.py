@@ -67,6 +67,7 @@ def look_until_told() -> bool:
         time.sleep(0.002)
     if rpc.cancelled():
         seen.told.set()
+        seen.gate.wait(SECONDS)  # an answer that came before the caller's clock would be taken
     return rpc.cancelled()
 
 
@@ -76,6 +77,7 @@ async def sleep_for_long() -> None:
         await asyncio.sleep(SECONDS)
     except asyncio.CancelledError:
         seen.stopped.set()
+        seen.gate.wait(SECONDS)  # as above
         raise
 
 
@@ -143,6 +145,7 @@ class TestCancel:
         until(lambda: bool(seen.started))
         assert future.cancel()
         assert seen.stopped.wait(SECONDS)
+        seen.gate.set()
         until(lambda: quiet(pair.alice) and quiet(pair.bob))
 
     def test_outside_of_handlers_nothing_is_cancelled(self, pair: Pair) -> None:

@@ -15,9 +15,10 @@ import pytest
 import rpc
 from rpc import Retry, RpcTimeoutError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
-from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from rpc.testing import MemoryHub, as_worker, connect
 from rpc.transports.base import Frame, FrameKind, Peer
 from tests import waiting
+from tests.virtual_time import SteadyClock
 
 SECONDS = 20.0
 
@@ -42,7 +43,7 @@ class Lossy:
 
 class Pair:
     def __init__(self) -> None:
-        self.clock = VirtualClock()
+        self.clock = SteadyClock()
         self.script = Lossy()
         self.hub = MemoryHub(self.clock, self.script)
         self.alice, self.bob = connect(
@@ -51,7 +52,11 @@ class Pair:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Lets time pass until something holds."""
-        waiting.until(condition, SECONDS, 0.005, lambda: self.clock.advance(0.25))
+        waiting.until(condition, SECONDS, 0, self.step)
+
+    def step(self) -> None:
+        """Moves time by less than anything takes here."""
+        self.clock.step(0.25, (self.alice, self.bob), lambda: len(held))
 
 
 @pytest.fixture
@@ -68,6 +73,13 @@ def pair() -> Iterator[Pair]:
 
 runs: list[int] = []
 gate = threading.Event()
+held: list[str] = []
+
+
+def wait_for_the_gate() -> None:
+    held.append("here")
+    gate.wait(SECONDS)
+    held.pop()
 
 
 @rpc.functions.idempotent
@@ -79,7 +91,7 @@ def double(number: int) -> int:
 @rpc.functions.idempotent
 def wait_at_the_gate() -> str:
     runs.append(0)
-    gate.wait(SECONDS)
+    wait_for_the_gate()
     return "through"
 
 
@@ -195,7 +207,7 @@ def make_thing(number: int) -> Thing:
 @rpc.functions.idempotent
 def make_slowly() -> Thing:
     runs.append(0)
-    gate.wait(SECONDS)
+    wait_for_the_gate()
     return Thing(1)
 
 
@@ -340,7 +352,7 @@ async def wait_in_a_coroutine() -> str:
 @rpc.functions.idempotent
 def look_whether_cancelled() -> bool:
     runs.append(0)
-    gate.wait(SECONDS)
+    wait_for_the_gate()
     return rpc.cancelled()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +12,8 @@ import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLostError
 from rpc.agent import Agent, AgentOptions
 from rpc.rref import RRef
-from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from rpc.testing import MemoryHub, as_worker, connect
+from tests.virtual_time import SteadyClock
 from tests.waiting import until
 
 NAMES = ("alice", "bob", "carol", "dave")
@@ -23,7 +23,7 @@ class Group:
     """Four workers that watch each other, within 5 s of virtual time."""
 
     def __init__(self) -> None:
-        self.clock = VirtualClock()
+        self.clock = SteadyClock()
         self.hub = MemoryHub(self.clock)
         options = AgentOptions(rpc_timeout=0, liveness_timeout=5)
         self.agents = connect(*NAMES, hub=self.hub, clock=self.clock, options=options)
@@ -31,13 +31,16 @@ class Group:
     def __getitem__(self, name: str) -> Agent:
         return self.agents[NAMES.index(name)]
 
+    def step(self) -> None:
+        """Moves time by as much as matters."""
+        self.clock.step(0.1, self.agents, lambda: len(HELD))
+
     def pass_time(self, until_: Callable[[], bool], limit: float = 20) -> float:
         """Moves time in small steps until something holds; returns how long that took."""
         start = self.clock.now()
         while not until_():
             assert self.clock.now() - start < limit
-            self.clock.advance(0.1)
-            time.sleep(0.002)
+            self.step()
         return self.clock.now() - start
 
     def names(self, who: str) -> list[str]:
@@ -75,8 +78,7 @@ class TestSilence:
 
     def test_nobody_is_lost_who_answers(self, group: Group) -> None:
         for _ in range(300):
-            group.clock.advance(0.1)
-            time.sleep(0.0005)
+            group.step()
         assert group.names("dave") == list(NAMES)
 
     def test_two_neighbours_that_freeze_at_once_are_both_found(self, group: Group) -> None:
@@ -138,8 +140,15 @@ GATE = threading.Event()
 KEPT: list[RRef[object]] = []
 
 
+HELD: list[str] = []
+
+
 def wait_at_the_gate() -> bool:
-    return GATE.wait(20)
+    HELD.append("here")
+    try:
+        return GATE.wait(20)
+    finally:
+        HELD.pop()
 
 
 def open_the_gate() -> None:
@@ -155,8 +164,7 @@ class TestWhoIsCutOff:
         for other in (0, 2, 3):
             group["bob"].peer_lost(other, "its connection broke")
         for _ in range(150):
-            group.clock.advance(0.1)
-            time.sleep(0.001)
+            group.step()
         assert {"alice", "carol", "dave"} <= {*group.names("carol")}
 
     def test_it_learns_that_the_others_declared_it_lost(self, group: Group) -> None:
