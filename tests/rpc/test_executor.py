@@ -478,11 +478,11 @@ def test_each_task_runs_in_its_own_copy_of_the_context():
 
     done = threading.Event()
     with running(limit=1, context=context) as executor:
+        executor.run_here(task)
         executor.submit(task)
         executor.submit(task)
         executor.submit(done.set)
         assert done.wait(SECONDS)
-        executor.run_here(task)
     assert seen == ["given"] * 3
     assert variable.get() == "unset"
 

@@ -255,7 +255,7 @@ def test_thousands_of_references_come_and_go(pair: list[Agent]) -> None:
         rrefs = [alice.remote("bob", identity, (i,)) for i in range(300)]
         assert [r.to_here() for r in rrefs[::50]] == list(range(0, 300, 50))
         del rrefs
-    assert eventually(lambda: owned(bob) == 0)
+    assert eventually(lambda: owned(bob) == 0, seconds=60)
     counts = alice.references.counts()
     assert (counts.num_user_rrefs, counts.num_pending_children, counts.num_borrows) == (0, 0, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from rpc.errors import FrameError
 from rpc.transports.resumption import CannotResumeError
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder
+from tests.waiting import until
 
 
 class Wire:
@@ -30,15 +32,22 @@ class Wire:
 
     def receive(self, count: int) -> None:
         """Reads until ``count`` frames have arrived, letting the sender go on meanwhile."""
-        while len(self.found) < count:
-            room = self.decoder.room()
-            if room is not None:
-                frames = self.decoder.filled(self.other.recv_into(room))
-            else:
-                frames = self.decoder.feed(self.other.recv(1 << 16))
-            self.found += [(f.correlation, f.header, bytes(f.payload)) for f, _ in frames]
-            if self.watching and self.watching[-1]:
-                self.sender.writable()
+        until(lambda: len(self.found) >= count, pause=0, meanwhile=self._step)
+
+    def _step(self) -> None:
+        readable, _, _ = select.select([self.other], [], [], 0.01)
+        if readable:
+            self._read()
+        if self.watching and self.watching[-1]:
+            self.sender.writable()
+
+    def _read(self) -> None:
+        room = self.decoder.room()
+        if room is not None:
+            frames = self.decoder.filled(self.other.recv_into(room))
+        else:
+            frames = self.decoder.feed(self.other.recv(1 << 16))
+        self.found += [(f.correlation, f.header, bytes(f.payload)) for f, _ in frames]
 
     def close(self) -> None:
         self.sender.close()
