@@ -79,6 +79,15 @@ def _lasting_helpers() -> None:
     torch.autograd.grad((weights @ weights).sum(), weights)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _heard_of_beta_features() -> None:
+    """Torch warns of these once per process: not in whichever test happens to come first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_coo_tensor([[0]], [1.0], (1,))
+        torch.ones(1, 1).to_sparse_csr()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(_lasting_helpers: None) -> Iterator[None]:
     before = Holdings.now()
