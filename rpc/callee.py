@@ -28,6 +28,7 @@ from rpc.cancellation import EarlyCancellations
 from rpc.control import PASSED_BYTES
 from rpc.errors import CallCancelledError, RpcError, RpcTimeoutError
 from rpc.holdings import Adopted
+from rpc.ids import GlobalId
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
@@ -189,6 +190,7 @@ class _Service:
     __slots__ = (
         "_agent",
         "_callee",
+        "_creates",
         "_payload",
         "_stop",
         "_tensors",
@@ -213,6 +215,7 @@ class _Service:
         _, self.correlation, header, payload, tensors = frame
         self._payload = payload
         self._tensors = tensors
+        self._creates: GlobalId | None = None
         self.sender = sender
         self.request = request
         self.method: MethodName = _UNKNOWN_METHOD
@@ -243,7 +246,7 @@ class _Service:
         request = self.request
         references = self._agent.references
         if request.operation is Operation.CREATE:
-            references.creation_arrived(self.sender, request.target)
+            self._creates = references.creation_arrived(self.sender, request.target)
         adopted = references.adopt(request.references)
         if not adopted.pending:
             self._serve(adopted)
@@ -395,12 +398,12 @@ class _Service:
 
     def _succeed(self, result: object) -> None:
         try:
-            if self.request.operation is Operation.CREATE:
-                self._agent.references.created(self.request.target, result)
+            if self._creates is not None:
+                self._agent.references.created(self._creates, result)
                 result = codec.encode_constant(result)  # all that outlives the reference
             if self.number:
                 self._callee.ended_once(self, _Outcome(result, None))
-            elif self.request.operation is Operation.CREATE:
+            elif self._creates is not None:
                 self._reply_created(result)
             else:
                 self._reply(result)
@@ -444,8 +447,8 @@ class _Service:
             return
         self.failed = True
         _print_traceback(error)
-        if self.request.operation is Operation.CREATE:
-            self._agent.references.creation_raised(self.request.target, error)
+        if self._creates is not None:
+            self._agent.references.creation_raised(self._creates, error)
             if self.number:
                 self._callee.ended_once(self, _Outcome(b"", None))
             else:
@@ -458,8 +461,8 @@ class _Service:
     def give_up(self) -> None:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
         error = self._why_given_up()
-        if self.request.operation is Operation.CREATE:
-            self._agent.references.creation_raised(self.request.target, error)
+        if self._creates is not None:
+            self._agent.references.creation_raised(self._creates, error)
         if self.number:
             self._callee.ended_once(self, _Outcome(None, error))
         else:

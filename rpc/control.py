@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from rpc.errors import FrameError
 from rpc.ids import GlobalId, Life, Reference
@@ -43,8 +43,7 @@ class Passage(enum.IntEnum):
     """Owner to itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(NamedTuple):
     """One reference inside a request or reply; its header has a table of these.
 
     Args:
@@ -378,11 +377,13 @@ def decode_passed(data: bytes | bytearray | memoryview) -> list[Passed]:
     return [_unpack_passed(numbers) for numbers in _PASSED.iter_unpack(data)]
 
 
+_PASSAGES: Final = {int(passage): passage for passage in Passage}
+
+
 def _unpack_passed(numbers: tuple[int, ...]) -> Passed:
-    try:
-        passage = Passage(numbers[9])
-    except ValueError:
-        raise FrameError(f"unknown passage {numbers[9]} of a reference") from None
+    passage = _PASSAGES.get(numbers[9])
+    if passage is None:
+        raise FrameError(f"unknown passage {numbers[9]} of a reference")
     return Passed(_reference_from(numbers[:6]), GlobalId(*numbers[6:9]), passage)
 
 

@@ -5,11 +5,12 @@ Only values; who may create, keep or delete them is decided in ``references``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+# Tuples, because they are the keys of many tables, and tuples are hashed in C.
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Life:
+class Life(NamedTuple):
     """One incarnation of one worker: a worker that returns has a new life.
 
     Args:
@@ -24,8 +25,7 @@ class Life:
         return f"worker {self.worker} (incarnation {self.incarnation})"
 
 
-@dataclass(frozen=True, slots=True, order=True, repr=False)
-class GlobalId:
+class GlobalId(NamedTuple):
     """Names an RRef or a fork of one, uniquely among all lives of all workers.
 
     Args:
@@ -47,8 +47,7 @@ class GlobalId:
         return f"GloballyUniqueId(created_on={self.creator}, local_id={self.counter})"
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """Which value an RRef stands for, as every worker that holds it knows it.
 
     Args:

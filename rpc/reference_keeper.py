@@ -205,33 +205,34 @@ class ReferenceKeeper:
 
     # --- The owner's side of remote()
 
-    def creation_arrived(self, sender: int, target: bytes) -> None:
-        """A request of ``remote()`` came: makes the place for its value."""
+    def creation_arrived(self, sender: int, target: bytes) -> GlobalId:
+        """A request of ``remote()`` came: makes the place for its value, and names it."""
         passed = _creation(target)
-        if passed.passage is Passage.LOOPBACK:
-            return
-        life = self.agent.group.life(sender)
-        with self._lock:
-            effects = self._table.creation_arrived(passed, life)
-            if self._table.is_kept(passed.reference.rref):
-                self._values.setdefault(passed.reference.rref, Slot())
-        self._perform(effects)
+        rref = passed.reference.rref
+        if passed.passage is not Passage.LOOPBACK:
+            life = self.agent.group.life(sender)
+            with self._lock:
+                effects = self._table.creation_arrived(passed, life)
+                if self._table.is_kept(rref) and rref not in self._values:
+                    self._values[rref] = Slot()
+            self._perform(effects)
+        return rref
 
-    def created(self, target: bytes, value: object) -> None:
+    def created(self, rref: GlobalId, value: object) -> None:
         """The function of a ``remote()`` returned."""
-        slot = self._slot_of(target)
+        slot = self._slot_of(rref)
         if slot is not None:
             slot.fill(value)
 
-    def creation_raised(self, target: bytes, error: BaseException) -> None:
+    def creation_raised(self, rref: GlobalId, error: BaseException) -> None:
         """The function of a ``remote()`` raised."""
-        slot = self._slot_of(target)
+        slot = self._slot_of(rref)
         if slot is not None:
             slot.fail(error)
 
-    def _slot_of(self, target: bytes) -> Slot | None:
+    def _slot_of(self, rref: GlobalId) -> Slot | None:
         with self._lock:
-            return self._values.get(_creation(target).reference.rref)
+            return self._values.get(rref)
 
     # --- Passing on
 

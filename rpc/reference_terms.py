@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rpc.control import ControlMessage
 from rpc.ids import GlobalId, Life, Reference
@@ -42,15 +42,13 @@ class Failure:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerHandle:
+class OwnerHandle(NamedTuple):
     """What a handle at the value's owner stands for; it counts as one local reference."""
 
     reference: Reference
 
 
-@dataclass(frozen=True, slots=True)
-class UserHandle:
+class UserHandle(NamedTuple):
     """What a handle anywhere else stands for: its own fork."""
 
     reference: Reference

@@ -18,10 +18,11 @@ from rpc.futures import Waiter
 class Slot:
     """Empty, filled with a value, or failed with an error; once."""
 
-    __slots__ = ("_callbacks", "_changed", "_done", "_error", "_value")
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_settled", "_value")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._settled: threading.Condition | None = None  # made by the first who waits
         self._callbacks: list[Callable[[Slot], None]] = []
         self._done = False
         self._value: Any = None
@@ -56,8 +57,8 @@ class Slot:
             RpcTimeoutError: the time is over.
         """
         if not self._done:
-            with blocking(), self._changed:
-                if not self._changed.wait_for(self.done, timeout or None):
+            with blocking():
+                if not self._await(timeout or None):
                     raise RpcTimeoutError(
                         f"RPC ran for more than set timeout ({timeout * 1000:g} ms) while "
                         "waiting for the value of an RRef"
@@ -70,23 +71,29 @@ class Slot:
             waiter(self.done, self._sleep)
 
     def _sleep(self) -> None:
-        with self._changed:
-            self._changed.wait_for(self.done)
+        self._await(None)
+
+    def _await(self, timeout: float | None) -> bool:
+        with self._lock:
+            if self._settled is None:
+                self._settled = threading.Condition(self._lock)
+            return self._settled.wait_for(self.done, timeout)
 
     def when_done(self, callback: Callable[[Slot], None]) -> None:
         """Calls ``callback(self)`` on the filling thread, or now if done."""
-        with self._changed:
+        with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             if self._done:
                 return
             self._value, self._error, self._done = value, error, True
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
+            if self._settled is not None:
+                self._settled.notify_all()
         for callback in callbacks:
             callback(self)
