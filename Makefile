@@ -10,7 +10,7 @@
 #                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
-#   make simulate   10 000 whole groups in a simulator where everything goes wrong, two minutes
+#   make simulate   10 000 whole groups in a simulator where everything goes wrong, three minutes
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
 #   make clean    remove the environment and all caches; results in runs/ stay
 #

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from chaos.worker import SERVER
 
 WITNESS = "trainer0"
 _SHARED_MEMORY = Path("/dev/shm")
+_MARK = "CHAOS_RUN"
 _START_SECONDS = 120.0
 _END_SECONDS = 40.0
 
@@ -61,12 +63,14 @@ class Director:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._pids: set[int] = set()
         self._readers: list[threading.Thread] = []
         self._stopped: dict[str, float] = {}
         self._segments = {*os.listdir(_SHARED_MEMORY)}
         self._store = TCPStore(
             "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False
         )
+        self._mark = f"{os.getpid()}:{self._store.port}"
         self._log = settings.log.open("w")
         self.events: list[Event] = []
         self.done: list[Fault] = []
@@ -115,8 +119,10 @@ class Director:
             stderr=self._log,
             text=True,
             cwd=Path(__file__).parent.parent,
+            env=os.environ | {_MARK: self._mark},
         )
         self._processes[name] = process
+        self._pids.add(process.pid)
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         self._readers.append(reader)
         reader.start()
@@ -181,10 +187,19 @@ class Director:
             self._close(process)
         for reader in self._readers:
             reader.join()
-        left = {*os.listdir(_SHARED_MEMORY)} - self._segments
-        if left:
-            self.problems.append(f"left in {_SHARED_MEMORY}: {', '.join(sorted(left))}")
+        self.problems += self._left_behind()
         self._log.close()
+
+    def _left_behind(self) -> Iterator[str]:
+        """Shared memory that the workers made, by the process id in its name, and children."""
+        new = {*os.listdir(_SHARED_MEMORY)} - self._segments
+        left = [name for name in sorted(new) if {*map(int, re.findall(r"\d+", name))} & self._pids]
+        if left:
+            yield f"left in {_SHARED_MEMORY}: {', '.join(left)}"
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{_MARK}={self._mark}".encode() in (process / "environ").read_bytes():
+                    yield f"process {process.name} is left"
 
     @staticmethod
     def _close(process: subprocess.Popen[str]) -> None:

@@ -28,11 +28,13 @@ class Vitals:
         rss: resident memory in bytes.
         threads: all of them, torch's too.
         descriptors: open ones.
+        segments: mappings of shared memory.
     """
 
     rss: int
     threads: int
     descriptors: int
+    segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chaos.events import Event, What
+from chaos.events import Event, Vitals, What
 from chaos.plan import Fault, Kind
 
 _MIB = 1 << 20
@@ -26,12 +26,17 @@ class Limits:
         grace: seconds on top of it.
         recovery: seconds from a fault until its victim, started again, is back.
         rss: bytes by which the witness may grow after the first fifth.
+        more: threads and segments that it may have more at the end than after the first
+            fifth: a pool may have grown.
+        descriptors: likewise; a connection may be new.
     """
 
     bound: float
     grace: float = 5.0
     recovery: float = 40.0
     rss: int = 20 * _MIB
+    more: int = 2
+    descriptors: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,19 @@ class Outcome:
         error: until the first error at a caller that names the victim.
         lost: until the last survivor was told of the loss.
         back: until the victim had joined again.
+        on: until the victim, or whoever uses it, made its next step.
     """
 
     fault: Fault
     error: float | None
     lost: float | None
     back: float | None
+    on: float | None = None
+
+    @property
+    def is_mended(self) -> bool:
+        """True if connections broke and were opened again, so that nobody was lost."""
+        return self.fault.kind is Kind.CUT and self.lost is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +71,24 @@ class Report:
         outcomes: of each fault.
         steps: training steps made by all.
         growth: bytes by which the witness grew after the first fifth.
+        held: by the witness before the first fault after the first fifth, and at the end.
         violations: what should not have been, in words.
     """
 
     outcomes: list[Outcome]
     steps: int
     growth: int
+    held: tuple[Vitals, Vitals]
     violations: list[str]
 
 
 def judge(
-    faults: Sequence[Fault], events: Iterable[Event], witness: str, end: float, limits: Limits
+    faults: Sequence[Fault],
+    events: Iterable[Event],
+    witness: str,
+    end: float,
+    limits: Limits,
+    called: str = "",
 ) -> Report:
     """Judges a run.
 
@@ -79,20 +98,23 @@ def judge(
         witness: the worker that nothing was done to.
         end: when the run ended.
         limits: what is allowed.
+        called: the worker that the others call all the time: a call fails when it is hit.
     """
     told: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.at):
         told[event.who].append(event)
     outcomes = [_outcome(fault, told, _next_at(fault, faults, end)) for fault in faults]
     growth = _growth(told[witness])
+    held = _held(told[witness], [fault.at for fault in faults], end)
     violations = [
-        *(problem for outcome in outcomes for problem in _problems(outcome, end, limits)),
+        *(problem for o in outcomes for problem in _problems(o, end, limits, called)),
         *_stalls(told[witness], end, limits),
+        *_leaks(witness, held, limits),
     ]
     if growth > limits.rss:
         violations.append(f"{witness} grew by {growth / _MIB:.1f} MiB after the first fifth")
     steps = sum(event.what is What.STEP for events in told.values() for event in events)
-    return Report(outcomes, steps, growth, violations)
+    return Report(outcomes, steps, growth, held, violations)
 
 
 def _next_at(fault: Fault, faults: Sequence[Fault], end: float) -> float:
@@ -114,17 +136,35 @@ def _outcome(fault: Fault, told: dict[str, list[Event]], until: float) -> Outcom
     seen = [seconds for seconds in errors if seconds is not None]
     noticed = [seconds for seconds in losses if seconds is not None]
     back = first(told[fault.victim], What.JOINED, "")
-    return Outcome(fault, min(seen, default=None), max(noticed, default=None), back)
+    steps = [first([e], What.STEP, "") for e in _steps(told, fault.victim)]
+    on = [seconds for seconds in steps if seconds is not None]
+    lost = max(noticed, default=None)
+    mended = fault.kind is Kind.CUT and lost is None
+    return Outcome(
+        fault, min(seen, default=None), lost, None if mended else back, min(on, default=None)
+    )
 
 
-def _problems(outcome: Outcome, end: float, limits: Limits) -> Iterable[str]:
+def _steps(told: dict[str, list[Event]], victim: str) -> list[Event]:
+    """The victim's steps, or everybody's if it makes none."""
+    own = [event for event in told[victim] if event.what is What.STEP]
+    return own or [e for events in told.values() for e in events if e.what is What.STEP]
+
+
+def _problems(outcome: Outcome, end: float, limits: Limits, called: str) -> Iterable[str]:
     fault = outcome.fault
     what = f"{fault.kind.value} of {fault.victim}"
     allowed = limits.bound + limits.grace
+    if outcome.is_mended:
+        if outcome.on is None or outcome.on > allowed:
+            yield f"{what}: nobody was told of a loss, and nothing went on"
+        return
     if outcome.lost is None:
         yield f"{what}: no survivor was told of the loss"
     elif outcome.lost > allowed:
         yield f"{what}: a survivor was told only after {outcome.lost:.1f} s"
+    if outcome.error is None and fault.victim == called:
+        yield f"{what}: no call to it failed"
     if outcome.error is not None and outcome.error > allowed:
         yield f"{what}: a call failed only after {outcome.error:.1f} s"
     if fault.at + limits.recovery < end and (
@@ -147,9 +187,28 @@ def _growth(events: Sequence[Event]) -> int:
     return max(later) - later[0] if later else 0
 
 
+def _held(events: Sequence[Event], faults: Sequence[float], end: float) -> tuple[Vitals, Vitals]:
+    """At two moments when everybody is there: the last ones before a fault, or the end."""
+    known = [(e.at, e.vitals) for e in events if e.vitals is not None and e.at <= end]
+    if not known:
+        return Vitals(0, 0, 0), Vitals(0, 0, 0)
+    fifth = known[0][0] + (end - known[0][0]) / 5
+    calm = [[v for at, v in known if at < moment] for moment in (*faults, end) if moment >= fifth]
+    return calm[0][-1], calm[-1][-1]
+
+
+def _leaks(witness: str, held: tuple[Vitals, Vitals], limits: Limits) -> Iterable[str]:
+    more = (limits.more, limits.descriptors, limits.more)
+    names = ("threads", "descriptors", "segments")
+    for what, before, after, allowed in zip(names, *map(_counts, held), more, strict=True):
+        if after > before + allowed:
+            yield f"{witness} had {before} {what} after the first fifth, then {after}"
+
+
 def describe(report: Report) -> str:
     """The report as text."""
-    lines = [
+    lines = [_line(outcome, report.outcomes[0].fault.at) for outcome in report.outcomes]
+    lines += [
         f"{'what was done':<14}{'times':>6}{'error at a caller':>26}{'all told':>20}{'back':>9}"
     ]
     for kind in Kind:
@@ -159,9 +218,34 @@ def describe(report: Report) -> str:
                 f"{kind.value:<14}{len(rows):>6}{_span([r.error for r in rows]):>26}"
                 f"{_span([r.lost for r in rows]):>20}{_middle([r.back for r in rows]):>9}"
             )
+        mended = [outcome.on for outcome in rows if outcome.is_mended]
+        if mended:
+            lines.append(f"{len(mended)} of these went on after {_span(mended)}, nobody was lost")
     lines.append(f"{report.steps} steps; the witness grew by {report.growth / _MIB:.1f} MiB")
+    threads, descriptors, segments = (
+        f"{first} -> {last}" for first, last in zip(*map(_counts, report.held), strict=True)
+    )
+    lines.append(f"its threads {threads}, descriptors {descriptors}, shared memory {segments}")
     lines += [f"VIOLATION: {problem}" for problem in report.violations] or ["nothing was violated"]
     return "\n".join(lines)
+
+
+def _counts(vitals: Vitals) -> tuple[int, int, int]:
+    return vitals.threads, vitals.descriptors, vitals.segments
+
+
+def _line(outcome: Outcome, start: float) -> str:
+    """What became of one fault; ``start`` is when the first was done."""
+    fault = outcome.fault
+    what = f"{fault.kind.value} of {fault.victim}"
+    error, lost, back = map(_seconds, (outcome.error, outcome.lost, outcome.back))
+    if outcome.is_mended:
+        return f"+{fault.at - start:6.1f} s {what:<20} went on {_seconds(outcome.on)}"
+    return f"+{fault.at - start:6.1f} s {what:<20} error {error}, all told {lost}, back {back}"
+
+
+def _seconds(value: float | None) -> str:
+    return f"{'-':>7}" if value is None else f"{value:5.2f} s"
 
 
 def _span(values: Iterable[float | None]) -> str:

@@ -89,9 +89,7 @@ class Liveness:
         for life in sorted(watched):
             effects.append(self._look_at(life, now))
         earliest = min(self._asked.values(), default=now)
-        self._due = min(now + self._period, max(now, earliest) + self._patience)
-        if earliest < now:
-            self._due = min(self._due, earliest + self._patience)
+        self._due = min(now + self._period, earliest + self._patience)
         return effects
 
     def _look_at(self, life: Life, now: float) -> Ask | Silent:

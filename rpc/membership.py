@@ -134,7 +134,10 @@ class Membership:
 
     def _remove_lost(self) -> None:
         while self._lost:
-            rendezvous.leave(self._store, self._lost.popleft())
+            self._look()  # who was itself declared lost meanwhile has no say any more
+            record = self._lost.popleft()
+            if not self._agent.is_expelled:
+                rendezvous.leave(self._store, record)
 
     def _look(self) -> None:
         """Asks the store who is there."""

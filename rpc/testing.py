@@ -9,7 +9,8 @@ Example::
             assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
 
 :func:`simulate` goes further: it plays thousands of groups without any threads,
-on a virtual clock and a network where everything goes wrong, from one seed each.
+on a virtual clock and a network where everything goes wrong, from one seed each;
+:func:`simulate_silence` those that watch each other for signs of life.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rpc._simulation.front import SimulationError, SimulationReport, simulate
+from rpc._simulation.front import (
+    SimulationError,
+    SimulationReport,
+    simulate,
+    simulate_silence,
+)
 from rpc._simulation.generator import Scenario
 from rpc._simulation.large import GroupReport, simulate_group
 from rpc._simulation.rules import Rule, RuleBrokenError
@@ -47,6 +53,7 @@ __all__ = [
     "local_group",
     "simulate",
     "simulate_group",
+    "simulate_silence",
 ]
 
 

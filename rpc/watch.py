@@ -62,12 +62,27 @@ class Watch:
         """Leaves a note for a worker that was declared lost, in case it lives."""
         address = self._address(life)
         if address:
-            self._condemned.append((address, reason))
+            me = self._agent.life
+            self._condemned.append((address, f"{me.worker} {me.incarnation} {reason}"))
             self._agent.pulse.wake()
 
     def verdict(self) -> str | None:
         """Why this worker was declared lost, if others say that it was."""
-        return self._prober.verdict()
+        note = self._prober.verdict()
+        if note is None:
+            return None
+        worker, incarnation, reason = note.split(" ", 2)
+        alone = len(self._agent.group.living()) == 1
+        believed = alone or not self._is_lost(Life(int(worker), int(incarnation)))
+        return reason if believed else None
+
+    def _is_lost(self, life: Life) -> bool:
+        """True of one whose word does not count: all were silent to it if it was cut off."""
+        group = self._agent.group
+        known = group.latest(life.worker)
+        if known is None or known.incarnation < life.incarnation:
+            return False
+        return known.incarnation > life.incarnation or group.lost_error(life.worker) is not None
 
     def close(self) -> None:
         """Stops giving signs of life; the pulse must have stopped."""
@@ -76,12 +91,12 @@ class Watch:
         self._prober.close()
 
     def _collect(self) -> None:
-        reason = self._prober.verdict()  # says more than the others' answers
+        reason = self.verdict()  # says more than the others' answers
         if reason is not None:
             self._learn(reason)
         for answer in self._prober.collect():
             self._liveness.answered(answer.life)
-            if answer.expelled:
+            if answer.expelled and not self._is_lost(answer.life):
                 name = self._agent.group.peer(answer.life.worker).info.name
                 self._learn(f"worker {name!r} says that it was declared lost")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rpc._simulation.generator import Scenario
+from rpc._simulation.mishaps import Plan, draw_plan
 from rpc._simulation.rules import Rule
 from rpc._simulation.runs import Played, draw, replay
 from rpc._simulation.shrink import shrink
+from rpc._simulation.watchers import Watchers
 from rpc._simulation.worker import Machines
 
 _BRIEFLY = (
@@ -121,6 +123,54 @@ def explain(seed: int, played: Played, machines: Machines) -> SimulationError:
     again = replay(script, machines, transcript).broken or broken
     lines = (*transcript, f"broken: {again.detail}")
     return SimulationError(seed, broken.rule, tuple(map(_brief, lines)))
+
+
+def simulate_silence(seeds: Iterable[int], machines: Machines | None = None) -> SimulationReport:
+    """Plays groups whose workers watch each other for signs of life, one for each seed.
+
+    Workers are stopped and wake, are busy for long, die with and without a trace, are cut
+    off and come back, and lose connections. Who is silent for longer than the bound must
+    be declared lost by all within it, and learn it when it wakes; nobody else must. The
+    clock is virtual; the same seed plays the same run.
+
+    Args:
+        seeds: one run for each.
+        machines: which decision modules are played; default those of this package.
+
+    Raises:
+        SimulationError: a rule was broken; says which, with the seed and a short
+            transcript of a run that breaks it.
+    """
+    machines = machines or Machines()
+    began = time.perf_counter()
+    report = SimulationReport()
+    for seed in seeds:
+        run = Watchers(draw_plan(seed), machines)
+        broken = run.run()
+        if broken is not None:
+            raise _explain_silence(seed, run.plan, broken.rule, machines) from broken
+        report = SimulationReport(
+            report.runs + 1,
+            report.steps + len(run.plan.mishaps),
+            report.messages + run.messages,
+            time.perf_counter() - began,
+        )
+    return report
+
+
+def _explain_silence(seed: int, plan: Plan, rule: Rule, machines: Machines) -> SimulationError:
+    """Leaves out every mishap that does not matter, and tells the rest."""
+    for mishap in plan.mishaps:
+        fewer = tuple(each for each in plan.mishaps if each is not mishap)
+        shorter = replace(plan, mishaps=fewer)
+        broken = Watchers(shorter, machines).run()
+        if broken is not None and broken.rule is rule:
+            plan = shorter
+    transcript: list[str] = [f"{plan.size} workers"]
+    again = Watchers(plan, machines, transcript).run()
+    assert again is not None
+    lines = (*transcript, f"broken: {again.detail}")
+    return SimulationError(seed, rule, tuple(map(_brief, lines)))
 
 
 def _brief(line: str) -> str:

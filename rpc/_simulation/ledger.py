@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rpc._simulation.world import World
 
 _GRAIN = 1 / 64
+_KEPT_WITHOUT_LIMIT = 3600.0
 _ACKNOWLEDGED = (Passage.CHILD, Passage.RETURN)
 
 
@@ -87,6 +88,9 @@ class Ledger:
         self._creations: Counter[tuple[Life, Life]] = Counter()
         self._passing: Counter[Life] = Counter()
         self._ran: dict[tuple[Life, Life, int], Name] = {}
+        self._kept: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
+        self._kept_until: dict[tuple[Life, Life, int], float] = {}
+        self._oldest: Counter[tuple[Life, Life]] = Counter()
         self._early: set[tuple[Life, Life, int]] = set()
         self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
 
@@ -267,14 +271,42 @@ class Ledger:
         if verdict is Verdict.RUN:
             require(before is None, Rule.RUNS_ONCE, worker.life, job.sender, once)
             self._ran[key] = job.name
+        self._check_outcomes_kept(worker, job, once, verdict)
+        if verdict is Verdict.RUN:
             return
         if verdict is Verdict.OVER:
             caller = self._world.living.get(job.sender)
-            needed = caller is not None and caller.tries[once.number]
+            needed = (
+                caller is not None
+                and caller.tries[once.number]
+                and caller.tries_until[once.number] > self._world.now
+            )
             require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
             return
         same = ran is None if before in worker.jobs else ran == before
         require(same, Rule.RUNS_ONCE, worker.life, job.sender, once, verdict, ran)
+
+    def _check_outcomes_kept(
+        self, worker: Worker, job: Job, once: RequestId, verdict: Verdict
+    ) -> None:
+        """What can still be asked for is kept, and what still runs; the rest was let go of."""
+        now, here = self._world.now, (worker.life, job.sender)
+        self._oldest[here] = oldest = max(self._oldest[here], once.oldest)
+
+        def is_kept(number: int) -> bool:
+            request = (*here, number)
+            over = number < oldest or self._kept_until[request] <= now
+            return self._ran[request] in worker.jobs or not over or number == once.number
+
+        self._kept[here] = {number for number in self._kept[here] if is_kept(number)}
+        if verdict is not Verdict.OVER:
+            self._kept[here].add(once.number)
+            request = (*here, once.number)
+            until = now + (once.seconds or _KEPT_WITHOUT_LIMIT)
+            self._kept_until[request] = max(self._kept_until.get(request, 0.0), until)
+        callers = [key for key in self._kept if key[0] == worker.life]
+        kept = sum(len(self._kept[key]) for key in callers if not worker.fences(key[1]))
+        require(len(worker.once) == kept, Rule.COUNTS, worker.life, len(worker.once), kept)
 
     def waiter_answered(self, worker: Worker, name: Name) -> None:
         """A request gets the outcome of its like."""

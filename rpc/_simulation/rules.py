@@ -29,6 +29,10 @@ class Rule(enum.Enum):
     CONVERGENCE = "the membership views of the living converge"
     SHUTDOWN_WAITS = "a shutdown cuts nothing short"
     SHUTDOWN_ENDS = "a shutdown comes to its end"
+    FOUND_IN_TIME = "a worker that falls silent is declared lost within the bound"
+    NOT_ACCUSED = "a worker whose signs of life arrive is not declared lost"
+    FENCED = "a worker that was declared lost learns it, and nobody else is"
+    ASKED = "who is depended on is asked for signs of life, and nobody else"
     NO_EXCEPTION = "decisions do not raise"
     QUIESCENCE = "a group without work comes to rest"
 

@@ -41,6 +41,7 @@ from rpc.control import (
 )
 from rpc.group import Group
 from rpc.ids import GlobalId, Life
+from rpc.liveness import Liveness, Suspicion
 from rpc.reference_terms import (
     Carrier,
     Effect,
@@ -77,6 +78,8 @@ class Machines:
         duplicates: which control messages came before.
         cancellations: which requests were cancelled before they came.
         once: which requests ran before.
+        liveness: who is asked for signs of life, and who is silent.
+        suspicion: who may tell the others of a loss.
     """
 
     references: type[ReferenceTable] = ReferenceTable
@@ -86,6 +89,8 @@ class Machines:
     duplicates: type[DuplicateFilter] = DuplicateFilter
     cancellations: type[EarlyCancellations] = EarlyCancellations
     once: type[OnceTable[Name, Name]] = OnceTable
+    liveness: type[Liveness] = Liveness
+    suspicion: type[Suspicion] = Suspicion
 
 
 class Worker:
@@ -124,6 +129,8 @@ class Worker:
         self.values: dict[GlobalId, Value] = {}
         self.tries: dict[int, bool] = {}
         """The calls that may be tried again; the highest number so far is the last."""
+        self.tries_until: dict[int, float] = {}
+        """When they are over even if they have no result."""
         self.activity = 0
         self.begun = False
         self.finished = False

@@ -52,6 +52,8 @@ from rpc.retry import RequestId
 from rpc.transports.base import Peer
 
 _NOBODY: Causes = frozenset()
+_TRY_SECONDS = (0.0, 0.6, 0.0, 0.1)
+_FOREVER = 3600.0
 
 
 class World:
@@ -236,7 +238,12 @@ class World:
         number = len(worker.tries) if act.number is None else act.number
         if not worker.tries.setdefault(number, True):
             return False
-        once = RequestId(number, worker.oldest_try(), 0.0)
+        limit = _TRY_SECONDS[number % len(_TRY_SECONDS)]
+        until = worker.tries_until.setdefault(number, self.now + (limit or _FOREVER))
+        if until <= self.now:
+            return False
+        left = until - self.now if limit else 0.0
+        once = RequestId(number, worker.oldest_try(), left)
         self._request(worker, worker.view[act.to], (), act.timeout, True, once=once)
         return True
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -119,6 +120,18 @@ def test_promise_that_overtakes_the_survey_starts_the_round():
     assert worker.reach_found({}) == [FollowSend(4, (0,))]
 
 
+def test_a_promise_counts_in_its_round_only():
+    worker = participant(MIDDLE)
+    worker.received(1, Promise(1, 4, (0,)))
+    worker.reach_found({})
+    worker.reach_found({})
+    assert worker.received(2, Settle(1)) == [RunWave((), frozenset({4}))]
+    worker.wave_finished(is_stuck=True, resolved=0)
+    worker.received(3, Survey(2))
+    worker.reach_found({})
+    assert worker.received(4, Settle(2)) == [RunWave((), frozenset())]
+
+
 def test_floods_are_passed_on_once():
     worker = participant(MIDDLE, neighbours=(ROOT, MIDDLE, FAR))
     assert worker.received(1, Settle(1))[:2] == [Send(ROOT, Settle(1)), Send(FAR, Settle(1))]
@@ -171,20 +184,39 @@ class Simulation:
         self.stuck = [False] * size
         self.owed = Counter()
         self.lost = None
+        self.numbers = itertools.count()
+        self.open = {}
+        self.failed = set()
+        self.steps = 0
+        self.promises = self.rng.randint(0, 12)
+        self.promised = defaultdict(set)
+        self.round = 0
 
     def perform(self, worker, effects):
+        if worker in self.failed:
+            assert all(isinstance(effect, Acknowledge) for effect in effects), effects
         for effect in effects:
             if isinstance(effect, Send):
                 self.owed[worker, effect.to] += 1
-                self.under_way.append((worker, effect.to, effect.request, effect.payload))
+                if isinstance(effect.request, Survey | Settle):
+                    assert effect.to != worker, "floods itself"
+                number = next(self.numbers)
+                self.open[number] = effect.request
+                token = (worker, number)
+                self.under_way.append((worker, effect.to, effect.request, effect.payload, token))
             elif isinstance(effect, Acknowledge):
-                self.under_way.append((worker, *effect.token, effect.ack))
+                sender, number = effect.token
+                assert self.open.pop(number, None) is not None, "acknowledged twice"
+                self.under_way.append((worker, sender, effect.ack))
             elif isinstance(effect, Finished):
                 self.outcome.append(effect.error)
             else:
+                self.round += worker == ROOT and isinstance(effect, FollowStuck)
                 self.under_way.append((worker, worker, effect))
 
     def step(self):
+        self.steps += 1
+        assert self.steps < 20_000, "the pass goes round for ever"
         item = self.under_way.pop(self.rng.randrange(len(self.under_way)))
         sender, receiver, what = item[:3]
         actor = self.workers[receiver]
@@ -193,21 +225,38 @@ class Simulation:
         elif isinstance(what, Ack):
             self.owed[receiver, sender] -= 1
             self.perform(receiver, actor.acknowledged(what))
+            if what.error is not None:
+                self.failed.add(receiver)
         elif isinstance(what, RunWave):
             self.wave(receiver, what)
         elif isinstance(what, FollowStuck | FollowSend):
-            self.perform(receiver, actor.reach_found({}))
+            self.perform(receiver, actor.reach_found(self.reach()))
         else:
-            self.perform(receiver, actor.received((sender,), what, item[3]))
+            if isinstance(what, Promise):
+                self.promised[receiver, what.round].add(what.message_id)
+            self.perform(receiver, actor.received(item[4], what, item[3]))
+
+    def reach(self):
+        """What stuck gradients would reach: promises, which may be broken."""
+        reached = {}
+        while self.promises and self.rng.random() < 0.5:
+            self.promises -= 1
+            target = self.rng.randrange(len(self.workers))
+            reached[origin(target, self.rng.randint(1, 3))] = {self.rng.randint(0, 1)}
+        return reached
 
     def wave(self, worker, wave):
+        if wave.only_promised is not None:
+            promised = self.promised[worker, self.round]
+            assert wave.only_promised == promised, "of another round"
         while self.budget and self.rng.random() < 0.7:
             self.budget -= 1
             target = self.rng.randrange(len(self.workers))
             ready = self.workers[worker].gradients_ready(origin(target, self.budget), "g")
             self.perform(worker, ready)
         settled = wave.only_promised is not None
-        self.stuck[worker] = not settled and self.rng.random() < 0.5
+        chance = 0.2 if settled and self.budget else 0.0 if settled else 0.5
+        self.stuck[worker] = self.rng.random() < chance
         finished = self.workers[worker].wave_finished(self.stuck[worker], int(settled))
         self.perform(worker, finished)
 
@@ -221,6 +270,42 @@ class Simulation:
         if worker != self.lost:
             effects = self.workers[worker].failed(f"worker {self.lost} was lost")
             self.perform(worker, effects)
+            self.failed.add(worker)
+
+    def abandon(self):
+        """Nobody waits for the pass any more; whatever was asked is still acknowledged."""
+        for number, worker in enumerate(self.workers):
+            self.perform(number, worker.abandoned())
+            self.failed.add(number)
+        while self.under_way:
+            self.step()
+        assert not self.open
+        self.check_nothing_follows()
+
+    def check_nothing_follows(self):
+        """What still happens to workers whose pass is over has no effect."""
+        for worker in self.workers:
+            worker.abandoned()
+        for worker in self.workers:
+            late = worker.received("late", Survey(99))
+            assert [type(effect) for effect in late] == [Acknowledge]
+            assert late[0].token == "late"
+            assert worker.gradients_ready(origin(MIDDLE, 9), "g") == []
+            assert worker.wave_finished(is_stuck=True, resolved=1) == []
+            assert worker.reach_found({origin(MIDDLE, 9): {0}}) == []
+            assert worker.failed("late") == []
+            assert worker.acknowledged(Ack(error="late")) == []
+            assert worker.abandoned() == []
+
+    def check_root_is_through(self):
+        """At the root nothing follows its verdict, even before it is told to stop."""
+        root = self.workers[ROOT]
+        error = self.outcome[0]
+        assert root.received("late", Gradients(9), "g") == [Acknowledge("late", Ack(error=error))]
+        assert root.gradients_ready(origin(MIDDLE, 9), "g") == []
+        assert root.acknowledged(Ack()) == []
+        assert root.failed("late") == []
+        assert root.abandoned() == []
 
     def run(self, lose_at=None):
         self.perform(ROOT, self.workers[ROOT].start())
@@ -235,18 +320,46 @@ class Simulation:
         return self.outcome
 
 
+def check_pass(seed):
+    size = 1 + seed % 5
+    simulation = Simulation(seed, size)
+    assert simulation.run() == [None], f"reproduce with check_pass({seed})"
+    assert not any(simulation.stuck)
+    assert not simulation.open
+    simulation.check_root_is_through()
+    simulation.check_nothing_follows()
+
+
+def check_pass_that_is_abandoned(seed):
+    simulation = Simulation(seed, size=1 + seed % 5)
+    simulation.perform(ROOT, simulation.workers[ROOT].start())
+    for _ in range(simulation.rng.randint(0, 30)):
+        if simulation.under_way:
+            simulation.step()
+    simulation.abandon()
+
+
+def check_pass_with_loss(seed):
+    simulation = Simulation(seed, size=2 + seed % 4)
+    outcome = simulation.run(lose_at=simulation.rng.randint(1, 30))
+    assert len(outcome) == 1, f"reproduce with check_pass_with_loss({seed})"
+    assert outcome[0] is None or "was lost" in outcome[0]
+    simulation.check_root_is_through()
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_root_ends_exactly_when_nothing_is_under_way(block):
     for seed in range(block * 100, block * 100 + 100):
-        simulation = Simulation(seed, size=1 + seed % 5)
-        assert simulation.run() == [None], f"reproduce with Simulation({seed}, {1 + seed % 5})"
-        assert not any(simulation.stuck)
+        check_pass(seed)
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_pass_always_ends_when_a_worker_is_lost(block):
     for seed in range(block * 100, block * 100 + 100):
-        simulation = Simulation(seed, size=2 + seed % 4)
-        outcome = simulation.run(lose_at=simulation.rng.randint(1, 30))
-        assert len(outcome) == 1, f"seed {seed}"
-        assert outcome[0] is None or "was lost" in outcome[0]
+        check_pass_with_loss(seed)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_nothing_more_happens_once_nobody_waits_for_a_pass(block):
+    for seed in range(block * 100, block * 100 + 100):
+        check_pass_that_is_abandoned(seed)

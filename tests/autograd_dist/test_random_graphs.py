@@ -217,6 +217,7 @@ class Network:
         self.outcome: list[str | None] = []
         self.kinds: Counter[type] = Counter()
         self.depth = 0
+        self.steps = 0
 
     def driver(self, worker: int) -> PassDriver:
         if worker not in self.drivers:
@@ -249,6 +250,8 @@ class Network:
         self.under_way.append(lambda: token.sender.acknowledged(ack))
 
     def step(self) -> None:
+        self.steps += 1
+        assert self.steps < 20_000, "the pass goes round for ever"
         self.under_way.pop(self.rng.randrange(len(self.under_way)))()
 
     def run(self, roots: list[torch.Tensor]) -> str | None:

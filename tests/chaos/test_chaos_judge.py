@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from chaos.events import Event, Vitals, What
@@ -73,6 +74,18 @@ def test_a_victim_that_does_not_come_back() -> None:
     ]
 
 
+def test_connections_that_are_opened_again_are_no_loss_if_work_goes_on() -> None:
+    cut = Fault(100.0, Kind.CUT, "server")
+    mended = without(without(good_run(), What.LOST), What.JOINED)
+    assert judge([cut], mended, "w", END, LIMITS, called="server").violations == [
+        "cut off of server: nobody was told of a loss, and nothing went on"
+    ]
+    at_once = [*mended, Event(100.4, "w", What.STEP)]
+    report = judge([cut], at_once, "w", END, LIMITS, called="server")
+    assert report.violations == []
+    assert "went on  0.40 s" in describe(report)
+
+
 def test_what_follows_the_next_fault_belongs_to_that() -> None:
     second = Fault(101.7, Kind.KILL, "other")
     assert "kill -9 of other: no survivor was told of the loss" in violations(
@@ -103,6 +116,45 @@ def test_growth_at_the_start_is_allowed() -> None:
         return replace(event, vitals=replace(event.vitals, rss=10 * MIB))
 
     assert violations([small(e) for e in good_run()]) == []
+
+
+def test_a_call_to_the_one_that_all_call_must_fail() -> None:
+    silent = without(good_run(), What.ERROR)
+    assert violations(silent) == []
+    assert judge([FAULT], silent, "w", END, LIMITS, called="server").violations == [
+        "SIGSTOP of server: no call to it failed"
+    ]
+
+
+def holding(threads: Callable[[float], int]) -> list[Event]:
+    """The good run, with so many threads, descriptors and segments at each time."""
+    return [
+        replace(e, vitals=Vitals(100 * MIB, threads(e.at), 2 * threads(e.at), 5))
+        if e.vitals is not None
+        else e
+        for e in good_run()
+    ]
+
+
+def test_threads_and_descriptors_that_become_more_and_more() -> None:
+    assert violations(holding(lambda at: 10 + int(at) // 10)) == [
+        "w had 19 threads after the first fifth, then 25",
+        "w had 38 descriptors after the first fifth, then 50",
+    ]
+
+
+def test_what_is_held_for_a_while_after_a_fault_is_no_leak() -> None:
+    assert violations(holding(lambda at: 30 if 100 <= at < 120 else 10)) == []
+
+
+def test_what_a_pool_grew_at_first_is_no_leak() -> None:
+    assert violations(holding(lambda at: 3 if at < 30 else 10)) == []
+
+
+def test_the_report_tells_each_fault_and_what_the_witness_held() -> None:
+    text = describe(judge([FAULT], good_run(), "w", END, LIMITS))
+    assert "SIGSTOP of server    error  1.50 s, all told  1.90 s, back  4.00 s" in text
+    assert "its threads 9 -> 9, descriptors 9 -> 9, shared memory 0 -> 0" in text
 
 
 def test_events_survive_their_line() -> None:

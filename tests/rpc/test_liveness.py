@@ -75,6 +75,14 @@ class TestSilence:
         for now in (6, 8, 10):
             assert liveness.tick(now, {B}) == [Ask(B)]
 
+    def test_after_a_tick_that_came_late_the_next_is_no_later_than_patience_lasts(self) -> None:
+        liveness = Liveness(BOUND)
+        liveness.tick(0, {B})
+        liveness.tick(3.5, {B, C})
+        assert liveness.due(3.5) == 5.5
+        liveness.tick(5.5, {B, C})
+        assert liveness.due(5.5) == 6.0
+
     def test_the_time_in_which_this_worker_slept_does_not_count(self) -> None:
         liveness = Liveness(BOUND)
         liveness.tick(0, {B})

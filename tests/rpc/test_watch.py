@@ -11,6 +11,7 @@ import pytest
 import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLostError
 from rpc.agent import Agent, AgentOptions
+from rpc.liveness import Evidence
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, as_worker, connect
 from tests.virtual_time import SteadyClock
@@ -157,6 +158,30 @@ def open_the_gate() -> None:
 
 def keep_from(owner: str) -> None:
     KEPT.append(rpc.remote(owner, object))
+
+
+class TestWhoseWordCounts:
+    def test_what_a_lost_worker_says_of_another_does_not(self, group: Group) -> None:
+        carol, bob = group["carol"], group["bob"]
+        group["alice"].declare_lost(bob.life, "a test said so", Evidence.SILENT)
+        group.pass_time(lambda: "bob" not in group.names("carol"))
+        assert bob.watch is not None
+        assert carol.watch is not None
+        bob.watch.tell_lost(carol.life, "it was bob who was cut off")
+        for _ in range(60):
+            group.step()
+        assert carol.watch.verdict() is None
+        assert group.names("carol") == ["alice", "carol", "dave"]
+
+    def test_one_that_has_nobody_left_believes_it(self, group: Group) -> None:
+        carol, bob = group["carol"], group["bob"]
+        for other in (0, 1, 3):
+            carol.peer_lost(other, "its connection broke")
+        assert carol.watch is not None
+        assert bob.watch is not None
+        bob.watch.tell_lost(carol.life, "it was carol who was cut off")
+        watch = carol.watch
+        group.pass_time(lambda: watch.verdict() is not None)
 
 
 class TestWhoIsCutOff:

@@ -54,7 +54,7 @@ class Mutant:
     @property
     def key(self) -> str:
         """Names the mutant, also after other lines of the file changed."""
-        return f"{self.module.removeprefix('rpc.')}.{self.function}: {self.change}"
+        return f"{self.module.rsplit('.', 1)[-1]}.{self.function}: {self.change}"
 
 
 Edit = tuple[str, Callable[[], None]]

@@ -1,11 +1,59 @@
-"""What ``make mutants`` mutates, and which unit tests are whose."""
+"""What ``make mutants`` mutates, what plays it, and which unit tests are whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 from mutants import Mutant, mutants_of
+
+from rpc._simulation.generator import Scenario
+from rpc._simulation.mishaps import draw_plan
+from rpc._simulation.runs import draw
+from rpc._simulation.watchers import Watchers
+from rpc._simulation.worker import Machines
+
+_AUTOGRAD = Path(__file__).parents[1] / "autograd_dist"
+
+Play = Callable[[int], object]
+"""Plays the run of a seed; returns what was broken, or raises."""
+
+
+def play_group(seed: int) -> object:
+    """A whole group; see ``rpc.testing.simulate``."""
+    return draw(seed, Scenario(), Machines()).broken
+
+
+def play_silence(seed: int) -> object:
+    """Every fourth seed: workers that fall silent; see ``rpc.testing.simulate_silence``."""
+    return None if seed % 4 else Watchers(draw_plan(seed // 4), Machines()).run()
+
+
+def play_pass(seed: int) -> object:
+    """A backward pass without tensors; every fourth seed, one through a random graph."""
+    decisions, graphs = _load("test_passes"), _load("test_random_graphs")
+    decisions.check_pass(seed)
+    decisions.check_pass_with_loss(seed)
+    decisions.check_pass_that_is_abandoned(seed)
+    if seed % 4 == 0:
+        graphs.check_seed(seed // 4)
+    return None
+
+
+def _load(name: str) -> ModuleType:
+    """The tests of autograd, which are a simulator of their own."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _AUTOGRAD / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +64,40 @@ class Target:
         module: its name.
         only: functions whose names begin so; None for all.
         units: files in ``tests``.
+        plays: what may find a mutant.
     """
 
     module: str
     only: str | None
     units: tuple[str, ...]
+    plays: tuple[Play, ...] = (play_group,)
+
+    def breaks(self, seed: int) -> bool:
+        """True if a rule is broken in the runs of a seed."""
+        try:
+            return any(play(seed) is not None for play in self.plays)
+        except Exception:
+            return True
 
 
 TARGETS = (
     Target("rpc.references", None, ("rpc/test_references.py",)),
     Target("rpc.calls", None, ("rpc/test_calls.py",)),
-    Target("rpc.group", None, ("rpc/test_group.py",)),
+    Target("rpc.group", None, ("rpc/test_group.py",), (play_group, play_silence)),
     Target("rpc.termination", None, ("rpc/test_termination.py",)),
     Target("rpc.control", "DuplicateFilter", ("rpc/test_control.py",)),
     Target("rpc.retry", "OnceTable", ("rpc/test_retry.py",)),
     Target("rpc.retry", "_Caller", ("rpc/test_retry.py",)),
     Target("rpc.retry", "_Entry", ("rpc/test_retry.py",)),
     Target("rpc.cancellation", None, ("rpc/test_cancellation.py",)),
+    Target("rpc.liveness", None, ("rpc/test_liveness.py",), (play_silence,)),
+    Target("autograd_dist.passes", "Participant", ("autograd_dist/test_passes.py",), (play_pass,)),
 )
 
 
 def all_mutants(only: str | None = None) -> Iterator[tuple[Mutant, Target]]:
-    """Every mutant, or those of the modules whose names end with ``only``."""
+    """Every mutant, or those of the modules called ``only``."""
     for target in TARGETS:
-        if only is None or target.module.endswith(only):
+        if only is None or target.module.rsplit(".", 1)[-1] == only:
             for mutant in mutants_of(target.module, target.only):
                 yield mutant, target

@@ -1,0 +1,334 @@
+"""Many passes of many contexts at once, between workers whose messages overtake each other.
+
+Each worker has its own table of contexts and of passes; requests travel as the bytes
+that the wire carries. Nothing runs by itself: whoever waits for a pass delivers what is
+under way, in an order that the seed chooses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from autograd_dist.backward_passes import BackwardPasses
+from autograd_dist.contexts import ContextTable
+from autograd_dist.errors import BackwardError, UnknownContextError
+from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
+from autograd_dist.wire import PassMessage, decode_ack, decode_message, encode_ack
+from rpc.futures import Future
+from rpc.worker_info import WorkerInfo
+
+
+def _load(name: str) -> ModuleType:
+    if name not in sys.modules:
+        path = Path(__file__).with_name(f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+graphs = _load("test_random_graphs")
+CONTEXT = graphs.CONTEXT
+
+
+class Worker:
+    """What a worker's passes need of its agent, and the passes."""
+
+    def __init__(self, number: int, network: Network) -> None:
+        self.info = WorkerInfo(f"w{number}", number)
+        self.network = network
+        self.caller = self
+        self.contexts = ContextTable(number)
+        self.passes = BackwardPasses(self, self.contexts, nullcontext())  # type: ignore[arg-type]
+        self.unreachable: set[int] = set()
+
+    def future(self, description: str) -> Future[object]:
+        return Future(description=description, waiter=self.network.wait)
+
+    def send_extension_message(
+        self, to: int, name: str, body: bytes, tensors: list[torch.Tensor], timeout: float
+    ) -> Future[bytes]:
+        if to in self.unreachable:
+            raise RuntimeError(f"there is no way to {to}")
+        answer: Future[bytes] = Future()
+        message = decode_message(body)
+        assert isinstance(message, PassMessage)
+        self.network.send(Message(self.info.id, to, message, list(tensors), answer))
+        return answer
+
+
+@dataclass(eq=False)
+class Message:
+    source: int
+    to: int
+    message: PassMessage
+    tensors: list[torch.Tensor]
+    answer: Future[bytes]
+
+
+class Network:
+    def __init__(self, seed: int, size: int) -> None:
+        self.rng = random.Random(seed)
+        self.under_way: list[Callable[[], None]] = []
+        self.sent: list[Message] = []
+        self.steps = 0
+        self.workers = [Worker(number, self) for number in range(size)]
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.under_way.append(lambda: self.deliver(message))
+
+    def deliver(self, message: Message) -> None:
+        passes = self.workers[message.to].passes
+        reply = passes.request_arrived(message.message, message.tensors)
+        if isinstance(reply, bytes):
+            self.under_way.append(lambda: message.answer.set_result(reply))
+        else:
+            reply.add_done_callback(
+                lambda done: self.under_way.append(lambda: message.answer.set_result(done.value()))
+            )
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        while not done():
+            assert self.under_way, "the pass waits, but nothing is under way"
+            self.step()
+
+    def step(self) -> None:
+        self.steps += 1
+        assert self.steps < 20_000, "the pass goes round for ever"
+        self.under_way.pop(self.rng.randrange(len(self.under_way)))()
+
+    def settle(self) -> None:
+        while self.under_way:
+            self.step()
+
+
+def made(seed: int) -> tuple[object, list[object], Network]:
+    """A random graph, its roots at worker 0, and workers whose contexts have recorded it."""
+    builder = graphs.Builder(seed)
+    roots = builder.build()
+    network = Network(seed, len(builder.workers))
+    for worker, recorded in zip(network.workers, builder.workers, strict=True):
+        context = worker.contexts.join(CONTEXT)
+        assert context is not None
+        context._sends.update(recorded.sends)
+        for other in recorded.known:
+            context.add_worker(other)
+    return builder, roots, network
+
+
+def check_passes(seed: int) -> None:
+    """Passes one after the other, each with single-process torch's gradients."""
+    builder, roots, network = made(seed)
+    root = network.workers[0]
+    count = builder.rng.choice([1, 2, 3])
+    late: list[Message] = []
+    for number in range(1, count + 1):
+        retain = number < count
+        torch.autograd.backward([r.plain for r in roots], retain_graph=retain)
+        root.passes.run(CONTEXT, [r.here for r in roots], retain)
+        assert not network.under_way
+        assert root.passes.running() == 0
+        check_ids(network, number, retain)
+        check_late(network, late)
+        late = builder.rng.sample(network.sent, min(3, len(network.sent)))
+        network.sent.clear()
+    check_gradients(builder, network)
+    for worker in network.workers:
+        worker.passes.drop(CONTEXT, "the context is over")
+        assert not worker.passes._passes
+
+
+def check_ids(network: Network, number: int, retain: bool) -> None:
+    """What was sent belongs to the pass, the only one of its root that is not over."""
+    for sent in network.sent:
+        message = sent.message
+        assert message.pass_id == PassId(CONTEXT, 0, number)
+        assert message.retain_graph is retain
+        assert message.oldest == number
+        if isinstance(message.request, Gradients):
+            assert sum(message.present) == len(sent.tensors)
+    for worker in network.workers[1:]:
+        known = worker.passes._passes.get(CONTEXT)
+        assert known is None or len(known.drivers) <= 1, "kept passes that are over"
+
+
+def check_late(network: Network, late: list[Message]) -> None:
+    """A request of a pass that is over is acknowledged, and begins nothing."""
+    reached = {sent.to for sent in network.sent}
+    for message in late:
+        if message.to == 0 or message.to in reached:
+            worker = network.workers[message.to]
+            reply = worker.passes.request_arrived(message.message, message.tensors)
+            assert reply == encode_ack(Ack())
+    assert not network.under_way
+
+
+def check_gradients(builder: object, network: Network) -> None:
+    for position, param in enumerate(builder.params):  # type: ignore[attr-defined]
+        context = network.workers[param.home].contexts.find(CONTEXT)
+        actual = context.leaves.snapshot().get(param.here)
+        assert (actual is None) == (param.plain.grad is None), f"param {position}"
+        if actual is not None:
+            torch.testing.assert_close(actual.to_dense(), param.plain.grad)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_gradients_equal_single_process_torch(block: int) -> None:
+    for seed in range(block * 15, block * 15 + 15):
+        try:
+            check_passes(seed)
+        except Exception as error:
+            raise AssertionError(f"reproduce with check_passes({seed})") from error
+
+
+def spread_out(first: int = 0) -> tuple[list[object], Network]:
+    """A graph whose pass needs other workers."""
+    for seed in range(first, first + 100):
+        _, roots, network = made(seed)
+        if any(worker.contexts.find(CONTEXT).sends() for worker in network.workers[1:]):
+            return roots, network
+    raise AssertionError("there is none")
+
+
+def begin(roots: list[object], network: Network, steps: int) -> BackwardError | Exception | None:
+    """Runs a pass; after some steps ``network.under_way`` gets what ``network.then`` does."""
+    try:
+        network.workers[0].passes.run(CONTEXT, [r.here for r in roots], False)  # type: ignore[attr-defined]
+    except Exception as error:
+        return error
+    return None
+
+
+class Interrupted(Network):
+    """Does something after some steps."""
+
+    left = 0
+
+    def then(self, steps: int, act: Callable[[], None]) -> None:
+        self.left, self.act = steps, act
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        else:
+            super().step()
+
+
+def interrupted(steps: int, act: Callable[[Network], None]) -> tuple[Exception | None, Network]:
+    roots, network = spread_out()
+    network.__class__ = Interrupted
+    network.then(steps, lambda: act(network))  # type: ignore[attr-defined]
+    return begin(roots, network, steps), network
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_context_that_ends_ends_its_passes(steps: int) -> None:
+    error, network = interrupted(
+        steps, lambda network: network.workers[0].passes.drop(CONTEXT, "it was released")
+    )
+    assert isinstance(error, BackwardError)
+    assert "Error on Node 0: it was released" in str(error)
+    network.settle()
+    assert network.workers[0].passes.running() == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_a_pass_ends_when_other_workers_give_its_context_up(steps: int) -> None:
+    def drop(network: Network) -> None:
+        for worker in network.workers[1:]:
+            worker.contexts.release(CONTEXT)
+            worker.passes.drop(CONTEXT, "it was released")
+
+    _, network = interrupted(steps, drop)
+    network.settle()
+    assert network.workers[0].passes.running() == 0
+    assert not any(worker.passes._passes for worker in network.workers[1:])
+
+
+def test_workers_forget_the_passes_of_a_root_that_is_lost() -> None:
+    _, network = spread_out()
+    other = network.workers[1]
+    for root in (0, 2):
+        message = PassMessage(PassId(CONTEXT, root, 1), 1, Survey(1))
+        other.passes.request_arrived(message, [])
+    other.passes.root_lost(0)
+    assert [p.root for p in other.passes._passes[CONTEXT].drivers] == [2]
+
+
+def test_what_a_lost_root_waited_for_is_acknowledged() -> None:
+    network = Network(0, 3)
+    other = network.workers[1]
+    context = other.contexts.join(CONTEXT)
+    assert context is not None
+    context.add_worker(2)
+    message = PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1))
+    token = other.passes.request_arrived(message, [])
+    assert not isinstance(token, bytes)
+    assert not token.done()
+    other.passes.root_lost(0)
+    assert decode_ack(token.value()) == Ack()
+
+
+def test_one_that_cannot_be_reached_fails_the_pass_and_is_named() -> None:
+    roots, network = spread_out()
+    network.workers[0].unreachable = {1, 2, 3}
+    error = begin(roots, network, 0)
+    assert isinstance(error, BackwardError)
+    assert "Error on Node 0: gradients for worker" in str(error)
+    assert "cannot be sent: there is no way to" in str(error)
+
+
+def test_an_answer_that_is_an_error_fails_the_pass() -> None:
+    def fail(network: Network) -> None:
+        network.under_way.clear()
+        network.sent[0].answer.set_exception(RuntimeError("worker 1 was lost"))
+
+    error, _ = interrupted(1, fail)
+    assert isinstance(error, BackwardError)
+    assert "Error on Node 0: worker 1 was lost" in str(error)
+
+
+def test_a_context_that_is_not_there_is_told() -> None:
+    network = Network(0, 1)
+    with pytest.raises(UnknownContextError):
+        network.workers[0].passes.run(99, [], False)
+    assert network.workers[0].passes.running() == 0
+
+
+def test_a_request_for_a_context_that_was_released_begins_nothing() -> None:
+    worker = Network(0, 2).workers[1]
+    worker.contexts.release(CONTEXT)
+    message = PassMessage(PassId(CONTEXT, 0, 1), 1, Settle(1))
+    assert worker.passes.request_arrived(message, []) == encode_ack(Ack())
+    assert not worker.passes._passes
+
+
+def test_a_request_of_an_older_pass_begins_nothing_and_of_the_oldest_does() -> None:
+    worker = Network(0, 2).workers[1]
+    worker.passes.request_arrived(PassMessage(PassId(CONTEXT, 0, 5), 5, Settle(1)), [])
+    for number, begins in ((4, False), (5, True), (6, True)):
+        worker.passes.request_arrived(PassMessage(PassId(CONTEXT, 0, number), 3, Settle(1)), [])
+        assert (PassId(CONTEXT, 0, number) in worker.passes._passes[CONTEXT].drivers) is begins
+
+
+def test_it_is_running_while_it_runs() -> None:
+    counts: list[int] = []
+    error, network = interrupted(
+        1, lambda network: counts.append(network.workers[0].passes.running())
+    )
+    assert error is None
+    assert (counts, network.workers[0].passes.running()) == ([1], 0)

@@ -1,0 +1,110 @@
+"""Groups whose workers fall silent: every rule holds, and a broken decision is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Set
+
+import pytest
+
+from rpc._simulation.mishaps import Ill, Mishap, Plan, draw_plan
+from rpc._simulation.watchers import Watchers
+from rpc.group import Group
+from rpc.ids import Life
+from rpc.liveness import Effect, Evidence, Liveness, Suspicion
+from rpc.testing import Machines, Rule, SimulationError, simulate_silence
+
+
+def test_every_rule_holds_in_some_runs() -> None:
+    assert simulate_silence(range(150)).runs == 150
+
+
+def test_the_same_seed_plays_the_same_run() -> None:
+    for seed in range(10):
+        told: list[list[str]] = [[], []]
+        for transcript in told:
+            Watchers(draw_plan(seed), Machines(), transcript).run()
+        assert told[0] == told[1]
+
+
+def test_everything_befalls_somebody() -> None:
+    ills = {mishap.ill for seed in range(100) for mishap in draw_plan(seed).mishaps}
+    assert ills == {*Ill}
+
+
+def play(size: int, *mishaps: Mishap) -> Watchers:
+    run = Watchers(Plan(1, size, dynamic=False, paired=False, mishaps=mishaps), Machines())
+    assert run.run() is None
+    return run
+
+
+def views(run: Watchers) -> dict[int, set[int]]:
+    return {
+        watcher.life.worker: {life.worker for life in watcher.view()}
+        for watcher in run.all.values()
+        if watcher.alive and not watcher.expelled
+    }
+
+
+def everybody_sees(*workers: int) -> dict[int, set[int]]:
+    return {worker: {*workers} for worker in workers}
+
+
+def test_one_that_is_busy_for_long_is_not_lost() -> None:
+    run = play(3, Mishap(0.5, Ill.CALL, 0, 9.0, 1), Mishap(1.0, Ill.HOLD, 1, 6.0))
+    assert views(run) == everybody_sees(0, 1, 2)
+
+
+def test_one_that_was_cut_off_takes_nobody_with_it_when_it_is_back() -> None:
+    for seconds in (1.5, 2.5, 3.5):
+        run = play(4, Mishap(0.5, Ill.CUT, 1, seconds))
+        assert views(run) == everybody_sees(0, 2, 3)
+
+
+def test_of_two_whose_connection_broke_the_one_with_the_higher_id_goes() -> None:
+    assert views(play(4, Mishap(0.5, Ill.PART, 3, other=1))) == everybody_sees(0, 1, 2)
+
+
+# --- It bites ------------------------------------------------------------------------
+
+
+class NeverExcusesItself(Liveness):
+    def _excuse_own_absence(self, now: float) -> None:
+        pass
+
+
+class IsTooPatient(Liveness):
+    def tick(self, now: float, watched: Set[Life]) -> list[Effect]:
+        self._patience = 1.0
+        return super().tick(now, watched)
+
+
+class AccusesAtOnce(Suspicion):
+    def delay(self, worker: int, evidence: Evidence, now: float) -> float:
+        return 0.0
+
+
+class StaysAmongTheLost(Group):
+    def expel(self, me: int, reason: str):  # type: ignore[no-untyped-def]
+        return super().expel(me, reason)[0], []
+
+
+@pytest.mark.parametrize(
+    ("machines", "rules"),
+    [
+        (Machines(liveness=NeverExcusesItself), {Rule.NOT_ACCUSED, Rule.FOUND_IN_TIME}),
+        (Machines(liveness=IsTooPatient), {Rule.FOUND_IN_TIME}),
+        (Machines(suspicion=AccusesAtOnce), {Rule.NOT_ACCUSED, Rule.FENCED}),
+        (Machines(group=StaysAmongTheLost), {Rule.FENCED}),
+    ],
+)
+def test_a_broken_decision_is_found_and_told_in_a_few_lines(
+    machines: Machines, rules: set[Rule]
+) -> None:
+    with pytest.raises(SimulationError) as caught:
+        simulate_silence(itertools.count(), machines)
+    error = caught.value
+    assert error.rule in rules
+    assert f"seed {error.seed} breaks a rule: {error.rule.value}" in str(error)
+    assert len(error.transcript) < 60
+    assert error.transcript[-1].startswith("broken: ")
