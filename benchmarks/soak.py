@@ -120,11 +120,15 @@ def _watch(processes: list[SpawnProcess], ends: list[Connection]) -> list[list[f
 def _report(rank: int, samples: list[float]) -> float:
     if len(samples) < _PARTS:
         sys.exit(f"a process failed: rank {rank} has {len(samples)} of {_PARTS} samples")
-    settled = samples[_SETTLED_AFTER - 1]
-    growth = max(samples[_SETTLED_AFTER:]) - settled
+    settled, growth = samples[_SETTLED_AFTER - 1], grown(samples)
     name = f"caller {rank}" if rank else "worker  "
     print(f"  {name}: {settled:7.1f} MiB after a fifth, {growth:+6.1f} MiB at most after that")
     return growth
+
+
+def grown(samples: list[float]) -> float:
+    """By how much a process was larger than after a fifth of its calls, at most."""
+    return max(samples[_SETTLED_AFTER:]) - samples[_SETTLED_AFTER - 1]
 
 
 def _resident(pid: int | None) -> float:
