@@ -204,8 +204,7 @@ def test_a_chain_of_waits_deeper_than_the_limit_completes_and_its_threads_retire
 
         executor.submit(lambda: call(depth, done))
         assert done.wait(SECONDS)
-        assert eventually(lambda: executor.thread_count() <= limit)
-        assert executor.busy() == 0
+        assert eventually(lambda: executor.thread_count() <= limit and executor.busy() == 0)
 
 
 @pytest.mark.usefixtures("patient")
