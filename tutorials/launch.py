@@ -132,8 +132,8 @@ def _leave_at_once() -> None:
 
 
 def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
-    # Several processes share this machine's cores. torch.set_num_threads(1) here would hold for
-    # this thread, but not for convolutions in the threads that serve calls.
+    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
+    # thread that computes, whoever starts it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
     import torch  # the launcher can do without

@@ -79,8 +79,8 @@ def _run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if options.supervised:
         end_with_parent()
-    # Several processes share this machine's cores. torch.set_num_threads(1) alone would not hold
-    # for convolutions in the threads that serve calls.
+    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
+    # thread that computes, whoever starts it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from worker import run_rank  # loads torch, which the launcher can do without
 
