@@ -72,9 +72,6 @@ def _lasting_helpers() -> None:
     """Start what starts once and stays in a process that uses it."""
     multiprocessing.resource_tracker.ensure_running()
     TCPStore("127.0.0.1", 0, is_master=True)  # its event library keeps a pipe
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # given once, to whatever makes the first sparse tensor
-        torch.sparse_coo_tensor([[0]], [1.0], (1,))
     weights = torch.ones(256, 256, requires_grad=True)
     torch.autograd.grad((weights @ weights).sum(), weights)
 
