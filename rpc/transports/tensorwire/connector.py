@@ -10,7 +10,6 @@ want us. Everything else may pass.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -36,8 +35,7 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 
 _UNIX_BULK_CONNECTIONS = 1
 _LOOK_SECONDS = 0.1
-_TRIES = 3
-"""So often a link is opened that breaks while hands are shaken."""
+_PAUSE_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class Target:
         group_key: see :class:`Settings`.
         bulk_connections: over TCP.
         seconds: for everything.
+        resume_seconds: to open again what breaks.
     """
 
     name: str
@@ -63,6 +62,7 @@ class Target:
     group_key: bytes
     bulk_connections: int
     seconds: float
+    resume_seconds: float
 
 
 Where = str | tuple[str, int]
@@ -215,10 +215,16 @@ class Connector:
         return [Road(_family(host), (host, port)) for host, port in address.tcp]
 
     def _open_link(self, road: Road, bulk: int) -> Connections:
-        for _ in range(_TRIES - 1):
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        """Opens a link; again, for a while, if it breaks while hands are shaken."""
+        patience = time.monotonic() + self._target.resume_seconds
+        while True:
+            try:
                 return self._open_all(road, bulk)
-        return self._open_all(road, bulk)
+            except ConnectionRefusedError:
+                raise
+            except ConnectionError:
+                if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
+                    raise
 
     def _open_all(self, road: Road, bulk: int) -> Connections:
         token = self.token = os.urandom(TOKEN_BYTES)

@@ -339,11 +339,12 @@ class RemotePeer:
         listen = partial(machinery.requests.add_main, sock, reader, events)
         remove = machinery.requests.remove
         with self._lock:
-            former, self._incoming = self._incoming, link
+            former, retired = self._incoming, self._take_incoming()
+            self._incoming = link
             self._incoming_token = token
             self._strands[main] = Strand(token, 0, None, main, reader, listen, remove)
         if former is not None:
-            self._retire(former)
+            self._retire(former, retired)
         listen()
         proven.accept()
 
@@ -357,7 +358,12 @@ class RemotePeer:
             return
         strand = self._bulk_strand(link, proven.sock, hello.token, hello.channel, None)
         with self._lock:
-            self._strands[strand.sender] = strand
+            known = self._incoming is link
+            if known:
+                self._strands[strand.sender] = strand
+        if not known:
+            proven.reject("a bulk connection of a link that is not there any more")
+            return
         strand.listen()
         link.bulk = [*link.bulk, strand.sender]
         proven.accept()
@@ -388,14 +394,24 @@ class RemotePeer:
                     return strand
         return None
 
-    def _retire(self, link: Link) -> None:
-        """Drops a link without taking it for the peer's loss."""
-        with self._lock:
-            strands = [self._strands.pop(sender, None) for sender in link.senders()]
+    def _take_incoming(self) -> list[Strand]:
+        """Forgets the link that the peer opened; returns its strands. Needs the lock."""
+        self._incoming = None
+        strands = self._incoming_strands()
         for strand in strands:
-            if strand is not None:
-                self._mender.withdraw(strand)
-                strand.close()
+            del self._strands[strand.sender]
+        return strands
+
+    def _incoming_strands(self) -> list[Strand]:
+        """The strands of the link that the peer opened. Needs the lock."""
+        token = self._incoming_token
+        return [s for s in self._strands.values() if s.road is None and s.token == token]
+
+    def _retire(self, link: Link, strands: list[Strand]) -> None:
+        """Drops a link without taking it for the peer's loss."""
+        for strand in strands:
+            self._mender.withdraw(strand)
+            strand.close()
         link.close()
 
     # Receiving.
@@ -433,26 +449,28 @@ class RemotePeer:
 
     def _given_up(self, strand: Strand, reason: str) -> None:
         """A connection ended for good."""
-        link = self._incoming
-        if self._reason is None and link is not None and self._is_first_attempt(link, strand):
-            with self._lock:
-                self._incoming = None
-            self._retire(link)
+        with self._lock:
+            link = self._incoming
+            first_attempt = self._is_first_attempt(strand)
+            if first_attempt:
+                retired = self._take_incoming()
+            else:
+                known = self._strands.pop(strand.sender, None)
+        if first_attempt and link is not None:
+            self._retire(link, retired)
             self._settle()
             return
         strand.close()
-        with self._lock:
-            self._strands.pop(strand.sender, None)
-        self._hang_up(reason)
-        self._settle()
+        if known is not None:  # its link was not retired meanwhile
+            self._hang_up(reason)
+            self._settle()
 
-    def _is_first_attempt(self, link: Link, strand: Strand) -> bool:
-        """A link that was never used may have been a first attempt of the peer."""
-        senders = link.senders()
-        if strand.sender not in senders or strand.reader.garbled:
+    def _is_first_attempt(self, strand: Strand) -> bool:
+        """A link that was never used may have been a first attempt of the peer. Needs the lock."""
+        if self._reason is not None or strand.reader.garbled:
             return False
-        with self._lock:
-            return all(s.reader.silent for s in self._strands.values() if s.sender in senders)
+        strands = self._incoming_strands()
+        return strand in strands and all(each.reader.silent for each in strands)
 
     def _hang_up(self, reason: str) -> None:
         """The peer is lost, or has been dropped: ends all its channels."""

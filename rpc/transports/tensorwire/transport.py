@@ -166,6 +166,7 @@ class TensorWireTransport:
             settings.group_key,
             settings.bulk_connections,
             settings.connect_seconds,
+            settings.resume_seconds,
         )
         theirs = unpack_maps(address.device_maps).get(now.info.name, {})
         return RemotePeer(
