@@ -112,7 +112,8 @@ class RequestSide:
                 self._backlog.append((events.deliver, frame))
             if reader.over:
                 self._backlog.append((events.ended, reader.over))
-                self._epoll.unregister(sock.fileno())
+                with contextlib.suppress(OSError, ValueError):  # removed and closed meanwhile
+                    self._epoll.unregister(sock.fileno())
 
         self.add(sock, handle)
 

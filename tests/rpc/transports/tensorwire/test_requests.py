@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from rpc.transports.tensorwire.channel import Sender, Unsent
 from rpc.transports.tensorwire.requests import RequestSide
+from tests.waiting import until
 
 SECONDS = 20.0
 
@@ -67,6 +69,29 @@ def test_many_blocked_deliveries_all_run(side: Side) -> None:
         side.run(meet)
     for _ in range(30):
         assert met.acquire(timeout=SECONDS)
+
+
+class ClosedWhileRead:
+    """Reads from a socket that another thread removes and closes at that moment."""
+
+    over = ""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def read(self) -> list[object]:
+        self._sock.close()
+        self.over = "it was closed"
+        return []
+
+
+def test_a_socket_that_is_closed_while_it_is_read_holds_up_no_other(side: Side) -> None:
+    mine, other = socket.socketpair()
+    ended: list[str] = []
+    events = SimpleNamespace(ended=ended.append)
+    side.requests.add_main(mine, ClosedWhileRead(mine), events)  # type: ignore[arg-type]
+    other.close()
+    until(lambda: ended == ["it was closed"])
 
 
 def test_whoever_is_about_to_block_passes_the_baton_first(side: Side) -> None:
