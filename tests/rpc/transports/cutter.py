@@ -6,41 +6,50 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 
-def connections() -> list[int]:
-    """The descriptors of this process that are connections, and no listeners."""
-    found = []
+def connections() -> Iterator[socket.socket]:
+    """The sockets of this process that are connected, each as a duplicate of its own.
+
+    Others may be opened and closed meanwhile.
+    """
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(number))) as sock:
+                with _duplicate(int(number)) as sock:
                     sock.getpeername()
-                    found.append(int(number))
-    return found
+                    yield sock
+
+
+def _duplicate(number: int) -> socket.socket:
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # the number stands for something else by now
+        os.close(copy)
+        raise
 
 
 class Cutter:
     """Breaks the connections that were made since it was, among them none of pytest's."""
 
     def __init__(self) -> None:
-        self._others = {_inode(number) for number in connections()}
+        self._others = {_inode(sock) for sock in connections()}
 
-    def cut(self, only: Callable[[int], bool] = lambda _: True) -> int:
+    def cut(self) -> int:
         """Breaks them; returns how many it were."""
         count = 0
-        for number in connections():
-            with contextlib.suppress(OSError):
-                if only(number) and _inode(number) not in self._others:
-                    with socket.socket(fileno=os.dup(number)) as sock:
-                        sock.shutdown(socket.SHUT_RDWR)
-                        count += 1
+        for sock in connections():
+            if _inode(sock) not in self._others:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
         return count
 
 
-def _inode(number: int) -> int:
-    return os.fstat(number).st_ino
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
 
 
 @contextlib.contextmanager
