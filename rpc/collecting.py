@@ -8,12 +8,13 @@ while this process is a worker; futures that are none of ours it leaves to torch
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
 
-from rpc.futures import Future
+from rpc.futures import Future, TakesError
 
 _torchs: Final = torch._C._collect_all
 
@@ -25,8 +26,9 @@ def collect_all(futures: Sequence[torch._C.Future[Any]]) -> torch._C.Future[Any]
     if not ours:
         return all_done
     together = _Together(list(futures), ours[0])
+    fail: TakesError = weakref.WeakMethod(together.fail)  # one for all: lists are long
     for future in ours:
-        future.tell_failure(together.fail)
+        future.tell_failure(fail)
     all_done.add_done_callback(together.end)
     return together
 

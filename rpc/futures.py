@@ -12,7 +12,7 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -34,6 +34,9 @@ else:
 Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
 
 _logger = logging.getLogger("rpc")
+
+
+TakesError = weakref.WeakMethod[Callable[[BaseException], None]]
 
 
 class _Failure:
@@ -78,7 +81,7 @@ class Future(_TorchFuture[T]):
         canceller: gives up the call that this is the result of.
     """
 
-    _told: Sequence[weakref.WeakMethod[Callable[[BaseException], None]]] = ()
+    _told: tuple[TakesError, ...] = ()
 
     def __init__(
         self,
@@ -194,12 +197,12 @@ class Future(_TorchFuture[T]):
         for told in self._told:
             self._tell(told())
 
-    def tell_failure(self, method: Callable[[BaseException], None]) -> None:
+    def tell_failure(self, method: TakesError) -> None:
         """Calls a bound method, while its object lives, with the error if there will be one."""
         with self._lock:
-            self._told = [*self._told, weakref.WeakMethod(method)]
+            self._told = (*self._told, method)
         if self._error is not None:  # it might not have seen the method any more
-            self._tell(method)
+            self._tell(method())
 
     def _tell(self, method: Callable[[BaseException], None] | None) -> None:
         if method is not None and self._error is not None and self._failure is not None:
