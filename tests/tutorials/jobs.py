@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tests.waiting import eventually
 ROOT = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 SECONDS_FOR_A_RUN = 90.0
-SECONDS_TO_NOTICE = 10.0
+SECONDS_TO_NOTICE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,16 @@ class Job:
 
 
 @contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """What is started inside heeds Ctrl-C, although the tests may run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def running(log: Path, command: list[str]) -> Iterator[Job]:
     search_path = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = os.environ | {
@@ -65,7 +76,7 @@ def running(log: Path, command: list[str]) -> Iterator[Job]:
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(log.parent),  # what a killed launcher leaves goes with the test
     }
-    with log.open("wb") as output:
+    with log.open("wb") as output, _heeding_interrupts():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
