@@ -20,7 +20,7 @@ from rpc.constants import (
     UNSET_RPC_TIMEOUT,
 )
 from rpc.futures import Future
-from rpc.options import TensorPipeRpcBackendOptions
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.transports.tensorpipe import TensorPipeTransport, available
@@ -35,7 +35,28 @@ def is_available() -> bool:
     return available()
 
 
-class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+class _FaultyOptions(RpcBackendOptions):
+    """What the faults are; mixed into the options of the backend that has them."""
+
+    def __init__(
+        self,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
+        )
+        self.faults = Faults.of(messages_to_fail, messages_to_delay or {}, num_fail_sends)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyTensorPipeRpcBackendOptions(_FaultyOptions, TensorPipeRpcBackendOptions):
     """Options of the FAULTY_TENSORPIPE backend.
 
     Args:
@@ -51,25 +72,8 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         ValueError: there is no message of such a type.
     """
 
-    def __init__(
-        self,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = DEFAULT_INIT_METHOD,
-        messages_to_fail: Sequence[str] = (),
-        messages_to_delay: Mapping[str, float] | None = None,
-        num_fail_sends: int = 0,
-    ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
-        )
-        self.faults = Faults.of(messages_to_fail, messages_to_delay or {}, num_fail_sends)
-        self.messages_to_fail = list(messages_to_fail)
-        self.messages_to_delay = dict(messages_to_delay or {})
-        self.num_fail_sends = num_fail_sends
 
-
-class FaultyTensorWireRpcBackendOptions(TensorWireRpcBackendOptions):
+class FaultyTensorWireRpcBackendOptions(_FaultyOptions, TensorWireRpcBackendOptions):
     """Options of the FAULTY_TENSORWIRE backend: those of FAULTY_TENSORPIPE.
 
     Args:
@@ -83,23 +87,6 @@ class FaultyTensorWireRpcBackendOptions(TensorWireRpcBackendOptions):
     Raises:
         ValueError: there is no message of such a type.
     """
-
-    def __init__(
-        self,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = DEFAULT_INIT_METHOD,
-        messages_to_fail: Sequence[str] = (),
-        messages_to_delay: Mapping[str, float] | None = None,
-        num_fail_sends: int = 0,
-    ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
-        )
-        self.faults = Faults.of(messages_to_fail, messages_to_delay or {}, num_fail_sends)
-        self.messages_to_fail = list(messages_to_fail)
-        self.messages_to_delay = dict(messages_to_delay or {})
-        self.num_fail_sends = num_fail_sends
 
 
 class FaultyAgent(Agent):
