@@ -136,12 +136,7 @@ class Sender:
             if self._queue or self._unsent:
                 self._queue_small(kind, correlation, header, table, inline)
             else:
-                lengths = (len(header), len(table), len(inline))
-                fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
-                self._sequence += 1
-                data = fixed + header + table + inline
-                self._sent_frames.append(data)
-                self._write(data)
+                self._write(self._framed(kind, correlation, header, table, inline))
         finally:
             self._role.release()
         # Others may have left work while the role was ours, ``writable`` included.
@@ -155,17 +150,23 @@ class Sender:
         if not self._queue and self._role.acquire(False):
             try:
                 if not (self._queue or self._broken):
-                    lengths = (len(header), len(table), len(inline))
-                    fixed = pack_fixed(kind, correlation, self._sequence, *lengths)
-                    self._sequence += 1
-                    data = fixed + header + table + inline
-                    self._sent_frames.append(data)
+                    data = self._framed(kind, correlation, header, table, inline)
                     self._unsent.append(memoryview(data))
                     self._counter.add(len(data))
                     return
             finally:
                 self._role.release()
         self._queue_small(kind, correlation, header, table, inline)
+
+    def _framed(
+        self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
+    ) -> bytes:
+        """The next frame, remembered from now on; called in the writing role."""
+        lengths = (len(header), len(table), len(inline))
+        data = pack_fixed(kind, correlation, self._sequence, *lengths) + header + table + inline
+        self._sequence += 1
+        self._sent_frames.append(data)
+        return data
 
     def _queue_small(
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
