@@ -7,14 +7,11 @@ under way, in an order that the seed chooses.
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -26,20 +23,9 @@ from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_ack, decode_message, encode_ack
 from rpc.futures import Future
 from rpc.worker_info import WorkerInfo
+from tests.loading import load
 
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:
-        path = Path(__file__).with_name(f"{name}.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-graphs = _load("test_random_graphs")
+graphs = load(Path(__file__).parent, "test_random_graphs")
 CONTEXT = graphs.CONTEXT
 
 

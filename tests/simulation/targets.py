@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from mutants import Mutant, mutants_of
 
@@ -16,7 +13,9 @@ from rpc._simulation.mishaps import draw_plan
 from rpc._simulation.runs import draw
 from rpc._simulation.watchers import Watchers
 from rpc._simulation.worker import Machines
+from tests.loading import load
 
+# The tests of autograd are a simulator of their own.
 _AUTOGRAD = Path(__file__).parents[1] / "autograd_dist"
 
 Play = Callable[[int], object]
@@ -35,25 +34,13 @@ def play_silence(seed: int) -> object:
 
 def play_pass(seed: int) -> object:
     """A backward pass without tensors; every fourth seed, one through a random graph."""
-    decisions, graphs = _load("test_passes"), _load("test_random_graphs")
+    decisions, graphs = load(_AUTOGRAD, "test_passes"), load(_AUTOGRAD, "test_random_graphs")
     decisions.check_pass(seed)
     decisions.check_pass_with_loss(seed)
     decisions.check_pass_that_is_abandoned(seed)
     if seed % 4 == 0:
         graphs.check_seed(seed // 4)
     return None
-
-
-def _load(name: str) -> ModuleType:
-    """The tests of autograd, which are a simulator of their own."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, _AUTOGRAD / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 import zlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from rpc._simulation.generator import Scenario
 from rpc._simulation.runs import draw
 from rpc._simulation.worker import Machines
+from tests.loading import load
 
 SEEDS = 1000
 ONE_IN = 40
 
 
-def load(name: str) -> ModuleType:
-    """A script that lies beside this file."""
-    if name not in sys.modules:
-        path = Path(__file__).with_name(f"{name}.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-mutants, survivors = load("mutants"), load("survivors")
-targets = load("targets")
+_HERE = Path(__file__).parent
+mutants, survivors = load(_HERE, "mutants"), load(_HERE, "survivors")
+targets = load(_HERE, "targets")
 ARGUED = survivors.read_survivors()
 
 
