@@ -36,7 +36,8 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
-TEST := $(RUN) -m pytest -n 2 --dist loadgroup
+# Without its restarts, as pytest-xdist can wait for ever for the tests of a process that crashed.
+TEST := $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
 # Those that run as modules; train.py of parameter_server/ and what it imports run by their paths.
 TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py tutorials/*/*.py)) \
   tutorials/parameter_server/sharded.py

@@ -22,6 +22,7 @@ from rpc.codec import ImportNeeded
 from rpc.futures import Future
 from rpc.messages import Operation, Reply, Status
 from rpc.method_names import operator_name, span_name
+from rpc.profiler_spans import ProfilerSpan
 from rpc.profiling import followed
 from rpc.sinks import Decode, FutureSink, Sink, Unpack, WaitingCaller
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord
@@ -30,6 +31,7 @@ from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.caller import Call
 
 __all__ = ["WatchedSink", "profiler_enabled", "profiling", "run_handler", "traced", "watching"]
 
@@ -117,6 +119,13 @@ def goes_on(sink: Sink) -> bool:
     return getattr(_inside(sink), "goes_on", False) is True
 
 
+def tell_expired(sink: Sink, call: Call) -> None:
+    """Lets a sink that may try again know which request of its is given up."""
+    inside = _inside(sink)
+    if hasattr(inside, "expired"):
+        inside.expired = call
+
+
 def _inside(sink: Sink) -> Sink:
     while isinstance(sink, WatchedSink):
         sink = sink._sink
@@ -132,7 +141,7 @@ def watching(
     observers: list[Observer] = []
     with contextlib.ExitStack() as scopes:
         if profiling() and not followed() and kind is not CallKind.MESSAGE:
-            observers.append(_ProfilerSpan(span_name(kind.value, name, agent.info.name, to.name)))
+            observers.append(_ProfiledCall(span_name(kind.value, name, agent.info.name, to.name)))
         place = tracing.active()
         if place is not None and place.recording.of(agent):
             record = place.recording.begin_call(kind, operator_name(name), to.id)
@@ -164,8 +173,11 @@ def run_handler(
         if profiling() and not followed():
             key = f"rpc_handler#{operator_name(name)}"
             caller = agent.group.peer(sender).info.name
-            with profiler.record_function(f"{key}({caller} -> {agent.info.name})"):
+            span = ProfilerSpan(f"{key}({caller} -> {agent.info.name})")
+            try:
                 result = func(*args, **kwargs)
+            finally:
+                span.end()
         else:
             result = func(*args, **kwargs)
     finally:
@@ -194,22 +206,17 @@ async def _awaited(coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]
         done()
 
 
-class _ProfilerSpan:
-    """A span in the profile of the thread that makes a call; may be ended on any thread."""
+class _ProfiledCall:
+    """A call in a profile of the thread that makes it."""
 
     def __init__(self, key: str) -> None:
-        span = profiler.record_function(key)
-        span.__enter__()  # type: ignore[no-untyped-call]
-        self._end: torch.futures.Future[None] = torch.futures.Future()
-        # torch runs the end of the span with the profiler state of this thread.
-        span._call_end_callbacks_on_future(self._end)
-        span.__exit__(None, None, None)
+        self._span = ProfilerSpan(key)
 
     def replied(self) -> None:
         return
 
     def ended(self, failed: bool) -> None:
-        self._end.set_result(None)
+        self._span.end()
 
 
 class _TracedCall:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
 import rpc
-from rpc import caller, observation
+from rpc import caller, observation, profiler_spans
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
 from tests.rpc.gates import gate, wait_at_the_gate
@@ -133,12 +137,41 @@ def test_spans_of_calls_that_cannot_be_sent_end(group: list[Agent]) -> None:
     assert span.time_range.end <= found["after"].time_range.start
 
 
-def test_a_call_may_outlive_the_profile(group: list[Agent]) -> None:
+@profiles
+def test_the_spans_of_calls_that_outlive_the_profile_end_with_it(
+    group: list[Agent], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch writes to freed memory when a span ends after its profile."""
+    open_at_the_stop = []
+    stop = profiler._disable_profiler
+
+    def stop_and_look() -> Any:
+        result = stop()
+        open_at_the_stop.append(len(profiler_spans._open))
+        return result
+
+    monkeypatch.setattr(profiler, "_disable_profiler", stop_and_look)
     gate.clear()
-    with kineto():
-        future = rpc.rpc_async("worker1", wait_at_the_gate)
+    with make() as profile:
+        futures = [rpc.rpc_async("worker1", wait_at_the_gate) for _ in range(3)]
+        rpc.rpc_sync("worker1", operator.add, (1, 2))
+        with profiler.record_function("last"):
+            pass
     gate.set()
-    future.wait()
+    torch.futures.wait_all(futures)
+    assert open_at_the_stop == [0]
+    found = events(profile)
+    span = found["rpc_async#wait_at_the_gate(worker0 -> worker1)"].time_range
+    assert span.end >= found["last"].time_range.end
+
+
+@pytest.mark.slow
+def test_calls_that_outlive_their_profiles_leave_the_memory_intact() -> None:
+    """Freed memory is overwritten at once, so that writing there is fatal."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.rpc.profiled_process"]
+    environment = os.environ | {"MALLOC_PERTURB_": "85"}
+    subprocess.run(command, env=environment, cwd=root, check=True, timeout=100)
 
 
 def test_nothing_is_set_up_while_nobody_looks(
