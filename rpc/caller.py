@@ -32,10 +32,18 @@ from rpc.futures import Future
 from rpc.holdings import Loan
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
-from rpc.observation import WatchedSink, feeds, goes_on, profiler_enabled, traced, watching
+from rpc.observation import (
+    WatchedSink,
+    feeds,
+    goes_on,
+    profiler_enabled,
+    tell_expired,
+    traced,
+    watching,
+)
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
-from rpc.sinks import Decode, FutureSink, Sink, WaitingCaller
+from rpc.sinks import Decode, Sink, WaitingCaller
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
 
@@ -169,19 +177,17 @@ class Caller:
         body: bytes,
         tensors: Sequence[torch.Tensor],
         timeout: float,
-    ) -> Future[bytes]:
-        """Sends an extension's own message; the future holds the answer's bytes."""
-        name = f"{extension} message"
-        future = self.future(f"{name} to {to.name}")
-        sink = FutureSink(future, self._agent.completions)
+        sink: Sink,
+    ) -> None:
+        """Sends an extension's own message; the answer's bytes go to ``sink``."""
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._agent.rpc_timeout
         if traced() is None or extension == tracing.Tracing.name:
             self._message(to, extension, (body, tuple(tensors)), timeout, sink)
         else:
+            name = f"{extension} message"
             with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
                 self._message(to, extension, (body, tuple(tensors)), timeout, watched)
-        return future
 
     def _message(
         self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
@@ -219,18 +225,18 @@ class Caller:
         """Gives up the call whose sink is wanted; False if there is none."""
         with self._lock:
             rows = self._table.outstanding()
-            found = [row.call_id for row in rows if wanted(row.call.sink)]
-            ended = self._table.cancel(found[0]) if found else None
+            found = next((row.call_id for row in rows if wanted(row.call.sink)), None)
+            ended = None if found is None else self._table.cancel(found)
             if ended is not None:
                 _count_failures((ended.call,), self._agent.clock.now(), ErrorKind.OTHER)
         if ended is None:
             return False
         call = ended.call
         call.sink.failed(CallCancelledError(f"{call.description} was cancelled by its caller"))
-        self._tell_cancelled([call])
+        self.tell_cancelled([call])
         return True
 
-    def _tell_cancelled(self, calls: Iterable[Call]) -> None:
+    def tell_cancelled(self, calls: Iterable[Call]) -> None:
         """Lets those who serve the calls know that nobody waits any more."""
         agent = self._agent
         numbers: defaultdict[int, list[int]] = defaultdict(list)
@@ -279,6 +285,7 @@ class Caller:
                 self._armed = expiry
             armed = self._armed  # kept when idle, so that a lone call need not wake the pulse
         for item in ended:
+            tell_expired(item.call.sink, item.call)
             limit = f"{item.call.timeout * 1000:g}"
             item.call.sink.failed(
                 RpcTimeoutError(
@@ -289,7 +296,7 @@ class Caller:
         if ended:
             self._agent.transport.wake()
             expired = [item.call for item in ended if not goes_on(item.call.sink)]
-            self._agent.completions.submit(lambda: self._tell_cancelled(expired))
+            self._agent.completions.submit(lambda: self.tell_cancelled(expired))
         return armed
 
     def worker_lost(self, worker_id: int, error: Exception) -> None:
@@ -332,7 +339,7 @@ class Caller:
         """A dump of the outstanding calls, oldest first."""
         now = self._agent.clock.now()
         with self._lock:
-            rows = self._table.outstanding()
+            rows = [*self._table.outstanding()]
         return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
 
     def destinations(self) -> set[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -149,9 +150,9 @@ class CallTable(Generic[T]):
         """The workers that a reply is expected from."""
         return {entry.to for entry in self._open.values()}
 
-    def outstanding(self) -> list[OutstandingCall[T]]:
-        """The open calls, oldest first."""
-        return [OutstandingCall(i, e.call, e.to, e.opened_at) for i, e in self._open.items()]
+    def outstanding(self) -> Iterator[OutstandingCall[T]]:
+        """The open calls, oldest first; to be gone through before anything changes."""
+        return (OutstandingCall(i, e.call, e.to, e.opened_at) for i, e in self._open.items())
 
     def __len__(self) -> int:
         """How many requests may still be under way: open calls and ghosts."""

@@ -22,6 +22,7 @@ from rpc.errors import FrameError
 _ID: Final = struct.Struct("<QQd")
 _KEPT_WITHOUT_LIMIT: Final = 3600.0
 _MIN_SECONDS: Final = 1e-3
+_ABSENT_SECONDS: Final = 0.05
 
 W = TypeVar("W")
 R = TypeVar("R")
@@ -39,7 +40,8 @@ class Retry:
 
     Args:
         attempts: how many there are at most, 1 or more. Default 3.
-        backoff: seconds before the second attempt. Default 0.1.
+        backoff: seconds before the second attempt. Default 0.1. While the worker is not
+            there, at least 0.05 pass before it is looked for again.
         factor: by how much the pause grows with each further one. Default 2.
         attempt_timeout: seconds each attempt may take; default an equal share of what is
             left of the call's timeout.
@@ -78,6 +80,8 @@ class Attempts:
         self._deadline = now + timeout if timeout else 0.0
         self._made = 0
         self._pauses = 0
+        self._pause = retry.backoff
+        self._is_absent = False
 
     def seconds_left(self, now: float) -> float:
         """Of the whole call, 0 for no limit."""
@@ -88,6 +92,7 @@ class Attempts:
         left = self.seconds_left(now)
         share = left / max(1, self._retry.attempts - self._made)
         self._made += 1
+        self._is_absent = False
         own = self._retry.attempt_timeout
         if own is None:
             return share
@@ -96,15 +101,17 @@ class Attempts:
     def not_sent(self) -> None:
         """The attempt that began came to nothing, as its worker is not there: not counted."""
         self._made -= 1
+        self._is_absent = True
 
     def next_after(self, now: float) -> float | None:
         """An attempt failed; returns when the next begins, None if there is none."""
-        pause = self._retry.backoff * self._retry.factor**self._pauses
+        pause = max(self._pause, _ABSENT_SECONDS) if self._is_absent else self._pause
         if self._made >= self._retry.attempts or (self._deadline and now + pause >= self._deadline):
             return None
         if self._made == 0 and not self._deadline and self._pauses >= self._retry.attempts:
             return None
         self._pauses += 1
+        self._pause *= self._retry.factor
         return now + pause
 
 

@@ -29,6 +29,7 @@ from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.caller import Call
     from rpc.rref import RRef
 
 _TRANSIENT = (RpcTimeoutError, WorkerLostError, UnknownWorkerError)
@@ -158,6 +159,7 @@ class RetriedSink:
         "_context",
         "_number",
         "_sink",
+        "expired",
         "goes_on",
     )
 
@@ -172,6 +174,8 @@ class RetriedSink:
         self._cancelled = False
         self.goes_on = False
         """True after an attempt that failed and was not the last."""
+        self.expired: Call | None = None
+        """The last attempt that timed out; what it asked for may still run."""
         self._context = contextvars.copy_context()
 
     def attempt(self) -> None:
@@ -236,8 +240,9 @@ class RetriedSink:
             self._last().failed(error)
 
     def _last(self) -> Sink:
-        """Whoever takes the outcome, which may refer to this and is let go of."""
+        """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
         self.goes_on = False
+        self.expired = None
         self.abandon()
         sink, self._sink = self._sink, _Nobody()
         return sink
@@ -245,8 +250,11 @@ class RetriedSink:
     def cancel(self, future: Future[Any]) -> bool:
         """Gives up, also between two attempts."""
         self._cancelled = True
-        if not self._agent.caller.cancel_where(lambda sink: leads_to(sink, self)):
+        caller, expired = self._agent.caller, self.expired
+        if not caller.cancel_where(lambda sink: leads_to(sink, self)):
             self._last().failed(CallCancelledError("the call was cancelled by its caller"))
+            if expired is not None:
+                caller.tell_cancelled([expired])
         return True
 
 

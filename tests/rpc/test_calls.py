@@ -57,7 +57,7 @@ def test_a_deadline_ends_its_call_and_leaves_a_ghost_until_the_late_reply():
     assert calls.expire(105.0) == []
     assert calls.expire(105.0 + TICK) == [Ended(Ending.DEADLINE, "a")]
     assert calls.expire(200.0) == []
-    assert calls.outstanding() == []
+    assert [*calls.outstanding()] == []
     assert len(calls) == 1
     assert calls.close(a) == Ended(Ending.LATE_REPLY, "a")
     assert len(calls) == 0
@@ -125,7 +125,7 @@ def test_a_call_that_ended_before_it_was_withdrawn_has_ended():
 def test_outstanding_calls_are_listed_oldest_first():
     calls, (a, b, c) = table(("a", 1, 9), ("b", 2, 5), ("c", 3, 0))
     calls.close(b)
-    assert calls.outstanding() == [
+    assert [*calls.outstanding()] == [
         OutstandingCall(a, "a", 1, 100.0),
         OutstandingCall(c, "c", 3, 100.0),
     ]

@@ -116,6 +116,20 @@ class TestCancel:
         seen.gate.set()
         until(lambda: quiet(pair.alice) and quiet(pair.bob))
 
+    def test_the_oldest_of_many_is_found_without_looking_at_the_rest(self, pair: Pair) -> None:
+        futures = [rpc.rpc_async("bob", hold, args=("",)) for _ in range(5)]
+        looked: list[object] = []
+
+        def wanted(sink: object) -> bool:
+            looked.append(sink)
+            return True
+
+        assert pair.alice.caller.cancel_where(wanted)
+        assert len(looked) == 1
+        with pytest.raises(CallCancelledError):
+            futures[0].wait()
+        assert all(future.cancel() for future in futures[1:])
+
     def test_what_is_over_cannot_be_cancelled(self, pair: Pair) -> None:
         future = rpc.rpc_async("bob", abs, (-3,))
         assert future.wait() == 3

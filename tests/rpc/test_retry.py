@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +71,19 @@ class TestAttempts:
             now = attempts.next_after(now)
         assert begun == [float(second) for second in range(10)]
 
+    def test_without_backoff_it_does_not_look_for_an_absent_worker_all_the_time(self) -> None:
+        attempts = Attempts(Retry(attempts=2, backoff=0), now=0, timeout=100)
+        now, looks = 0.0, 0
+        while now < 90:
+            attempts.begin(now)
+            attempts.not_sent()
+            following = attempts.next_after(now)
+            assert following == now + 0.05
+            now, looks = following, looks + 1
+        assert looks < 2000
+        attempts.begin(now)
+        assert attempts.next_after(now) == now
+
     def test_without_a_limit_of_time_it_counts_in_the_end(self) -> None:
         attempts = Attempts(Retry(attempts=2, backoff=1, factor=1), now=0, timeout=0)
         for _ in range(2):
@@ -77,6 +93,56 @@ class TestAttempts:
         attempts.begin(0)
         attempts.not_sent()
         assert attempts.next_after(0) is None
+
+
+def check_attempts(seed: int) -> None:
+    """One call and all its attempts, some of which cannot be sent, held to what was asked for."""
+    draw = random.Random(seed)
+    retry = Retry(
+        attempts=draw.randint(1, 5),
+        backoff=draw.choice((0.0, 0.1, 1.0)),
+        factor=draw.choice((1.0, 2.0, 3.0)),
+        attempt_timeout=draw.choice((None, 0.5, 4.0)),
+    )
+    start = now = draw.choice((0.0, 1000.0))
+    limit = draw.choice((0.0, 3.0, 30.0))
+    unsent = draw.choice((0.0, 0.5, 1.0))
+    attempts = Attempts(retry, start, limit)
+    made, pause = 0, retry.backoff
+    for pauses in itertools.count():
+        left = start + limit - now if limit else 0.0
+        assert attempts.seconds_left(now) == max(left, 0.001 if limit else 0.0)
+        _check_length(attempts.begin(now), retry, left, made)
+        if draw.random() < unsent:
+            attempts.not_sent()
+            due = now + max(pause, 0.05)
+        else:
+            made += 1
+            now += draw.uniform(0.0, 2.0)
+            due = now + pause
+        in_time = due < start + limit if limit else made > 0 or pauses < retry.attempts
+        expected = due if made < retry.attempts and in_time else None
+        assert attempts.next_after(now) == expected
+        if expected is None:
+            return
+        now = expected + draw.choice((0.0, 0.01))
+        pause *= retry.factor
+
+
+def _check_length(length: float, retry: Retry, left: float, made: int) -> None:
+    """How long an attempt may take of what is left of the call, 0 if that has no limit."""
+    if retry.attempt_timeout is not None:
+        assert length == min(retry.attempt_timeout, max(left, 0.001) if left else math.inf)
+    else:
+        assert length == pytest.approx(max(left, 0.001 if left else 0.0) / (retry.attempts - made))
+
+
+def test_attempts_keep_to_their_number_and_their_time() -> None:
+    for seed in range(500):
+        try:
+            check_attempts(seed)
+        except Exception as error:
+            raise AssertionError(f"reproduce with check_attempts({seed})") from error
 
 
 class TestRequestId:

@@ -378,6 +378,15 @@ class TestAttemptsThatEnd:
         pair.until(lambda: not pair.bob.callee.serving())
         assert not gate.is_set()
 
+    def test_giving_up_between_two_attempts_cancels_what_runs(self, pair: Pair) -> None:
+        patient = Retry(attempts=3, attempt_timeout=1, backoff=1000)
+        future = rpc.rpc_async("bob", wait_in_a_coroutine, timeout=5000, retry=patient)
+        pair.until(lambda: runs == [0] and not pair.alice.caller.outstanding())
+        assert future.cancel()
+        pair.until(lambda: not pair.bob.callee.serving())
+        assert not gate.is_set()
+        assert pair.script.seen == 1
+
     def test_the_last_attempt_that_ends_cancels_it(self, pair: Pair) -> None:
         future = rpc.rpc_async("bob", wait_in_a_coroutine, retry=THREE)
         pair.until(lambda: future.done() and not pair.bob.callee.serving())
