@@ -44,7 +44,7 @@ from rpc.reference_keeper import ReferenceKeeper
 from rpc.retry import Retry
 from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef
-from rpc.sinks import FutureSink, WaitingCaller
+from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
 from rpc.watch import Watch
@@ -353,7 +353,32 @@ class Agent:
             A future of what the counterpart's ``on_message`` returned.
         """
         info = self.group.peer(to).info
-        return self.caller.message(info, extension, body, tensors, timeout)
+        future = self.caller.future(f"{extension} message to {info.name}")
+        sink = FutureSink(future, self.completions)
+        self.caller.message(info, extension, body, tensors, timeout, sink)
+        return future
+
+    def ask_extension(
+        self,
+        to: int,
+        extension: str,
+        body: bytes,
+        tensors: Sequence[torch.Tensor],
+        answered: Answered,
+    ) -> None:
+        """As :meth:`send_extension_message`, without limit of time and without a future.
+
+        Args:
+            to: its id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            tensors: sent along.
+            answered: takes what the counterpart's ``on_message`` returned, or the error;
+                called where the reply is delivered, and must not block there.
+        """
+        info = self.group.peer(to).info
+        sink = AnswerSink(answered, self.completions)
+        self.caller.message(info, extension, body, tensors, 0.0, sink)
 
     def debug_info(self) -> dict[str, Any]:
         """What this worker waits for, runs and keeps; for people."""
@@ -377,9 +402,14 @@ class Agent:
 
     # --- What the transport tells (``transports.base.Receiver``)
 
-    def deliver(self, sender: int, frame: Frame) -> None:
-        """Takes one frame from a peer."""
-        if not self._early_frames.keep(sender, frame):
+    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+        """Takes one frame from a peer; see ``transports.base.Receiver``."""
+        if self._early_frames.keep(sender, frame):
+            return
+        if in_batch:
+            with self.completions.elsewhere():
+                self._deliver(sender, frame, 0)
+        else:
             self._deliver(sender, frame)
 
     def _deliver_early(self, sender: int, frame: Frame) -> None:

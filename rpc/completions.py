@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rpc.executor import Executor
@@ -34,6 +35,12 @@ class _Completion:
             _logger.exception("a callback of a future raised an error that nobody handles")
 
 
+class _Here(threading.local):
+    """What the running thread delivers."""
+
+    must_not_block: bool = False
+
+
 class Completions:
     """Runs callbacks of futures on the system executor, and knows if any are left.
 
@@ -58,6 +65,7 @@ class Completions:
         self._changed = changed
         self._lock = threading.Lock()
         self._left = 0
+        self._here = _Here()
         self.lends_delivery = transport.delivers_while_waiting
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -69,8 +77,18 @@ class Completions:
     def run_on_delivery(self, task: Callable[[], None]) -> None:
         """Runs ``task`` on the calling, delivering thread if the transport can spare it."""
         completion = self._counted(task)
-        if not self._executor.run_here(completion, self._guests):
+        guests = 0 if self._here.must_not_block else self._guests
+        if not self._executor.run_here(completion, guests):
             completion.run()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Lets the calling thread run nothing of this kind, for it has more to deliver."""
+        self._here.must_not_block = True
+        try:
+            yield
+        finally:
+            self._here.must_not_block = False
 
     def close(self) -> None:
         """Closes the executor."""

@@ -24,3 +24,6 @@ DEFAULT_BRING_UP_TIMEOUT_SEC: Final = 300.0
 
 DEFAULT_LIVENESS_TIMEOUT_SEC: Final = 5.0
 """Seconds without a sign of life after which a worker is declared lost."""
+
+DEFAULT_LINK_RESUME_TIMEOUT_SEC: Final = 5.0
+"""Seconds within which a connection that broke is opened again."""

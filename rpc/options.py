@@ -14,6 +14,7 @@ import torch
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
     DEFAULT_INIT_METHOD,
+    DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
@@ -124,6 +125,15 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         bring_up_timeout: see :class:`RpcBackendOptions`.
         shutdown_timeout: see :class:`RpcBackendOptions`.
         liveness_timeout: see :class:`RpcBackendOptions`.
+        link_resume_timeout: seconds within which a connection that broke while both ends
+            live is opened again; then everything goes on where it stopped, and nothing is
+            lost or repeated. A worker that cannot be reached for so long is lost; one whose
+            process is gone is lost at once. 0, at either end: every connection that breaks
+            is a loss. Default 5.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a number is out of range.
 
     Example:
         >>> options = TensorPipeRpcBackendOptions(num_worker_threads=8)
@@ -145,6 +155,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
+        link_resume_timeout: float = DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     ) -> None:
         super().__init__(
             rpc_timeout,
@@ -158,6 +169,16 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [] if devices is None else devices
         self._transports = _names("_transports", _transports)
         self._channels = _names("_channels", _channels)
+        self.link_resume_timeout = link_resume_timeout
+
+    @property
+    def link_resume_timeout(self) -> float:
+        """Seconds within which a connection that broke is opened again; 0: it never is."""
+        return self._link_resume_timeout
+
+    @link_resume_timeout.setter
+    def link_resume_timeout(self, seconds: float) -> None:
+        self._link_resume_timeout = _seconds("link_resume_timeout", seconds)
 
     @property
     def num_worker_threads(self) -> int:

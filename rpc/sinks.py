@@ -101,11 +101,7 @@ class FutureSink:
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Unpacks the reply and completes the future, off this thread if need be."""
-        simple = reply.plain and not (reply.references or reply.extensions)
-        try:
-            outcome = _outcome(reply, frame, unpack, decode_loaded) if simple else None
-        except ImportNeeded:
-            outcome = None
+        outcome = _simple_outcome(reply, frame, unpack)
         if outcome is None:
             self._completions.run_on_delivery(
                 lambda: self._complete(*_outcome(reply, frame, unpack, decode))
@@ -124,6 +120,51 @@ class FutureSink:
             self.future.set_result(value)
         else:
             self.future.set_exception(error)
+
+
+Answered = Callable[[Any, Exception | None], None]
+"""Takes the value of a reply, or the error of the call."""
+
+
+class AnswerSink:
+    """A function of the framework's own, called where the reply is delivered.
+
+    Args:
+        answered: must neither block nor run user code.
+        completions: runs it where an error, which may run code as it is unpacked, came.
+    """
+
+    __slots__ = ("_answered", "_completions")
+
+    def __init__(self, answered: Answered, completions: Completions) -> None:
+        self._answered = answered
+        self._completions = completions
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """Passes the reply on, at once if that runs no code of others."""
+        outcome = _simple_outcome(reply, frame, unpack)
+        if outcome is not None:
+            self._answered(*outcome)
+        else:
+            self._completions.submit(
+                lambda: self._answered(*_outcome(reply, frame, unpack, decode))
+            )
+
+    def failed(self, error: Exception) -> None:
+        """Passes the error on, off this thread, on which everybody's deadlines may depend."""
+        self._completions.submit(lambda: self._answered(None, error))
+
+
+def _simple_outcome(
+    reply: Reply, frame: Frame, unpack: Unpack
+) -> tuple[Any, Exception | None] | None:
+    """What can be unpacked anywhere, for it runs no code of others; None if it might."""
+    if not reply.plain or reply.references or reply.extensions:
+        return None
+    try:
+        return _outcome(reply, frame, unpack, decode_loaded)
+    except ImportNeeded:
+        return None
 
 
 def _outcome(

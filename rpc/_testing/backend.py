@@ -23,6 +23,7 @@ from rpc.futures import Future
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.retry import Retry
 from rpc.rref import RRef
+from rpc.transports.base import Transport
 from rpc.transports.tensorpipe import TensorPipeTransport, available
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
 
@@ -152,15 +153,11 @@ def _init_tensorpipe(
 ) -> Agent:
     _require(rpc_backend_options, FaultyTensorPipeRpcBackendOptions)
     inner = TensorPipeTransport(rpc_backend_options)
-    return form_group(
+    return _form(
         FAULTY_TENSORPIPE,
-        store,
-        name,
-        rank,
-        world_size,
+        (store, name, rank, world_size),
         rpc_backend_options,
-        FaultyTransport(inner, rpc_backend_options.faults, Callables()),
-        lambda records: None,
+        inner,
         FaultyTensorPipeAgent,
     )
 
@@ -175,17 +172,21 @@ def _init_tensorwire(
     _require(rpc_backend_options, FaultyTensorWireRpcBackendOptions)
     address = address_towards(rpc_backend_options.init_method)
     inner = TensorWireTransport(replace(rpc_backend_options.settings(), bind_address=address))
-    return form_group(
-        FAULTY_TENSORWIRE,
-        store,
-        name,
-        rank,
-        world_size,
-        rpc_backend_options,
-        FaultyTransport(inner, rpc_backend_options.faults, Callables()),
-        lambda records: None,
-        FaultyAgent,
+    return _form(
+        FAULTY_TENSORWIRE, (store, name, rank, world_size), rpc_backend_options, inner, FaultyAgent
     )
+
+
+def _form(
+    backend: str,
+    member: tuple[Store, str, int, int | None],
+    options: FaultyTensorPipeRpcBackendOptions | FaultyTensorWireRpcBackendOptions,
+    inner: Transport,
+    agent: type[FaultyAgent],
+) -> Agent:
+    """Joins as ``member``: where the group meets, who this is, its rank, how many there are."""
+    transport = FaultyTransport(inner, options.faults, Callables())
+    return form_group(backend, *member, options, transport, lambda records: None, agent)
 
 
 def _require(options: object, kind: type) -> None:

@@ -81,8 +81,15 @@ class Peer:
 class Receiver(Protocol):
     """The agent, as a transport sees it."""
 
-    def deliver(self, sender: int, frame: Frame) -> None:
-        """Takes one frame from worker ``sender``."""
+    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+        """Takes one frame from worker ``sender``.
+
+        Args:
+            sender: its id.
+            frame: what came.
+            in_batch: others, that came with it or come after, wait until this returns, so
+                that nothing which could block may run here.
+        """
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         """Learns that ``worker_id`` cannot be reached any more; called once per peer."""

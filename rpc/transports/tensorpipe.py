@@ -1,49 +1,50 @@
 """torch's TensorPipe agent as a bus for our frames.
 
-Owns the links to peers and what is under way on each. Every frame is one
+Owns the links to peers and what is under way on each. A frame is one
 asynchronous Python call of torch's (``tensorpipe_wire`` makes and takes them,
-``tensorpipe_torch`` carries them); a reply completes the call its request came
-with. Handlers and deadlines are the agent's.
+``tensorpipe_torch`` carries them), and a reply completes the call its request
+came with; but small frames that would only crowd each other share a call, and
+so do the replies (``tensorpipe_links``). Handlers and deadlines are the agent's.
 
-How the loss of a peer is noticed: each pipe carries one call, its lifeline,
-that the other side answers only when it leaves. A lifeline that breaks is a
-lost worker. How a worker leaves: it answers every call and lifeline it holds
-and parts from each peer (``tensorpipe_links``), so that no pipe closes while
-someone reads from it.
+How a broken pipe is noticed: each carries one call, its lifeline, that the other
+side answers only when it leaves. A pipe whose lifeline breaks is replaced and all
+goes on (``tensorpipe_mender``), unless the peer is gone or takes too long: then it
+is lost. How a worker leaves: it answers every call and lifeline it holds and parts
+from each peer (``tensorpipe_links``), so that no pipe closes while someone reads
+from it.
 
-Identity is ours, not torch's: it numbers peers as they come, and as it never
-reopens a pipe that broke, a worker that returns is a new peer to it.
+Identity is ours, not torch's (``tensorpipe_roster``): it numbers peers as they
+come, and as it never reopens a pipe that broke, a worker that returns, or whose
+pipe is replaced, is a new peer to it.
 """
 
 from __future__ import annotations
 
 import atexit
 import enum
-import json
 import logging
+import secrets
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from rpc.devices import (
-    DeviceInfo,
-    DeviceMap,
-    check_devices,
-    local_device_info,
-    reverse,
-    used_devices,
-)
+from rpc.devices import DeviceMap, check_devices, local_device_info, used_devices
 from rpc.errors import AgentClosedError, BringUpError, UnknownWorkerError, WorkerLostError
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
-from rpc.transports.tensorpipe_links import AnswerFuture, Link
-from rpc.transports.tensorpipe_torch import POOL_THREADS, TorchAgent, available
-from rpc.transports.tensorpipe_wire import Answer, Envelope
+from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.tensorpipe_address import Address
+from rpc.transports.tensorpipe_answers import Answers
+from rpc.transports.tensorpipe_caller import Caller
+from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
+from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_mender import Mender
+from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
+from rpc.transports.tensorpipe_torch import POOL_THREADS, PipeBrokenError, TorchAgent, available
+from rpc.transports.tensorpipe_wire import Answer, Envelope, Sender
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -53,12 +54,7 @@ __all__ = ["TensorPipeTransport", "available"]
 
 _log = logging.getLogger(__name__)
 
-_EARLY_LIMIT = 65_536
-_ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.LIFELINE, wire.FAREWELL})
-_SHUT_DOWN = "it shut down"
-_REMOVED = "it no longer counts this worker as a member"
-_OLD_LIFE = "it knows a later life of this worker"
-_OVERRUN = "it was sent too much before it knew this worker"
+_ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
 
 
 class _State(enum.Enum):
@@ -85,17 +81,20 @@ class TensorPipeTransport:
     _info: WorkerInfo
     _incarnation: int
     _receiver: Receiver
+    _sender: Sender
+    _answers: Answers
+    _caller: Caller
+    _late: LateReceipts
+    _mender: Mender
 
     def __init__(self, options: TensorPipeRpcBackendOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._state = _State.NEW
-        self._links: dict[int, Link] = {}
-        self._removed: dict[int, Link] = {}
-        self._early: list[tuple[Envelope, Frame, AnswerFuture | None]] = []
+        self._life = secrets.token_hex(8)
+        self._roster = Roster(self._life)
         self._senders = 0
-        self._unwritten: set[threading.Event] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Starts torch's agent; returns its address and device maps, for the other workers.
@@ -112,37 +111,32 @@ class TensorPipeTransport:
         if used and torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]
         self._agent = TorchAgent(info.name, self._options, used)
+        self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
+        sender = self._sender = Sender(info.id, incarnation)
+        self._answers = Answers(sender)
+        self._caller = Caller(sender, self._lock, self._agent, self._broke)
+        mending = f"tensorpipe-mend-{info.name}"
+        self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
         wire.attach(self, self._agent.tensor_tables)
         self._state = _State.OPEN
         atexit.register(self._abandon)
         try:
-            self._agent.prime(self._pickle(wire.PRIMER))
+            self._agent.prime(self._caller.pickle(sender.envelope(wire.PRIMER)))
         except BaseException:
             self._abandon()
             raise
-        address = {"url": self._agent.url.decode(), "devices": devices.to_json()}
-        return json.dumps(address).encode()
+        life = self._life if self._options.link_resume_timeout else ""
+        return Address(self._agent.url.decode(), devices, life).encode()
 
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known, and takes what it sent before that."""
         self._check_open()
-        known = self._links.get(peer.info.id)
+        known = self._roster.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
-        address = json.loads(peer.address)
-        maps = DeviceInfo.from_json(address["devices"]).maps
-        replies = reverse(maps.get(self._info.name, {}))
-        requests = self._options.device_maps.get(peer.info.name, {})
-        if peer.info.id == self._info.id:
-            route = self._agent.myself()
-        else:
-            route = self._agent.reach(peer.info.name, address["url"].encode(), replies)
-        link = Link(peer, route, peer.info.id < self._info.id, requests, replies)
+        link = self._caller.link_to(peer, self._info.name, self._options)
         with self._lock:
-            self._links[peer.info.id] = link
-            self._removed.pop(peer.info.id, None)
-            early = [each for each in self._early if each[0].sender == peer.info.id]
-            self._early = [each for each in self._early if each[0].sender != peer.info.id]
+            early = self._roster.add(link)
         for envelope, frame, future in early:
             self._take(envelope, frame, future)
 
@@ -152,22 +146,24 @@ class TensorPipeTransport:
         torch offers no way to close its pipe, which stays until either process ends.
         """
         with self._lock:
-            link = self._links.pop(worker_id, None)
+            link = self._roster.links.get(worker_id)
             if link is None or self._state is not _State.OPEN:
+                self._roster.links.pop(worker_id, None)
                 return
-            self._removed[worker_id] = link
+            self._roster.remove(worker_id)
+            link.forget_contents()
             asked, lifelines = link.take_asked(), link.take_lifelines()
             self._senders += 1
         try:
-            self._answer_all(asked, wire.REFUSED, _REMOVED)
-            self._answer_all(lifelines, wire.LIFELINE, _REMOVED)
+            self._answers.give_asked(asked, wire.REFUSED, REMOVED)
+            self._answers.give(lifelines, wire.LIFELINE, REMOVED)
         finally:
             self._sent()
 
     def device_map(self, worker_id: int) -> DeviceMap:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
         with self._lock:
-            link = self._links.get(worker_id)
+            link = self._roster.links.get(worker_id)
         return {} if link is None else dict(link.requests)
 
     def send(self, to: int, frame: Frame) -> None:
@@ -177,8 +173,8 @@ class TensorPipeTransport:
         """
         if frame.kind is FrameKind.REPLY:
             self._reply(to, frame)
-        elif frame.kind is FrameKind.NOTICE and not frame.tensors:
-            self._notify(to, frame)
+        elif self._caller.may_wait(self._roster.links.get(to), frame):
+            self._queue(to, frame)
         else:
             self._call(to, frame)
 
@@ -215,79 +211,94 @@ class TensorPipeTransport:
             if self._state is not _State.OPEN:
                 return
             self._state = _State.CLOSING
+            self._roster.open = False
             self._wait_until(lambda: self._senders == 0, None)
-            self._wait_until(lambda: not any(each.notices for each in self._sendable()), deadline)
+            self._wait_until(self._roster.is_flushed, deadline)
+        self._late.close()
+        self._mender.close()
         self._part(deadline)
         self._agent.stop()
         wire.detach(self)
         with self._lock:
             self._state = _State.CLOSED
-            self._links.clear()
-            self._early.clear()
+            self._roster = Roster(self._life)
         atexit.unregister(self._abandon)
 
     # Sending
 
     def _call(self, to: int, frame: Frame) -> None:
+        if frame.tensors:
+            with self._lock:
+                link = self._usable(to)
+            check_devices(frame.tensors, link.requests, "Request", link.name)
         with self._lock:
             link = self._usable(to)
-            link.begin_call()
+            begun = self._caller.begin(link, frame.kind, frame)
             self._senders += 1
         try:
-            if frame.tensors:
-                check_devices(frame.tensors, link.requests, "Request", link.name)
             self._open_lifeline(link)
-            data, tensors = wire.pack(self._envelope(frame.kind, frame.correlation), frame)
-            if frame.kind is FrameKind.REQUEST:
-                self._agent.ask(link.route, wire.call_pickle(data), tensors)
-            else:
-                self._agent.tell(link.route, wire.call_pickle(data), tensors)
+            self._caller.carry(begun, frame)
+        except PipeBrokenError as error:
+            self._broke(link, begun[0].attempt, str(error))
         except BaseException:
-            with self._lock:
-                link.take_back_call()
-            self._settle(link)
+            self._caller.void(link, begun)
             raise
         finally:
             self._sent()
 
-    def _notify(self, to: int, frame: Frame) -> None:
+    def _queue(self, to: int, frame: Frame) -> None:
         with self._lock:
             link = self._usable(to)
-            link.notices.append(frame)
+            link.outbox.append(frame)
             batch = link.take_batch()
             self._senders += 1
         try:
             self._open_lifeline(link)
-            self._send_batch(link, batch)
+            self._caller.send_batch(link, batch)
         finally:
             self._sent()
-
-    def _send_batch(self, link: Link, batch: list[Frame]) -> None:
-        if not batch:
-            return
-        frame = Frame(FrameKind.NOTICE, 0, b"", wire.join_notices(batch))
-        data, tensors = wire.pack(self._envelope(wire.BATCH), frame)
-        try:
-            self._agent.tell(link.route, wire.call_pickle(data), tensors)
-        except RuntimeError as error:
-            self._broke(link, f"torch cannot send to it: {error}")
 
     def _reply(self, to: int, frame: Frame) -> None:
         if frame.tensors:
             with self._lock:
-                link = self._links.get(to)
+                link = self._roster.links.get(to)
             if link is None:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
         with self._lock:
-            link = self._links.get(to)
-            future = link.asked.pop(frame.correlation, None) if link else None
-            if future is None:
+            link = self._roster.links.get(to)
+            if link is None:
+                return
+            held = link.served.reply(frame)
+            if held is None and not (link.take_loose(frame.correlation) and self._is_open()):
                 return
             self._senders += 1
         try:
-            data, tensors = wire.pack(self._envelope(FrameKind.REPLY, frame.correlation), frame)
-            future.set_result(Answer(data, tensors))
+            if held is None:
+                self._open_lifeline(link)
+                self._caller.reply_in_frame(link, frame)
+            else:
+                self._answers.give_reply(*held, frame)
+        finally:
+            self._sent()
+
+    def acknowledge(self) -> None:
+        """Tells peers which of their replies, and of their large requests, have arrived."""
+        with self._lock:
+            links = self._roster.sendable()
+        for link in links:
+            self._send_receipt(link)
+
+    def _send_receipt(self, link: Link) -> None:
+        with self._lock:
+            if self._state is not _State.OPEN or link.lost is not None or not link.seconds:
+                return
+            receipt = self._caller.take_receipt(link)
+            if receipt is None:
+                return
+            self._senders += 1
+        try:
+            self._caller.carry_or_break(link, *receipt)
         finally:
             self._sent()
 
@@ -298,35 +309,25 @@ class TensorPipeTransport:
             if link.watched or link.lost is not None or self._state is not _State.OPEN:
                 return
             link.watched = link.lifeline_open = True
-        future = self._agent.ask(link.route, self._pickle(wire.LIFELINE), [])
-        future.add_done_callback(partial(self._ended, link))
-
-    def _ended(self, link: Link, future: torch.futures.Future[None]) -> None:
-        """Looks for the error in a call that is kept to notice the end of its pipe."""
-        try:
-            future.value()
-        except RuntimeError as error:
-            self._broke(link, f"its connection broke: {str(error).partition(' (this error')[0]}")
-
-    def _envelope(self, kind: int, correlation: int = 0) -> Envelope:
-        return Envelope(kind, self._info.id, self._incarnation, correlation)
-
-    def _pickle(self, kind: int) -> bytes:
-        empty = Frame(FrameKind.NOTICE, 0, b"")
-        return wire.call_pickle(wire.pack(self._envelope(kind), empty)[0])
+            route, attempt = link.route, link.seam.attempt
+        if route is not None:
+            self._caller.open_lifeline(link, route, attempt)
 
     def _usable(self, to: int) -> Link:
         """The link to a peer that can be sent to. Needs the lock."""
         self._check_open()
-        link = self._links.get(to)
+        link = self._roster.links.get(to)
         if link is None:
             raise UnknownWorkerError(f"{self._info!r} could not find destination id {to}")
         if link.lost is not None:
             raise WorkerLostError(link.name, link.peer.incarnation, link.lost)
         return link
 
+    def _is_open(self) -> bool:
+        return self._state is _State.OPEN
+
     def _check_open(self) -> None:
-        if self._state is not _State.OPEN:
+        if not self._is_open():
             raise AgentClosedError("this worker's TensorPipe transport is not running")
 
     def _sent(self) -> None:
@@ -343,116 +344,150 @@ class TensorPipeTransport:
             future: AnswerFuture = self._agent.future()
             self._take(envelope, frame, future)
             return future
+        if kind == wire.RESUME:
+            return self._resume(envelope, frame)
         refusal = None if kind == wire.PRIMER else self._take(envelope, frame, None)
         if refusal is not None:
-            return self._answer(wire.REFUSED, refusal)
-        return self._answer(wire.BATCH if kind == wire.BATCH else wire.DONE)
+            return self._answers.make(wire.REFUSED, refusal, envelope.number)
+        done = wire.BATCH if kind == wire.BATCH else wire.DONE
+        return self._answers.make(done, b"", envelope.number)
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         """Takes what came back from one of our calls."""
-        link = self._of_sender(envelope)
+        link = self._roster.of_sender(envelope)
         if link is None or link.broken:
             return
-        kind = envelope.kind
-        if kind == wire.LIFELINE:
-            with self._lock:
-                link.lifeline_ended(bytes(frame.payload).decode())
-                self._tell_closer()
-            self._report(link)
-        elif kind == wire.FAREWELL:
-            self._farewell_confirmed(link, bytes(frame.payload))
-        else:
+        if not envelope.number:
+            self._take_uncounted(link, envelope, bytes(frame.payload))
+        elif link.calls.came_back(envelope.number):
+            kind = envelope.kind
             if kind == FrameKind.REPLY:
                 self._deliver(envelope.sender, frame)
             elif kind == wire.REFUSED:
                 self._refused(link, bytes(frame.payload).decode())
-            self._came_back(link, kind)
+            elif kind == wire.FORGOTTEN:
+                self.give_up(link, "its connection broke, and a reply is not kept any more")
+            self._came_back(link, envelope, frame)
 
-    def _came_back(self, link: Link, kind: int) -> None:
-        batch = []
+    def _take_uncounted(self, link: Link, envelope: Envelope, payload: bytes) -> None:
+        """Takes what came back from a call that carried no frame."""
+        kind, lifeline = envelope.kind, envelope.kind == wire.LIFELINE
         with self._lock:
-            link.under_way -= 1
-            if kind == wire.BATCH:
+            if lifeline:
+                link.lifeline_ended(payload.decode())
+            elif link.mending is not None and kind == wire.RESUMED:
+                link.mending.agree(envelope.attempt, Taken.decode(payload))
+            elif link.mending is not None and kind == wire.REFUSED:
+                link.mending.end(payload.decode())
+            self._mender.look()
+            self._tell_closer()
+        if lifeline:
+            self._report(link)
+        elif kind == wire.FAREWELL:
+            self._farewell_confirmed(link, payload)
+
+    def came_back(self, link: Link, kind: int, frame: Frame) -> None:
+        """A call was taken, but its answer was lost with the pipe."""
+        self._came_back(link, self._sender.envelope(kind), frame)
+
+    def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:
+        batch: list[Frame] = []
+        reply = envelope.kind == FrameKind.REPLY and link.calls.remembers
+        with self._lock:
+            link.calls.under_way -= 1
+            due = reply and link.calls.received(envelope.number, frame)
+            if envelope.kind == wire.BATCH:
                 link.batch_under_way = False
                 batch = link.take_batch()
             parting = link.farewell is not None
             self._tell_closer()
-        self._send_batch(link, batch)
+        if batch:
+            self._caller.send_batch(link, batch)
         if parting:
             self._settle(link)
+        if due:
+            self._send_receipt(link)
+        elif reply:
+            self._late.add(self)
 
     def _take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
         if envelope.kind == wire.FAREWELL and future is not None:
             self._take_farewell(envelope, frame, future)
             return None
+        fresh, refusal = False, None
         with self._lock:
-            link = self._links.get(envelope.sender)
-            refusal = self._refusal(link, envelope)
-            if refusal is None and (link is None or link.peer.incarnation < envelope.incarnation):
-                self._early.append((envelope, frame, future))
-                return None
-            if link is not None and future is not None and refusal is None and not link.broken:
-                link.hold(envelope.kind, envelope.correlation, future)
-        if link is None or refusal is not None:
+            link = self._roster.member(envelope)
+            if link is None or self._state is not _State.OPEN:
+                refusal = self._roster.refusal(envelope)
+            if refusal is not None:
+                link = None
+            elif link is None:
+                self._roster.early.append((envelope, frame, future))
+            else:
+                fresh = link.take(envelope, frame, future)
+        if link is not None and fresh:
+            self._act(link, envelope, frame)
+        elif link is not None and future is not None:
+            with self._lock:
+                again, reply = link.served.ask_again(envelope, future)
+            self._answers.give_again(envelope, future, again, reply)
+        elif refusal is not None and future is not None:
             kind = wire.LIFELINE if envelope.kind == wire.LIFELINE else wire.REFUSED
-            self._answer_all([future] if future else [], kind, refusal or "")
-        elif envelope.kind == wire.BATCH:
-            for notice in wire.split_notices(frame.payload):
-                self._deliver(envelope.sender, notice)
-        elif envelope.kind == wire.LIFELINE:
-            self._open_lifeline(link)
-        else:
-            self._deliver(envelope.sender, frame)
-        if envelope.kind != wire.LIFELINE:
-            self._taken(envelope)
+            self._answers.give_asked([(envelope, future)], kind, refusal)
         return refusal
 
-    def _taken(self, envelope: Envelope) -> None:
+    def _act(self, link: Link, envelope: Envelope, frame: Frame) -> None:
+        """Acts on a call that was taken."""
+        kind = envelope.kind
+        if kind < wire.LIFELINE:
+            self._deliver(envelope.sender, frame)
+        elif kind == wire.LIFELINE:
+            self._open_lifeline(link)
+            return
+        elif kind == wire.BATCH:
+            batch = wire.split(frame.payload)
+            with self._lock:
+                link.loose.update(f.correlation for f in batch if f.kind is FrameKind.REQUEST)
+            for each in batch:
+                self._deliver(envelope.sender, each, in_batch=True)
+        elif kind == wire.RECEIPT:
+            received, arrived = decode_receipt(frame.payload)
+            with self._lock:
+                link.served.acknowledged(received)
+                link.calls.arrived(arrived)
         with self._lock:
-            link = self._of_sender(envelope)
-            if link is None:
-                return
-            link.taken += 1
+            link.served.delivered += 1
             parting = link.farewell is not None
         if parting:
             self._settle(link)
+        if link.served.arrived:
+            self._late.add(self)
 
-    def _of_sender(self, envelope: Envelope) -> Link | None:
-        """The link to the very life that sent this, removed or not."""
-        link = self._links.get(envelope.sender)
-        if link is None or link.peer.incarnation != envelope.incarnation:
-            link = self._removed.get(envelope.sender)
-        if link is None or link.peer.incarnation != envelope.incarnation:
-            return None
-        return link
-
-    def _refusal(self, link: Link | None, envelope: Envelope) -> str | None:
-        """Why nothing is taken from a sender. Needs the lock."""
-        if self._state is not _State.OPEN:
-            return _SHUT_DOWN
-        if link is not None and link.peer.incarnation > envelope.incarnation:
-            return _OLD_LIFE
-        if link is not None and link.peer.incarnation == envelope.incarnation:
-            return None
-        removed = self._removed.get(envelope.sender)
-        if removed is not None and removed.peer.incarnation >= envelope.incarnation:
-            return _REMOVED
-        return _OVERRUN if len(self._early) >= _EARLY_LIMIT else None
+    def _resume(self, envelope: Envelope, frame: Frame) -> Answer:
+        """A peer's pipe to us broke, and it asks to go on over this one."""
+        with self._lock:
+            outcome = self._roster.resume(envelope, bytes(frame.payload).decode())
+            if isinstance(outcome, str):
+                return self._answers.make(wire.REFUSED, outcome, attempt=envelope.attempt)
+            taken = outcome.encode()
+        return self._answers.make(wire.RESUMED, taken, attempt=envelope.attempt)
 
     def _take_farewell(self, envelope: Envelope, frame: Frame, future: AnswerFuture) -> None:
         with self._lock:
-            link = self._of_sender(envelope)
+            link = self._roster.of_sender(envelope)
             if link is not None:
-                link.lose(_SHUT_DOWN)
+                link.lose(SHUT_DOWN)
+                if link.mending is not None:
+                    link.abandon_pipe()
                 link.farewell, link.announced = future, int(bytes(frame.payload))
                 asked, lifelines = link.take_asked(), link.take_lifelines()
             self._senders += 1
         if link is None:
-            self._answer_visibly(future, wire.FAREWELL, b"")
+            self._answers.give_visibly(future, wire.FAREWELL, b"")
         else:
-            self._answer_all(asked, wire.DONE)
-            self._answer_all(lifelines, wire.LIFELINE)
+            self._answers.give_asked(asked, wire.DONE)
+            self._answers.give(lifelines, wire.LIFELINE)
             self._settle(link)
         self._sent()
 
@@ -462,34 +497,13 @@ class TensorPipeTransport:
             lifelines = link.take_lifelines()
             self._senders += 1
         for lifeline in lifelines:
-            self._answer_visibly(lifeline, wire.LIFELINE, _SHUT_DOWN.encode())
+            self._answers.give_visibly(lifeline, wire.LIFELINE, SHUT_DOWN.encode())
         self._settle(link)
         self._sent()
 
-    def _answer(self, kind: int, payload: str | bytes = b"") -> Answer:
-        data = payload.encode() if isinstance(payload, str) else payload
-        return Answer(*wire.pack(self._envelope(kind), Frame(FrameKind.NOTICE, 0, b"", data)))
-
-    def _answer_all(self, futures: Iterable[AnswerFuture], kind: int, reason: str = "") -> None:
-        for future in futures:
-            future.set_result(self._answer(kind, reason))
-
-    def _answer_visibly(self, future: AnswerFuture, kind: int, payload: bytes) -> None:
-        """Answers, and lets ``close`` see when the answer has left.
-
-        The only sign of that which torch gives is that it lets go of a tensor.
-        """
-        written, sign = threading.Event(), torch.zeros(1)
-        weakref.finalize(sign, written.set).atexit = False
-        with self._lock:
-            self._unwritten = {each for each in self._unwritten if not each.is_set()} | {written}
-        answer = self._answer(kind, payload)
-        answer.tensors.append(sign)
-        future.set_result(answer)
-
-    def _deliver(self, sender: int, frame: Frame) -> None:
+    def _deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         try:
-            self._receiver.deliver(sender, frame)
+            self._receiver.deliver(sender, frame, in_batch)
         except Exception:
             _log.exception("%r could not take a frame from worker %d", self._info, sender)
 
@@ -503,34 +517,37 @@ class TensorPipeTransport:
             self._tell_closer()
         if due is not None:
             future, message = due
-            self._answer_visibly(future, wire.FAREWELL, message)
+            self._answers.give_visibly(future, wire.FAREWELL, message)
             self._sent()
             self._report(link)
 
     def _refused(self, link: Link, reason: str) -> None:
         """A peer that leaves is reported when it says so, after the frames that it sent."""
-        leaving = reason == _SHUT_DOWN
+        leaving = reason == SHUT_DOWN
         with self._lock:
             link.lose(reason)
             link.will_say_farewell = leaving
         if not leaving:
             self._report(link)
 
-    def _lose(self, link: Link, reason: str) -> None:
-        with self._lock:
-            link.lose(reason)
-        self._report(link)
+    def _broke(self, link: Link, attempt: int, reason: str) -> None:
+        self._mender.broke(link, attempt, reason)
 
-    def _broke(self, link: Link, reason: str) -> None:
+    def give_up(self, link: Link, reason: str) -> None:
+        """A pipe broke and is not replaced."""
         with self._lock:
             link.break_off(reason)
             self._tell_closer()
         self._report(link)
 
+    def mended(self) -> None:
+        """A pipe was replaced. Needs the lock."""
+        self._tell_closer()
+
     def _report(self, link: Link) -> None:
         worker_id = link.peer.info.id
         with self._lock:
-            current = self._links.get(worker_id) is link and self._state is _State.OPEN
+            current = self._roster.links.get(worker_id) is link and self._state is _State.OPEN
             if link.reported or not current:
                 return
             link.reported = True
@@ -542,44 +559,34 @@ class TensorPipeTransport:
     def _part(self, deadline: float) -> None:
         """Answers everything, says farewell, and waits until nobody reads from us."""
         with self._lock:
-            asked = [future for _, _, future in self._early if future is not None]
-            links = [*self._links.values(), *self._removed.values()]
-            asked += [future for link in links for future in link.take_asked()]
-            parting = [link for link in self._sendable() if link.watched]
+            early = self._roster.early
+            asked = [(each[0], each[2]) for each in early if each[2] is not None]
+            links = self._roster.everyone()
+            asked += [each for link in links for each in link.take_asked()]
+            for link in self._roster.sendable():
+                if link.route is None:
+                    link.break_off("its connection broke, and this worker leaves")
+            parting = [link for link in self._roster.sendable() if link.watched]
             for link in parting:
                 link.say_farewell()
-        self._answer_all(asked, wire.REFUSED, _SHUT_DOWN)
+        self._answers.give_asked(asked, wire.REFUSED, SHUT_DOWN)
         for link in parting:
-            frame = Frame(FrameKind.NOTICE, 0, b"", str(link.sent).encode())
-            farewell, _ = wire.pack(self._envelope(wire.FAREWELL), frame)
-            said = self._agent.ask(link.route, wire.call_pickle(farewell), [])
-            said.add_done_callback(partial(self._ended, link))
+            self._caller.say_farewell(link)
         with self._lock:
             self._wait_until(lambda: all(link.is_finished() for link in links), deadline)
-            self._wait_until(lambda: not any(map(self._calls_itself, links)), deadline)
+            itself = [link for link in links if link.peer.info.id == self._info.id]
+            self._wait_until(lambda: not any(each.calls.under_way for each in itself), deadline)
             lifelines = [lifeline for link in links for lifeline in link.take_lifelines()]
         for lifeline in lifelines:
-            self._answer_visibly(lifeline, wire.LIFELINE, _SHUT_DOWN.encode())
+            self._answers.give_visibly(lifeline, wire.LIFELINE, SHUT_DOWN.encode())
         with self._lock:
             self._wait_until(lambda: self._senders == 0, None)
-            unwritten = list(self._unwritten)
-        for written in unwritten:
-            written.wait(max(0.0, deadline - time.monotonic()))
-
-    def _calls_itself(self, link: Link) -> bool:
-        return link.peer.info.id == self._info.id and link.under_way > 0
-
-    def _sendable(self) -> list[Link]:
-        """Needs the lock."""
-        return [link for link in self._links.values() if link.lost is None]
+        self._answers.wait(deadline)
 
     def _wait_until(self, holds: Callable[[], bool], deadline: float | None) -> None:
         """Waits for a change that makes it so. Needs the lock, which it lets go meanwhile."""
-        while not holds():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            self._changed.wait(left)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self._changed.wait_for(holds, left)
 
     def _tell_closer(self) -> None:
         """Needs the lock."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ _LAST_ID = 32_767
 _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 POOL_THREADS = 16
 _NO_TIMEOUT = 0.0
+_ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
 
@@ -45,6 +48,10 @@ _SECONDS_TO_STOP = 10.0
 def available() -> bool:
     """Whether this build of torch has TensorPipe."""
     return hasattr(getattr(torch._C, "_distributed_rpc", None), "TensorPipeAgent")
+
+
+class PipeBrokenError(RuntimeError):
+    """A call ended before it was made: its pipe is broken."""
 
 
 class TorchAgent:
@@ -70,6 +77,7 @@ class TorchAgent:
         self.tensor_tables: Any = internal._thread_local_tensor_tables
         self._devices = devices
         self._reverse_maps: dict[str, DeviceMap] = {}
+        self._naming = threading.Lock()
         self._ids: dict[str, int] = {}
         self._next_id = SELF_ID + 1
         if module._is_current_rpc_agent_set():
@@ -96,12 +104,16 @@ class TorchAgent:
         Returns:
             What ``ask`` and ``tell`` take.
         """
+        with self._naming:
+            return self._reach(name, url, reverse_map)
+
+    def _reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
         if name in self._ids:
             self._update(name, self._ids[name], False)
         if self._next_id > _LAST_ID:
             raise BringUpError(
-                f"torch has no ids left for worker {name!r}: workers joined or came back "
-                f"{_LAST_ID} times in the life of this process"
+                f"torch has no ids left for worker {name!r}: workers joined, came back, or had "
+                f"their connections opened again {_LAST_ID} times in the life of this process"
             )
         self._ids[name] = self._next_id
         self._next_id += 1
@@ -138,13 +150,21 @@ class TorchAgent:
             ) from error
 
     def ask(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
-        """Calls; the callee answers later, through a future."""
+        """Calls; the callee answers later, through a future.
+
+        Raises:
+            PipeBrokenError: it cannot be reached that way any more.
+        """
         if profiler_enabled() and _profiler_type() == _LEGACY:
             return _unprofiled(lambda: self._invoke(to, pickle, tensors, True))
         return self._invoke(to, pickle, tensors, True)
 
     def tell(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
-        """Calls; the callee answers at once."""
+        """Calls; the callee answers at once.
+
+        Raises:
+            PipeBrokenError: it cannot be reached that way any more.
+        """
         if profiler_enabled() and _profiler_type() == _LEGACY:
             return _unprofiled(lambda: self._invoke(to, pickle, tensors, False))
         return self._invoke(to, pickle, tensors, False)
@@ -152,7 +172,12 @@ class TorchAgent:
     def _invoke(
         self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor], later: bool
     ) -> Any:
-        return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, later)
+        try:
+            return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, later)
+        except RuntimeError as error:
+            if _ENDED_EARLY in str(error):
+                raise PipeBrokenError("it broke before a call was made") from error
+            raise
 
     def future(self) -> Any:
         """A future that may be answered with tensors on any device in use."""
@@ -181,6 +206,46 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+
+
+class Leaving:
+    """Answers that were given and may not have left yet.
+
+    The only sign of that which torch gives is that it lets go of a tensor.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unwritten: set[threading.Event] = set()
+
+    def sign(self) -> torch.Tensor:
+        """A tensor to send with an answer, and to keep no reference to."""
+        written, sign = threading.Event(), torch.zeros(1)
+        weakref.finalize(sign, written.set).atexit = False
+        with self._lock:
+            self._unwritten = {each for each in self._unwritten if not each.is_set()} | {written}
+        return sign
+
+    def wait(self, deadline: float) -> None:
+        """Waits until all have left, or until then on the monotonic clock."""
+        with self._lock:
+            unwritten = list(self._unwritten)
+        for written in unwritten:
+            written.wait(max(0.0, deadline - time.monotonic()))
+
+
+def error_of(future: Any) -> str:
+    """What went wrong with a call that ended; empty if nothing did."""
+    try:
+        future.value()
+    except RuntimeError as error:
+        return str(error).partition(" (this error")[0] or "unknown error"
+    return ""
+
+
+def nobody_listens(error: str) -> bool:
+    """Whether a call failed because its worker's process is gone."""
+    return "ECONNREFUSED" in error
 
 
 def _unprofiled(send: Callable[[], Any]) -> Any:

@@ -11,14 +11,15 @@ transport is attached, pickles name the two entry points by a number instead of
 looking them up by module and name, which takes microseconds at either end.
 
 Envelope, little endian: ``version u8, kind u8, flags u8, pad, sender i32,
-incarnation u64, correlation u64, header length u32``, then header and payload.
+incarnation u64, correlation u64, number u64, attempt u32, header length u32``,
+then header and payload.
 """
 
 from __future__ import annotations
 
 import copyreg
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -37,11 +38,23 @@ FAREWELL = 17
 PRIMER = 18
 """Sent to oneself once, so that torch imports what it needs before real traffic."""
 BATCH = 19
-"""Several notices in one."""
+"""Several frames without tensors in one."""
+VOID = 20
+"""Takes the number of a call that could not be made."""
+AGAIN = 21
+"""Asks again for the reply to a request, over another pipe."""
+RESUME = 22
+"""Asks to go on over another pipe; the payload says who is meant."""
+RECEIPT = 23
+"""Says which replies and which large requests have arrived."""
 DONE = 32
 """Answer without a frame: taken, or no longer wanted."""
 REFUSED = 33
 """Answer without a frame: the payload says why nothing from the sender is accepted."""
+RESUMED = 34
+"""Answer to RESUME: the payload says which calls were taken."""
+FORGOTTEN = 35
+"""Answer without a frame: there was a reply, which is kept no more."""
 
 TENSOR_PAYLOAD_MIN = 128 * 1024
 """Payloads from this size travel as a tensor, which torch does not copy."""
@@ -49,11 +62,12 @@ TENSOR_PAYLOAD_MIN = 128 * 1024
 _QUESTION_CODE = 0x7457_0001
 _ANSWER_CODE = 0x7457_0002
 _KINDS = {kind.value: kind for kind in FrameKind}
-_VERSION = 1
+_VERSION = 3
 _PAYLOAD_IN_TENSOR = 1
-_ENVELOPE = struct.Struct("<BBBxiQQI")
-_ENTRY = struct.Struct("<II")
+_ENVELOPE = struct.Struct("<BBBxiQQQII")
+_ENTRY = struct.Struct("<BQII")
 _LENGTH = struct.Struct("<Q")
+_tuple = tuple.__new__
 
 
 class Envelope(NamedTuple):
@@ -64,12 +78,35 @@ class Envelope(NamedTuple):
         sender: worker id of the sender.
         incarnation: which life of the sender.
         correlation: ties an answer to its question.
+        number: which of the sender's calls this is, counting from 1, or which of the receiver's
+            it answers; 0 if it is none that counts.
+        attempt: at which attempt to have a pipe it was made; the first pipe has 0.
     """
 
     kind: int
     sender: int
     incarnation: int
     correlation: int = 0
+    number: int = 0
+    attempt: int = 0
+
+
+class Sender(NamedTuple):
+    """Who sends: what stands in all its envelopes.
+
+    Args:
+        worker_id: which worker.
+        incarnation: which life of it.
+    """
+
+    worker_id: int
+    incarnation: int
+
+    def envelope(
+        self, kind: int, correlation: int = 0, number: int = 0, attempt: int = 0
+    ) -> Envelope:
+        """An envelope of this sender's; the arguments are those of :class:`Envelope`."""
+        return Envelope(kind, self.worker_id, self.incarnation, correlation, number, attempt)
 
 
 class Bus(Protocol):
@@ -151,7 +188,7 @@ def receive_question(data: bytes) -> Call:
     if bus is None:
         raise FrameError("no TensorWire transport is attached to this process's RPC agent")
     envelope, frame = unpack(data, _socket.tables.recv_tables)
-    return Call(bus.question, (envelope, frame), _NO_KEYWORDS)
+    return _tuple(Call, (bus.question, (envelope, frame), _NO_KEYWORDS))
 
 
 def receive_answer(data: bytes) -> None:
@@ -163,7 +200,7 @@ def receive_answer(data: bytes) -> None:
 
 def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
     """Returns the bytes and tensors that carry ``frame``."""
-    tensors = [_compact(tensor) for tensor in frame.tensors]
+    tensors = [*map(_compact, frame.tensors)]
     payload: Payload = frame.payload
     flags = 0
     if len(payload) >= TENSOR_PAYLOAD_MIN:
@@ -176,6 +213,8 @@ def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
         envelope.sender,
         envelope.incarnation,
         envelope.correlation,
+        envelope.number,
+        envelope.attempt,
         len(frame.header),
     )
     return b"".join((head, frame.header, payload)), tensors
@@ -188,7 +227,9 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
         FrameError: if ``data`` is not what ``pack`` makes.
     """
     try:
-        version, kind, flags, sender, life, correlation, size = _ENVELOPE.unpack_from(data)
+        version, kind, flags, sender, life, correlation, number, attempt, size = (
+            _ENVELOPE.unpack_from(data)
+        )
     except struct.error as error:
         raise FrameError(f"a message of {len(data)} bytes has no envelope") from error
     split = _ENVELOPE.size + size
@@ -200,8 +241,9 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
         payload = carrier.numpy().data
     header = data[_ENVELOPE.size : split]
     frame_kind = _KINDS.get(kind, FrameKind.NOTICE)
-    frame = Frame(frame_kind, correlation, header, payload, tuple(tensors))
-    return Envelope(kind, sender, life, correlation), frame
+    # what Frame(...) and Envelope(...) do, without a call of Python's in between
+    frame = _tuple(Frame, (frame_kind, correlation, header, payload, tuple(tensors)))
+    return _tuple(Envelope, (kind, sender, life, correlation, number, attempt)), frame
 
 
 def call_pickle(data: bytes) -> bytes:
@@ -209,23 +251,23 @@ def call_pickle(data: bytes) -> bytes:
     return b"".join((_CALL_HEAD, _LENGTH.pack(len(data)), data, _CALL_TAIL))
 
 
-def join_notices(frames: list[Frame]) -> bytes:
-    """Packs tensorless notices into the payload of one BATCH frame."""
+def join(frames: Iterable[Frame]) -> bytes:
+    """Packs frames without tensors into the payload of one BATCH frame."""
     parts: list[Payload] = []
-    for frame in frames:
-        parts += _ENTRY.pack(len(frame.header), len(frame.payload)), frame.header, frame.payload
+    for kind, correlation, header, payload, _ in frames:
+        parts += _ENTRY.pack(kind, correlation, len(header), len(payload)), header, payload
     return b"".join(parts)
 
 
-def split_notices(payload: Payload) -> list[Frame]:
-    """The inverse of ``join_notices``."""
+def split(payload: Payload) -> list[Frame]:
+    """The inverse of ``join``."""
     data, position, frames = bytes(payload), 0, []
     while position < len(data):
-        header_size, payload_size = _ENTRY.unpack_from(data, position)
+        kind, correlation, header_size, payload_size = _ENTRY.unpack_from(data, position)
         start = position + _ENTRY.size
         middle = start + header_size
         position = middle + payload_size
-        frames.append(Frame(FrameKind.NOTICE, 0, data[start:middle], data[middle:position]))
+        frames.append(Frame(_KINDS[kind], correlation, data[start:middle], data[middle:position]))
     return frames
 
 

@@ -1,9 +1,11 @@
-"""A hundred thousand calls right before shutdown, between processes."""
+"""Many calls at once, between processes: right before shutdown, and of handlers that wait."""
 
 from __future__ import annotations
 
 import itertools
 import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,22 +36,72 @@ def call_and_leave(to: str) -> int:
     return sum(future.done() and future.value() is None for future in futures)
 
 
-@pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
-def test_every_call_made_right_before_shutdown_completes(backend: str) -> None:
+MEETING = 40
+_gate = threading.Event()
+
+
+def meet(number: int) -> int:
+    """Returns when the last handler of the meeting has come."""
+    if number == MEETING - 1:
+        _gate.set()
+    assert _gate.wait(60)
+    return number
+
+
+def call_those_who_meet(to: str) -> list[int]:
+    """Calls, closely one after another, handlers that wait for the last of them."""
+    futures = [rpc.rpc_async(to, meet, args=(number,)) for number in range(MEETING)]
+    return [future.wait() for future in futures]
+
+
+def wait_in_callbacks(to: str) -> list[int]:
+    """Calls whose replies come together, and have callbacks that wait for each other."""
+    futures: list[rpc.Future[int]] = []
+    all_sent = threading.Event()
+
+    def wait_for_the_next(done: rpc.Future[int]) -> int:
+        number = done.value()
+        assert all_sent.wait(60)
+        return number if number == MEETING - 1 else futures[number + 1].wait() - 1
+
+    for number in range(MEETING):
+        futures.append(rpc.rpc_async(to, meet, args=(number,)).then(wait_for_the_next))
+    all_sent.set()
+    return [future.wait() for future in futures]
+
+
+@pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
+    """Two workers, each a process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    caller, callee = workers = [WorkerProcess(), WorkerProcess()]
+    workers = [WorkerProcess(), WorkerProcess()]
     try:
         for rank, worker in enumerate(workers):
-            worker.begin(join, backend, url, f"worker{rank}", rank, 2)
+            worker.begin(join, request.param, url, f"worker{rank}", rank, 2)
         for worker in workers:
             worker.result()
-        caller.begin(call_and_leave, "worker1")
-        callee.begin(leave, timeout=0)
-        assert caller.result() == CALLS
-        callee.result()
-        assert callee.do(counted) == CALLS
+        yield workers
     finally:
         for worker in workers:
             worker.end()
+
+
+def test_every_call_made_right_before_shutdown_completes(pair: list[WorkerProcess]) -> None:
+    caller, callee = pair
+    caller.begin(call_and_leave, "worker1")
+    callee.begin(leave, timeout=0)
+    assert caller.result() == CALLS
+    callee.result()
+    assert callee.do(counted) == CALLS
+
+
+def test_handlers_of_one_burst_may_wait_for_each_other(pair: list[WorkerProcess]) -> None:
+    assert pair[0].do(call_those_who_meet, "worker1") == list(range(MEETING))
+
+
+def test_callbacks_on_replies_that_came_together_may_wait_for_each_other(
+    pair: list[WorkerProcess],
+) -> None:
+    assert pair[0].do(wait_in_callbacks, "worker1") == list(range(MEETING))

@@ -18,7 +18,7 @@ from rpc.completions import Completions as RealCompletions
 from rpc.executor import Executor
 from rpc.futures import Future
 from rpc.messages import Reply, Status
-from rpc.sinks import Decode, FutureSink, WaitingCaller
+from rpc.sinks import AnswerSink, Decode, FutureSink, WaitingCaller
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.memory import MemoryHub, MemoryTransport
@@ -225,6 +225,44 @@ def expect(future: Future[Any], outcome: object) -> None:
 
 
 # --- At the end
+
+
+# --- A function of the framework's own
+
+
+@pytest.mark.parametrize("outcome", [7, ValueError("remote")])
+def test_a_plain_answer_is_taken_where_it_is_delivered(outcome: object):
+    answers: list[object] = []
+    completions = Completions()
+    AnswerSink(lambda *answer: answers.append(answer), completions).replied(
+        PLAIN, FRAME, Unpack(outcome)
+    )
+    assert answers == [(7, None) if outcome == 7 else (None, outcome)]
+    assert not completions.tasks
+
+
+@pytest.mark.parametrize(
+    ("reply", "needs_import"), [(Reply(Status.ERROR, plain=False), False), (PLAIN, True)]
+)
+def test_an_answer_that_may_run_code_of_others_is_unpacked_elsewhere(
+    reply: Reply, needs_import: bool
+):
+    answers: list[object] = []
+    completions = Completions()
+    sink = AnswerSink(lambda *answer: answers.append(answer), completions)
+    sink.replied(reply, FRAME, Unpack(7, needs_import=needs_import))
+    assert answers == []
+    assert completions.run() == "submit"
+    assert answers == [(7, None)]
+
+
+def test_the_failure_of_a_question_is_told_elsewhere():
+    answers: list[object] = []
+    completions, error = Completions(), ValueError("lost")
+    AnswerSink(lambda *answer: answers.append(answer), completions).failed(error)
+    assert answers == []
+    assert completions.run() == "submit"
+    assert answers == [(None, error)]
 
 
 def test_no_completion_is_dropped_when_its_worker_closes(monkeypatch: pytest.MonkeyPatch):

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
+from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
-from rpc.transports.tensorwire.late_receipts import Acknowledging
 from rpc.transports.tensorwire.link import Link
 
 _EVENTS = 32

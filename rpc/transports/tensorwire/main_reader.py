@@ -10,10 +10,10 @@ import socket
 from collections.abc import Callable
 
 from rpc.transports.base import Frame
+from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import FrameDecoder
-from rpc.transports.tensorwire.late_receipts import Acknowledging
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 

@@ -8,10 +8,12 @@ TensorPipe's roads and are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
     DEFAULT_INIT_METHOD,
+    DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
@@ -84,7 +86,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
-        link_resume_timeout: float = _DEFAULT.resume_seconds,
+        link_resume_timeout: float = DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     ) -> None:
         super().__init__(
             num_worker_threads=num_worker_threads,
@@ -97,6 +99,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             bring_up_timeout=bring_up_timeout,
             shutdown_timeout=shutdown_timeout,
             liveness_timeout=liveness_timeout,
+            link_resume_timeout=link_resume_timeout,
         )
         self._settings = Settings(
             bind_address=bind_address,
@@ -107,12 +110,12 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             when_full=when_full,
             bulk_connections=tcp_connections,
             max_message_bytes=max_message_bytes,
-            resume_seconds=link_resume_timeout,
         )
 
     def settings(self) -> Settings:
         """What the transport is to be made with."""
-        return self._settings.with_device_maps(self.device_maps)
+        settings = replace(self._settings, resume_seconds=self.link_resume_timeout)
+        return settings.with_device_maps(self.device_maps)
 
     @classmethod
     def adopted(cls, options: TensorPipeRpcBackendOptions) -> TensorWireRpcBackendOptions:
@@ -128,4 +131,5 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             bring_up_timeout=options.bring_up_timeout,
             shutdown_timeout=options.shutdown_timeout,
             liveness_timeout=options.liveness_timeout,
+            link_resume_timeout=options.link_resume_timeout,
         )

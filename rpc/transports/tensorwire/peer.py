@@ -20,6 +20,7 @@ import torch
 
 from rpc.errors import EncodeError, QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.resumption import MOST_MESSAGES
 from rpc.transports.tensorwire.acceptor import Proven
 from rpc.transports.tensorwire.body import Look, look_at
@@ -29,7 +30,6 @@ from rpc.transports.tensorwire.connector import ConnectError, Connections, Conne
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.flow import FlowWindow
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
-from rpc.transports.tensorwire.late_receipts import LateReceipts
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.mender import Mender

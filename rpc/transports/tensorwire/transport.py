@@ -18,6 +18,7 @@ import torch
 
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.tensorwire.acceptor import Door, Proven
 from rpc.transports.tensorwire.address import (
     Address,
@@ -30,7 +31,6 @@ from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.connector import Target
 from rpc.transports.tensorwire.devices import DeviceMap, pack_maps, unpack_maps
 from rpc.transports.tensorwire.handshake import Identity, derive_key
-from rpc.transports.tensorwire.late_receipts import LateReceipts
 from rpc.transports.tensorwire.link import Resources
 from rpc.transports.tensorwire.peer import Machinery, RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers

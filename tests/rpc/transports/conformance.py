@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ class Worker:
     def peer(self) -> Peer:
         return Peer(self.info, self.incarnation, self.address)
 
-    def deliver(self, sender: int, frame: Frame) -> None:
+    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         with self.changed:
             self.told_after_close += self.closed
             if frame.kind is FrameKind.REPLY:
@@ -120,6 +120,13 @@ class Worker:
             self.transport.close(flush_seconds)
             with self.changed:
                 self.closed = True
+
+
+def introduce(workers: Sequence[Worker]) -> None:
+    """Makes each known to all, itself included."""
+    for worker in workers:
+        for other in workers:
+            worker.transport.add_peer(other.peer())
 
 
 def _memory(tensor: torch.Tensor) -> bytes:
@@ -175,9 +182,7 @@ class TransportConformance:
             made.extend(workers)
             for worker in workers:
                 worker.start()
-            for worker in workers:
-                for other in workers:
-                    worker.transport.add_peer(other.peer())
+            introduce(workers)
             return workers
 
         yield make

@@ -38,13 +38,13 @@ class Cutter:
         self._others = {_inode(sock) for sock in connections()}
 
     def cut(self) -> int:
-        """Breaks them; returns how many it were."""
+        """Breaks them, and none that is made meanwhile; returns how many it were."""
         count = 0
-        for sock in connections():
-            if _inode(sock) not in self._others:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
+        found = [sock.dup() for sock in connections() if _inode(sock) not in self._others]
+        for sock in found:
+            with sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
         return count
 
 

@@ -16,7 +16,7 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,10 @@ import torch
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
+from rpc.transports.tensorpipe_ledger import size
+from rpc.transports.tensorpipe_links import Link
 from rpc.worker_info import WorkerInfo
+from tests.rpc.transports.cutter import Cutter
 
 SECONDS = 60.0
 
@@ -111,6 +114,15 @@ class Workplace:
     def _tell(self) -> None:
         while (event := self._events.get()) is not None:
             event()
+
+
+@contextlib.contextmanager
+def workplaces(errors: Path, count: int) -> Iterator[list[Workplace]]:
+    """Some processes, each with a file in the folder ``errors``; ended after the block."""
+    made = [Workplace(errors / str(number)) for number in range(count)]
+    yield made
+    for place in made:
+        place.end()
 
 
 class RemoteTransport:
@@ -198,15 +210,21 @@ class _Bench:
         self.connection = connection
         self.lock = threading.Lock()
         self.transport: TensorPipeTransport | None = None
+        self.cutter: Cutter | None = None
+        self.lifelines: dict[int, int] = {}
+        self.cutting: tuple[threading.Thread, threading.Event] | None = None
+        self.cuts = 0
 
     def make(self, options: dict[str, Any]) -> None:
+        self.cutter = Cutter()
+        self.lifelines.clear()
         self.transport = TensorPipeTransport(TensorPipeRpcBackendOptions(**options))
 
     def start(self, info: WorkerInfo, incarnation: int) -> bytes:
         assert self.transport is not None
         return self.transport.start(info, incarnation, self)
 
-    def deliver(self, sender: int, frame: Frame) -> None:
+    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         self.tell("deliver", sender, _plain(frame))
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
@@ -219,6 +237,69 @@ class _Bench:
     def start_another(self) -> None:
         another = TensorPipeTransport(TensorPipeRpcBackendOptions())
         another.start(WorkerInfo("another", 9), 1, self)
+
+    def cut(self) -> int:
+        """Breaks every connection of the transport; returns how many it were."""
+        assert self.cutter is not None
+        for link in self.peers():
+            self.lifelines[link.peer.info.id] = link.lifeline[0] if link.lifeline else -1
+        return self.cutter.cut()
+
+    def peers(self) -> list[Link]:
+        assert self.transport is not None
+        links = self.transport._roster.links.values()
+        return [link for link in list(links) if link.seconds]
+
+    def is_whole(self) -> bool:
+        """Whether all connections were opened again since they were broken, at both ends.
+
+        One that is broken just when it is opened is the end of torch's listener.
+        """
+        return all(
+            link.route is not None
+            and link.lifeline is not None
+            and link.lifeline[0] > self.lifelines.get(link.peer.info.id, -1)
+            for link in self.peers()
+        )
+
+    def cut_every(self, pause: float) -> None:
+        """Breaks them again and again, until :meth:`stop_cutting`."""
+        end = threading.Event()
+
+        def cut() -> None:
+            while not end.wait(pause):
+                if self.is_whole():
+                    self.cut()
+                    self.cuts += 1
+
+        self.cuts = 0
+        self.cutting = threading.Thread(target=cut), end
+        self.cutting[0].start()
+
+    def cuts_so_far(self) -> int:
+        return self.cuts
+
+    def stop_cutting(self) -> None:
+        assert self.cutting is not None
+        thread, end = self.cutting
+        end.set()
+        thread.join()
+
+    def be_somebody_else(self) -> None:
+        """The transport's address becomes that of another one."""
+        assert self.transport is not None
+        self.transport._roster._life = "another"
+
+    def early_calls(self) -> int:
+        assert self.transport is not None
+        return len(self.transport._roster.early)
+
+    def remembers(self, worker_id: int) -> tuple[int, int]:
+        """The bytes kept for another pipe to and from a peer: of requests, and of replies."""
+        assert self.transport is not None
+        link = self.transport._roster.links[worker_id]
+        calls = sum(size(frame) for _, frame in list(link.calls.unanswered.values()))
+        return calls, link.served.kept_bytes
 
     def tell(self, *message: Any) -> None:
         data = _pack(message)

@@ -59,7 +59,7 @@ class Worker:
         address = self.transport.start(info, self.incarnation, self)
         self.peer = Peer(info, self.incarnation, address)
 
-    def deliver(self, sender: int, frame: Frame) -> None:
+    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         self._tell(f"{frame.header.decode()} from {sender}", frame)
 
     def peer_lost(self, worker_id: int, reason: str) -> None:

@@ -14,8 +14,8 @@ from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe import available
 from rpc.worker_info import WorkerInfo
-from tests.rpc.transports.conformance import TransportConformance, Worker
-from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace
+from tests.rpc.transports.conformance import TransportConformance, Worker, introduce
+from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, workplaces
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,11 +29,8 @@ Maker = Callable[..., RemoteTransport]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Workplace]]:
-    folder = tmp_path_factory.mktemp("stderr")
-    made = [Workplace(folder / str(number)) for number in range(4)]
-    yield made
-    for place in made:
-        place.end()
+    with workplaces(tmp_path_factory.mktemp("stderr"), 4) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +38,8 @@ def victims(
     places: list[Workplace], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Workplace]]:
     """Processes to kill; a test that kills one takes it out of the list and ends it."""
-    folder = tmp_path_factory.mktemp("victims")
-    made = [Workplace(folder / str(number)) for number in range(2)]
-    yield made
-    for place in made:
-        place.end()
+    with workplaces(tmp_path_factory.mktemp("victims"), 2) as made:
+        yield made
 
 
 @pytest.fixture
@@ -64,23 +58,17 @@ def workers(transports: Maker) -> Iterator[Callable[..., list[Worker]]]:
     """Makes workers that know each other unless told otherwise; closes them afterwards."""
     made: list[Worker] = []
 
-    def make(count: int, introduce: bool = True, **options: object) -> list[Worker]:
+    def make(count: int, acquainted: bool = True, **options: object) -> list[Worker]:
         for number in range(count):
             made.append(Worker(transports(**options), WorkerInfo(f"worker{number}", number)))
             made[-1].start()
-        if introduce:
-            _introduce(made)
+        if acquainted:
+            introduce(made)
         return made
 
     yield make
     for worker in made:
         worker.close(0.5)
-
-
-def _introduce(group: list[Worker]) -> None:
-    for worker in group:
-        for other in group:
-            worker.transport.add_peer(other.peer())
 
 
 class TestTensorPipeConformance(TransportConformance):
@@ -104,7 +92,7 @@ class TestLossOfAPeer:
         place = victims.pop()
         victim = Worker(RemoteTransport(place, _transports=transport), WorkerInfo("victim", 7))
         victim.start()
-        _introduce([caller, called, victim])
+        introduce([caller, called, victim])
         victim.answer = lambda *_: None
         # torch's shared-memory pipes that are opened only after a kill may stay silent.
         assert caller.call(called, b"h").header == b"h"
@@ -135,7 +123,7 @@ class TestMembership:
     def test_frames_that_come_before_their_sender_is_known_wait(
         self, workers: Callable[..., list[Worker]]
     ) -> None:
-        a, b = workers(2, introduce=False)
+        a, b = workers(2, acquainted=False)
         a.transport.add_peer(b.peer())
         asked = [a.ask(b, b"%d" % number) for number in range(3)]
         a.notify(b, b"notice")
@@ -144,7 +132,7 @@ class TestMembership:
         b.until(lambda: (0, b"notice") in [(s, frame.header) for s, frame in b.received])
 
     def test_an_old_life_is_refused(self, workers: Callable[..., list[Worker]]) -> None:
-        a, b = workers(2, introduce=False)
+        a, b = workers(2, acquainted=False)
         a.transport.add_peer(b.peer())
         b.transport.add_peer(Peer(a.info, a.incarnation + 1, a.address))
         a.notify(b, b"from the dead")

@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorpipe_links import AnswerFuture, Link
+from rpc.transports.tensorpipe_ledger import AnswerFuture, Calls, Served
+from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_wire import LIFELINE, Envelope
 from rpc.worker_info import WorkerInfo
 
 
 def link(peer: int, me: int) -> Link:
     info = WorkerInfo(f"worker{peer}", peer)
     route = cast("object", None)
-    return Link(Peer(info, 1, b""), route, peer < me, {}, {})  # type: ignore[arg-type]
+    calls, served = Calls(remembers=True), Served(keeps=True)
+    return Link(Peer(info, 1, b""), route, peer < me, {}, {}, calls, served, 5.0)  # type: ignore[arg-type]
 
 
 def future() -> AnswerFuture:
@@ -26,23 +29,51 @@ def future() -> AnswerFuture:
 
 
 class TestCalls:
-    def test_notices_queue_behind_the_batch_before_them(self) -> None:
+    def test_frames_queue_behind_the_batch_before_them(self) -> None:
         peer = link(1, 0)
-        notices = [Frame(FrameKind.NOTICE, 0, b"%d" % number) for number in range(3)]
-        peer.notices.append(notices[0])
-        assert peer.take_batch() == notices[:1]
-        peer.notices += notices[1:]
+        frames = [Frame(FrameKind.NOTICE, 0, b"%d" % number) for number in range(3)]
+        peer.outbox.append(frames[0])
+        assert peer.take_batch() == frames[:1]
+        peer.outbox += frames[1:]
         assert peer.take_batch() == []
         peer.batch_under_way = False
-        assert peer.take_batch() == notices[1:]
+        assert peer.take_batch() == frames[1:]
+
+    def test_a_batch_does_not_grow_without_bound(self) -> None:
+        peer = link(1, 0)
+        peer.outbox += [Frame(FrameKind.NOTICE, 0, b"", bytes(10_000)) for _ in range(100)]
+        sizes = []
+        while peer.outbox:
+            sizes.append(len(peer.take_batch()))
+            peer.batch_under_way = False
+        assert sum(sizes) == 100
+        assert max(sizes) * 10_000 < 300_000
+
+    def test_a_request_that_came_in_a_batch_is_answered_once(self) -> None:
+        peer = link(1, 0)
+        peer.loose.update((4, 5))
+        assert [peer.take_loose(number) for number in (4, 4, 6)] == [True, False, False]
+        peer.lose("it shut down")
+        assert not peer.take_loose(5)
 
     def test_what_is_held_is_handed_out_once(self) -> None:
         peer = link(1, 0)
         request, lifeline = future(), future()
-        peer.hold(FrameKind.REQUEST, 5, request)
-        peer.hold(16, 0, lifeline)
-        assert (peer.take_asked(), peer.take_lifelines()) == ([request], [lifeline])
-        assert (peer.take_asked(), peer.take_lifelines()) == ([], [])
+        asked = Envelope(FrameKind.REQUEST, 1, 1, 5, number=1)
+        frame = Frame(FrameKind.REQUEST, 5, b"")
+        assert peer.take(asked, frame, request)
+        assert peer.take(Envelope(LIFELINE, 1, 1), frame, lifeline)
+        assert peer.served.take_asked() == [(asked, request)]
+        assert peer.take_lifelines() == [lifeline]
+        assert (peer.served.take_asked(), peer.take_lifelines()) == ([], [])
+
+    def test_the_lifeline_of_the_latest_pipe_is_held(self) -> None:
+        peer = link(1, 0)
+        frame = Frame(FrameKind.NOTICE, 0, b"")
+        first, second = future(), future()
+        peer.take(Envelope(LIFELINE, 1, 1, attempt=2), frame, second)
+        peer.take(Envelope(LIFELINE, 1, 1, attempt=0), frame, first)
+        assert peer.take_lifelines() == [second]
 
     def test_the_first_reason_for_a_loss_is_kept(self) -> None:
         peer = link(1, 0)
@@ -51,6 +82,67 @@ class TestCalls:
         assert peer.lost == "it shut down"
         assert peer.is_finished()
 
+    def test_a_broken_pipe_is_replaced_unless_the_peer_or_this_worker_leaves(self) -> None:
+        peer = link(1, 0)
+        assert peer.mend(1.0, "eof") is not None
+        assert (peer.route, peer.lifeline_open, peer.is_whole(0)) == (None, False, False)
+        peer.begin_pipe(peer.seam.next_attempt())
+        assert (peer.mending, peer.lifeline_open, peer.is_whole(1)) == (None, True, True)
+        peer.say_farewell()
+        assert peer.mend(2.0, "eof") is None
+        left = link(2, 0)
+        left.lose("it shut down")
+        assert left.mend(1.0, "eof") is None
+        forbidden = link(3, 0)
+        forbidden.seconds = 0.0
+        assert forbidden.mend(1.0, "eof") is None
+
+    def test_a_peer_that_leaves_while_its_pipe_is_broken_need_not_be_waited_for(self) -> None:
+        peer = link(1, 0)
+        peer.lifeline_open = peer.watched = True
+        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 1, b""))
+        peer.mend(1.0, "eof")
+        peer.lose("it shut down")
+        peer.abandon_pipe()
+        peer.farewell = future()
+        assert peer.take_due_confirmation() is not None
+        assert peer.is_finished()
+
+
+class TestBursts:
+    @staticmethod
+    def busy_link() -> Link:
+        peer = link(1, 0)
+        for _ in range(4):
+            peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
+        return peer
+
+    def test_requests_that_follow_each_other_closely_are_a_burst(self) -> None:
+        peer = self.busy_link()
+        found = [peer.in_burst(1.0 + number * 100e-6) for number in range(20)]
+        assert not any(found[:8])
+        assert all(found[8:])
+
+    def test_a_pause_ends_a_burst(self) -> None:
+        peer = self.busy_link()
+        assert [peer.in_burst(1.0 + number * 100e-6) for number in range(20)][-1]
+        assert not peer.in_burst(1.1)
+
+    def test_a_caller_that_waits_for_each_reply_makes_no_burst(self) -> None:
+        peer = link(1, 0)
+        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
+        assert not any(peer.in_burst(1.0 + number * 100e-6) for number in range(100))
+
+    def test_slow_calls_make_no_burst(self) -> None:
+        peer = self.busy_link()
+        assert not any(peer.in_burst(1.0 + number * 1e-3) for number in range(100))
+
+    def test_replies_that_may_be_on_other_devices_need_calls_of_their_own(self) -> None:
+        cuda = torch.device("cuda", 0)
+        peer = self.busy_link()
+        peer.replies = {cuda: cuda}
+        assert not any(peer.in_burst(1.0 + number * 100e-6) for number in range(100))
+
 
 class Side:
     """One worker of a simulated pair, doing what the transport does."""
@@ -58,14 +150,14 @@ class Side:
     def __init__(self, me: int, peer: int, pipe: deque[tuple[str, bytes]]) -> None:
         self.link = link(peer, me)
         self.link.watched = self.link.lifeline_open = True
-        self.link.lifelines.append(future())
+        self.link.lifeline = 0, future()
         self.out = pipe
         self.stopped = False
         self.reading = 1
 
     def call(self) -> None:
         if self.link.lost is None and not self.link.said_farewell:
-            self.link.begin_call()
+            self.link.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
             self.reading += 1
             self.out.append(("call", b""))
 
@@ -73,14 +165,14 @@ class Side:
         if self.link.lost is None and not self.link.said_farewell:
             self.link.say_farewell()
             self.reading += 1
-            self.out.append(("farewell", str(self.link.sent).encode()))
+            self.out.append(("farewell", str(self.link.calls.sent).encode()))
 
     def receive(self, kind: str, data: bytes) -> None:
         if kind == "call":
-            self.link.taken += 1
+            self.link.served.delivered += 1
             self.out.append(("done", b""))
         elif kind == "done":
-            self.link.under_way -= 1
+            self.link.calls.under_way -= 1
             self.reading -= 1
         elif kind == "lifeline":
             self.link.lifeline_ended("it shut down")

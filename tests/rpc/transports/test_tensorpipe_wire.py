@@ -92,9 +92,10 @@ class TestPacking:
         with pytest.raises(FrameError):
             wire.unpack(data, [])
 
-    def test_notices_share_a_payload(self) -> None:
-        frames = [Frame(FrameKind.NOTICE, 0, b"h" * n, b"p" * (5 - n)) for n in range(6)]
-        assert wire.split_notices(wire.join_notices(frames)) == frames
+    @pytest.mark.parametrize("kind", FrameKind)
+    def test_frames_share_a_payload(self, kind: FrameKind) -> None:
+        frames = [Frame(kind, 2**64 - 1 - n, b"h" * n, b"p" * (5 - n)) for n in range(6)]
+        assert wire.split(wire.join(frames)) == frames
 
 
 class TestPickles:

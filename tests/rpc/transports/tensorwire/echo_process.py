@@ -17,7 +17,7 @@ from tests.rpc.transports.conformance import Worker, echo
 class _Echo(Worker):
     """Keeps no record of what it received."""
 
-    def deliver(self, sender: int, frame: object) -> None:
+    def deliver(self, sender: int, frame: object, in_batch: bool = False) -> None:
         echo(self, sender, frame)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.handshake import Identity
 from rpc.worker_info import WorkerInfo
-from tests.rpc.transports.conformance import SECONDS, Worker, echo
+from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
 from tests.rpc.transports.cutter import Cutter, cutting
 from tests.rpc.transports.tensorwire.strangers import connect, shake
 from tests.waiting import until
@@ -46,9 +46,7 @@ def make() -> Iterator[Maker]:
         made.extend(found)
         for worker in found:
             worker.start()
-        for worker in found:
-            for other in found:
-                worker.transport.add_peer(other.peer())
+        introduce(found)
         return found
 
     yield workers

@@ -86,9 +86,11 @@ def test_options_of_tensorpipe_are_taken_over() -> None:
         devices=[0],
         bring_up_timeout=11,
         shutdown_timeout=13,
+        link_resume_timeout=17,
     )
     adopted = TensorWireRpcBackendOptions.adopted(options)
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(adopted, name) == getattr(options, name)
     assert (adopted.bring_up_timeout, adopted.shutdown_timeout) == (11, 13)
+    assert adopted.settings().resume_seconds == 17
     assert TensorWireRpcBackendOptions.adopted(adopted) is adopted

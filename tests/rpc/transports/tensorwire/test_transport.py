@@ -29,7 +29,7 @@ from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
 from rpc.worker_info import WorkerInfo
 from tests import waiting
-from tests.rpc.transports.conformance import SECONDS, Worker
+from tests.rpc.transports.conformance import SECONDS, Worker, introduce
 from tests.rpc.transports.tensorwire.strangers import connect, shake
 
 Maker = Callable[..., list[Worker]]
@@ -48,9 +48,7 @@ def make() -> Iterator[Maker]:
         made.extend(found)
         for worker in found:
             worker.start()
-        for worker in found:
-            for other in found if known else ():
-                worker.transport.add_peer(other.peer())
+        introduce(found if known else ())
         return found
 
     yield workers

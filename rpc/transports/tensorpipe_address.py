@@ -1,0 +1,35 @@
+"""What a TensorPipe transport tells the others, so that they can reach it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rpc.devices import DeviceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How to reach one worker.
+
+    Args:
+        url: where torch's agent listens.
+        devices: its devices and device maps.
+        life: what is named to it when a pipe is to be replaced, to show that this very
+            transport is meant; empty if its pipes are not replaced.
+    """
+
+    url: str
+    devices: DeviceInfo
+    life: str
+
+    def encode(self) -> bytes:
+        """To be published."""
+        devices = self.devices.to_json()
+        return json.dumps({"url": self.url, "devices": devices, "life": self.life}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Address:
+        """The inverse of ``encode``."""
+        fields = json.loads(data)
+        return cls(fields["url"], DeviceInfo.from_json(fields["devices"]), fields["life"])

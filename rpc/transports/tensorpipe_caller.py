@@ -1,0 +1,197 @@
+"""Makes the calls of one TensorPipe transport.
+
+Owns the way from a frame to a call of torch's, first made or made again. Who may
+be called, what comes back and what a broken pipe means is for others to know.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from rpc.devices import reverse
+from rpc.transports import tensorpipe_wire as wire
+from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.tensorpipe_address import Address
+from rpc.transports.tensorpipe_ledger import Call, Calls, Served, encode_receipt
+from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of
+from rpc.transports.tensorpipe_wire import Envelope, Sender
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_rpc as torch_rpc
+
+    from rpc.options import TensorPipeRpcBackendOptions
+
+_MOST_IN_BATCH = 16_384
+
+Begun = tuple[Envelope, "torch_rpc.WorkerInfo | None"]
+"""A call that has its number, and the way it is to take; without one, it waits for the mender."""
+
+
+class Caller:
+    """Makes calls.
+
+    Args:
+        sender: who makes them.
+        lock: guards the links.
+        agent: carries them.
+        broke: told of a pipe that broke, by the attempt that it belongs to, and why.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        lock: threading.Lock,
+        agent: TorchAgent,
+        broke: Callable[[Link, int, str], None],
+    ) -> None:
+        self._sender = sender
+        self._lock = lock
+        self._agent = agent
+        self._broke = broke
+
+    def link_to(self, peer: Peer, name: str, options: TensorPipeRpcBackendOptions) -> Link:
+        """Opens the way to a peer.
+
+        Args:
+            peer: who it is; may be this worker itself.
+            name: this worker's name.
+            options: this worker's.
+        """
+        address = Address.decode(peer.address)
+        replies = reverse(address.devices.maps.get(name, {}))
+        requests = options.device_maps.get(peer.info.name, {})
+        seconds = options.link_resume_timeout if address.life else 0.0
+        me = self._sender.worker_id
+        if peer.info.id == me:
+            route, seconds = self._agent.myself(), 0.0
+        else:
+            route = self._agent.reach(peer.info.name, address.url.encode(), replies)
+        calls, served = Calls(bool(seconds)), Served(bool(seconds))
+        return Link(peer, route, peer.info.id < me, requests, replies, calls, served, seconds)
+
+    def begin(self, link: Link, kind: int, frame: Frame) -> Begun:
+        """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""
+        number = link.calls.begin(kind, frame)
+        me, life = self._sender
+        return Envelope(kind, me, life, frame.correlation, number, link.seam.attempt), link.route
+
+    def carry(self, begun: Begun, frame: Frame) -> None:
+        """Makes a call that has its number.
+
+        Raises:
+            PipeBrokenError: it waits for the mender, which has to be told.
+            RuntimeError: torch cannot make it.
+        """
+        envelope, route = begun
+        if route is None:
+            return
+        data, tensors = wire.pack(envelope, frame)
+        if envelope.kind == FrameKind.REQUEST or envelope.kind == wire.AGAIN:
+            self._agent.ask(route, wire.call_pickle(data), tensors)
+        else:
+            self._agent.tell(route, wire.call_pickle(data), tensors)
+
+    def carry_or_break(self, link: Link, begun: Begun, frame: Frame) -> None:
+        """Makes a call; if torch cannot, its pipe counts as broken."""
+        try:
+            self.carry(begun, frame)
+        except RuntimeError as error:
+            self._broke(link, begun[0].attempt, f"torch cannot send to it: {error}")
+
+    def void(self, link: Link, begun: Begun) -> None:
+        """A call could not be made; one that says nothing takes its number."""
+        envelope, route = begun
+        with self._lock:
+            if not link.calls.void(envelope.number):
+                return
+        nothing = envelope._replace(kind=wire.VOID)
+        self.carry_or_break(link, (nothing, route), Frame(FrameKind.NOTICE, 0, b""))
+
+    def send_batch(self, link: Link, batch: list[Frame]) -> None:
+        """Sends frames that were taken from the link, if there are any."""
+        if not batch:
+            return
+        frame = Frame(FrameKind.NOTICE, 0, b"", wire.join(batch))
+        with self._lock:
+            link.calls.under_way -= 1  # which the batch was already
+            begun = self.begin(link, wire.BATCH, frame)
+        self.carry_or_break(link, begun, frame)
+
+    def may_wait(self, link: Link | None, frame: Frame) -> bool:
+        """Whether a frame need not leave at once, but with others in a batch."""
+        if frame.tensors or len(frame.payload) > _MOST_IN_BATCH:
+            return False
+        if frame.kind is FrameKind.NOTICE:
+            return True
+        return link is not None and link.in_burst(time.perf_counter())
+
+    def reply_in_frame(self, link: Link, frame: Frame) -> None:
+        """Answers a request that came in a batch, and has no call to be answered."""
+        alone = bool(frame.tensors) or len(frame.payload) > _MOST_IN_BATCH
+        with self._lock:
+            if alone:
+                begun = self.begin(link, frame.kind, frame)
+            else:
+                link.outbox.append(frame)
+            batch = link.take_batch()
+        if alone:
+            self.carry_or_break(link, begun, frame)
+        self.send_batch(link, batch)
+
+    def take_receipt(self, link: Link) -> tuple[Begun, Frame] | None:
+        """Begins a receipt, if one is owed. Needs the lock."""
+        received, arrived = link.calls.take_received(), link.served.take_arrived()
+        if not received and not arrived:
+            return None
+        frame = Frame(FrameKind.NOTICE, 0, b"", encode_receipt(received, arrived))
+        return self.begin(link, wire.RECEIPT, frame), frame
+
+    def call_again(
+        self, route: torch_rpc.WorkerInfo, attempt: int, number: int, call: Call
+    ) -> None:
+        """Makes a call on another pipe."""
+        kind, frame = call
+        envelope = self._sender.envelope(kind, frame.correlation, number, attempt)
+        self.carry((envelope, route), frame)
+
+    def open_lifeline(self, link: Link, route: torch_rpc.WorkerInfo, attempt: int) -> None:
+        """Makes the call on a pipe by which its end is noticed."""
+        self.ask(link, route, self._sender.envelope(wire.LIFELINE, attempt=attempt))
+
+    def say_farewell(self, link: Link) -> None:
+        """Tells a peer that this worker leaves, and how many calls it made."""
+        farewell = self._sender.envelope(wire.FAREWELL, attempt=link.seam.attempt)
+        if link.route is not None:
+            self.ask(link, link.route, farewell, str(link.calls.sent).encode())
+
+    def ask(
+        self, link: Link, route: torch_rpc.WorkerInfo, envelope: Envelope, payload: bytes = b""
+    ) -> None:
+        """Makes a call that carries no frame and that shows when its pipe breaks."""
+        try:
+            future = self._agent.ask(route, self.pickle(envelope, payload), [])
+        except PipeBrokenError as error:
+            self._broke(link, envelope.attempt, str(error))
+        else:
+            future.add_done_callback(partial(self._ended, link, envelope.attempt))
+
+    def _ended(self, link: Link, attempt: int, future: torch.futures.Future[None]) -> None:
+        error = error_of(future)
+        if error:
+            self._broke(link, attempt, error)
+
+    def pickle(self, envelope: Envelope, payload: bytes = b"") -> bytes:
+        """A call that carries no frame."""
+        frame = Frame(FrameKind.NOTICE, 0, b"", payload)
+        return wire.call_pickle(wire.pack(envelope, frame)[0])
+
+    def request_to_resume(self, attempt: int, token: str) -> bytes:
+        """A call that asks a peer to go on over another pipe."""
+        return self.pickle(self._sender.envelope(wire.RESUME, attempt=attempt), token.encode())
