@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.futures import Future
 
-_NO_LIMIT = 0.0
 Driver = PassDriver["Future[bytes]"]
 
 
@@ -142,23 +142,27 @@ class BackwardPasses:
         message = PassMessage(driver.pass_id, oldest, request, driver.retain_graph, present)
         tensors = [gradient for gradient in gradients if gradient is not None]
         try:
-            future = self._agent.send_extension_message(
-                to, EXTENSION_NAME, message.encode(), tensors, _NO_LIMIT
+            self._agent.ask_extension(
+                to, EXTENSION_NAME, message.encode(), tensors, partial(self._answered, driver)
             )
         except Exception as error:
             driver.failed(
                 f"Error on Node {self._me}: gradients for worker {to} cannot be sent: {error}"
             )
-        else:
-            future.add_done_callback(lambda done: self._answered(driver, done))
 
     def acknowledge(self, token: Future[bytes], ack: Ack) -> None:
         """Replies to a request of a pass."""
         token.set_result(encode_ack(ack))
 
-    def _answered(self, driver: Driver, answer: Future[bytes]) -> None:
+    def later(self, work: Callable[[], None]) -> None:
+        """Does what takes long where it keeps nothing from being delivered."""
+        self._agent.completions.submit(work)
+
+    def _answered(self, driver: Driver, answer: bytes, error: Exception | None) -> None:
         try:
-            ack = decode_ack(answer.value())
+            if error is not None:
+                raise error
+            ack = decode_ack(answer)
         except Exception as error:
             driver.failed(f"Error on Node {self._me}: {error}")
         else:

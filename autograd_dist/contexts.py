@@ -20,6 +20,8 @@ from autograd_dist.gradients import LeafGradients
 from autograd_dist.recv_node import Node
 
 _CREATOR_SHIFT = 48
+_LIFE_SHIFT = 32
+_MOST_LIVES = 1 << _CREATOR_SHIFT - _LIFE_SHIFT
 _RELEASED_IDS_KEPT = 4096
 
 _current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
@@ -145,19 +147,21 @@ class ContextTable:
 
     Args:
         me: this worker's id.
+        incarnation: which life of it. Other workers remember the contexts that are over, and
+            must not take those of a later life for them.
     """
 
-    def __init__(self, me: int) -> None:
-        self._me = me
+    def __init__(self, me: int, incarnation: int = 0) -> None:
         self._lock = threading.Lock()
-        self._counter = itertools.count()
+        life = incarnation % _MOST_LIVES
+        self._ids = itertools.count((me << _CREATOR_SHIFT) + (life << _LIFE_SHIFT))
         self._contexts: dict[int, DistAutogradContext] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
 
     def create(self) -> DistAutogradContext:
         """A new context of this worker's own."""
         with self._lock:
-            context_id = (self._me << _CREATOR_SHIFT) | next(self._counter)
+            context_id = next(self._ids)
             context = self._contexts[context_id] = DistAutogradContext(context_id)
         return context
 

@@ -42,7 +42,7 @@ class AutogradExtension:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._me = agent.info.id
-        self.contexts = ContextTable(self._me)
+        self.contexts = ContextTable(self._me, agent.life.incarnation)
         # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)

@@ -47,6 +47,9 @@ class Wire(Protocol[T]):
     def acknowledge(self, token: T, ack: Ack) -> None:
         """Answers a request that arrived."""
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Does ``work`` on another thread, and soon."""
+
 
 class PassDriver(Generic[T]):
     """One worker's part in one pass.
@@ -100,8 +103,8 @@ class PassDriver(Generic[T]):
         self._handle(lambda: self._participant.received(token, request, payload))
 
     def acknowledged(self, ack: Ack) -> None:
-        """A request sent from here was acknowledged."""
-        self._handle(lambda: self._participant.acknowledged(ack))
+        """A request sent from here was acknowledged; does nothing that takes long."""
+        self._handle(lambda: self._participant.acknowledged(ack), self._wire.later)
 
     def failed(self, error: str) -> None:
         """A request sent from here was not delivered or not answered."""
@@ -117,7 +120,12 @@ class PassDriver(Generic[T]):
     def _gradients_ready(self, origin: Origin, gradients: Payload) -> None:
         self._handle(lambda: self._participant.gradients_ready(origin, gradients))
 
-    def _handle(self, event: Callable[[], list[Effect[Payload, T]]]) -> None:
+    def _handle(
+        self,
+        event: Callable[[], list[Effect[Payload, T]]],
+        elsewhere: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Carries out what an event leads to, ``elsewhere`` if given what takes long."""
         events = deque([event])
         while events:
             decide = events.popleft()
@@ -127,12 +135,14 @@ class PassDriver(Generic[T]):
                 # Requests first: others can work on them while a wave runs here.
                 effects.sort(key=_takes_long)
             for effect in effects:
-                outcome = self._carry_out(effect)
+                outcome = self._carry_out(effect, elsewhere)
                 if outcome is not None:
                     events.append(outcome)
 
     def _carry_out(
-        self, effect: Effect[Payload, T]
+        self,
+        effect: Effect[Payload, T],
+        elsewhere: Callable[[Callable[[], None]], None] | None,
     ) -> Callable[[], list[Effect[Payload, T]]] | None:
         if isinstance(effect, Send):
             self._wire.send(self, effect.to, effect.request, effect.payload)
@@ -141,7 +151,9 @@ class PassDriver(Generic[T]):
         elif isinstance(effect, Finished):
             self._finished(effect.error)
         elif self.home is None or not self.home.take(lambda: self._handle(self._work(effect))):
-            return self._work(effect)
+            if elsewhere is None:
+                return self._work(effect)
+            elsewhere(lambda: self._handle(self._work(effect)))
         return None
 
     def _work(

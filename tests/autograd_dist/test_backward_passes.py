@@ -22,6 +22,7 @@ from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_ack, decode_message, encode_ack
 from rpc.futures import Future
+from rpc.sinks import Answered
 from rpc.worker_info import WorkerInfo
 from tests.loading import load
 
@@ -35,7 +36,7 @@ class Worker:
     def __init__(self, number: int, network: Network) -> None:
         self.info = WorkerInfo(f"w{number}", number)
         self.network = network
-        self.caller = self
+        self.caller = self.completions = self
         self.contexts = ContextTable(number)
         self.passes = BackwardPasses(self, self.contexts, nullcontext())  # type: ignore[arg-type]
         self.unreachable: set[int] = set()
@@ -43,16 +44,28 @@ class Worker:
     def future(self, description: str) -> Future[object]:
         return Future(description=description, waiter=self.network.wait)
 
-    def send_extension_message(
-        self, to: int, name: str, body: bytes, tensors: list[torch.Tensor], timeout: float
-    ) -> Future[bytes]:
+    def submit(self, work: Callable[[], None]) -> None:
+        self.network.under_way.append(work)
+
+    def ask_extension(
+        self, to: int, name: str, body: bytes, tensors: list[torch.Tensor], answered: Answered
+    ) -> None:
         if to in self.unreachable:
             raise RuntimeError(f"there is no way to {to}")
         answer: Future[bytes] = Future()
         message = decode_message(body)
         assert isinstance(message, PassMessage)
+        answer.add_done_callback(lambda done: tell(done, answered))
         self.network.send(Message(self.info.id, to, message, list(tensors), answer))
-        return answer
+
+
+def tell(answer: Future[bytes], answered: Answered) -> None:
+    try:
+        value = answer.value()
+    except Exception as error:
+        answered(None, error)
+    else:
+        answered(value, None)
 
 
 @dataclass(eq=False)
@@ -221,6 +234,60 @@ def interrupted(steps: int, act: Callable[[Network], None]) -> tuple[Exception |
     return begin(roots, network, steps), network
 
 
+def check_interrupted(seed: int) -> None:
+    """A pass in the midst of which something ends it: nobody waits for ever, all is forgotten."""
+    draw = random.Random(seed)
+    _, roots, network = made(seed)
+    network.__class__ = Interrupted
+    happens = draw.choice((ends_at_its_root, ends_elsewhere, root_is_lost))
+    network.then(draw.randint(1, 12), lambda: happens(network, draw))  # type: ignore[attr-defined]
+    error = begin(roots, network, 0)
+    assert error is None or isinstance(error, BackwardError)
+    assert network.workers[0].passes.running() == 0
+    network.settle()
+    for worker in network.workers:
+        worker.contexts.release(CONTEXT)
+        worker.passes.drop(CONTEXT, "the context is over")
+        assert not worker.passes._passes
+    network.settle()
+    assert all(sent.answer.done() for sent in network.sent), "somebody is never answered"
+    count = len(network.sent)
+    for sent in network.sent[:5]:
+        reply = network.workers[sent.to].passes.request_arrived(sent.message, sent.tensors)
+        assert reply == encode_ack(Ack())
+    assert len(network.sent) == count
+
+
+def ends_at_its_root(network: Network, draw: random.Random) -> None:
+    network.workers[0].contexts.release(CONTEXT)
+    network.workers[0].passes.drop(CONTEXT, "it was released")
+    assert network.workers[0].passes.running() == 0
+
+
+def ends_elsewhere(network: Network, draw: random.Random) -> None:
+    for worker in draw.sample(network.workers[1:], draw.randint(1, len(network.workers) - 1)):
+        worker.contexts.release(CONTEXT)
+        worker.passes.drop(CONTEXT, "it was released")
+
+
+def root_is_lost(network: Network, draw: random.Random) -> None:
+    """Its own pass still goes on; the others' have nothing to do with it any more."""
+    for worker in network.workers[1:]:
+        worker.contexts.release(CONTEXT)
+        worker.passes.root_lost(0)
+        known = worker.passes._passes.get(CONTEXT)
+        assert known is None or not known.drivers
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_pass_that_is_interrupted_leaves_nothing_behind(block: int) -> None:
+    for seed in range(block * 15, block * 15 + 15):
+        try:
+            check_interrupted(seed)
+        except Exception as error:
+            raise AssertionError(f"reproduce with check_interrupted({seed})") from error
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_context_that_ends_ends_its_passes(steps: int) -> None:
     error, network = interrupted(
@@ -267,6 +334,59 @@ def test_what_a_lost_root_waited_for_is_acknowledged() -> None:
     assert not token.done()
     other.passes.root_lost(0)
     assert decode_ack(token.value()) == Ack()
+
+
+def waiting_request(worker: Worker, root: int, number: int, oldest: int) -> Future[bytes]:
+    """A request of a pass that waits for what it caused at worker 2."""
+    message = PassMessage(PassId(CONTEXT, root, number), oldest, Survey(1))
+    token = worker.passes.request_arrived(message, [])
+    assert not isinstance(token, bytes)
+    return token
+
+
+def test_a_pass_that_is_over_for_its_root_lets_go_of_who_waits_and_no_other_does() -> None:
+    worker = Network(0, 4).workers[1]
+    context = worker.contexts.join(CONTEXT)
+    assert context is not None
+    context.add_worker(2)
+    over = waiting_request(worker, root=0, number=1, oldest=1)
+    of_another_root = waiting_request(worker, root=3, number=1, oldest=1)
+    following = waiting_request(worker, root=0, number=2, oldest=2)
+    assert decode_ack(over.value()) == Ack()
+    assert not of_another_root.done()
+    assert not following.done()
+
+
+def test_requests_name_the_oldest_pass_of_their_root_that_is_not_over() -> None:
+    passes = Network(0, 3).workers[1].passes
+    context = passes._contexts.join(CONTEXT)
+    assert context is not None
+    own = [PassId(CONTEXT, 1, number) for number in (4, 5)]
+    drivers = [passes._make_driver(context, each, False, lambda error: None) for each in own]
+    for driver in drivers:
+        passes._begin(driver)
+    assert [passes._oldest(each) for each in own] == [4, 4]
+    passes._end(drivers[0])
+    assert passes._oldest(own[1]) == 5
+    message = PassMessage(PassId(CONTEXT, 0, 9), 7, Survey(1))
+    passes.request_arrived(message, [])
+    assert passes._oldest(PassId(CONTEXT, 0, 9)) == 7
+    assert passes._oldest(PassId(CONTEXT, 2, 9)) == 0
+
+
+def test_a_late_request_of_its_own_pass_begins_nothing_at_the_root() -> None:
+    passes = Network(0, 2).workers[0].passes
+    message = PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1))
+    assert passes.request_arrived(message, []) == encode_ack(Ack())
+    assert not passes._passes[CONTEXT].drivers
+
+
+def test_a_pass_lets_go_of_the_graph_with_its_context() -> None:
+    passes = Network(0, 2).workers[1].passes
+    passes.request_arrived(PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1)), [])
+    (driver,) = passes._passes[CONTEXT].drivers.values()
+    passes.drop(CONTEXT, "it was released")
+    assert driver._local is None
 
 
 def test_one_that_cannot_be_reached_fails_the_pass_and_is_named() -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from autograd_dist.border import SentTensor
-from autograd_dist.contexts import ContextTable, creator_of, current_context_id, entered
+from autograd_dist.contexts import (
+    ContextTable,
+    creator_of,
+    current_context_id,
+    entered,
+    highest_context_id,
+)
 from autograd_dist.errors import UnknownContextError
 
 
@@ -16,6 +22,14 @@ def test_ids_name_their_creator_and_count_up():
     table = ContextTable(5)
     assert [table.create().context_id for _ in range(3)] == [5 << 48, (5 << 48) + 1, (5 << 48) + 2]
     assert creator_of((5 << 48) + 2) == 5
+
+
+@pytest.mark.parametrize("incarnation", [1, 2, 65_535, 65_537])
+def test_ids_of_another_life_are_others_and_name_the_same_creator(incarnation: int):
+    ids = {ContextTable(5, life).create().context_id for life in (incarnation, incarnation + 1)}
+    assert len(ids) == 2
+    assert {creator_of(each) for each in ids} == {5}
+    assert max(ids) <= highest_context_id(5)
 
 
 def test_context_comes_into_being_when_it_is_mentioned():

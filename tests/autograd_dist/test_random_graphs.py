@@ -249,6 +249,9 @@ class Network:
     def acknowledge(self, token: Token, ack: Ack) -> None:
         self.under_way.append(lambda: token.sender.acknowledged(ack))
 
+    def later(self, work: Callable[[], None]) -> None:
+        self.under_way.append(work)
+
     def step(self) -> None:
         self.steps += 1
         assert self.steps < 20_000, "the pass goes round for ever"

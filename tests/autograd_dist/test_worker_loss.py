@@ -13,6 +13,7 @@ import rpc
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent, AgentOptions
 from rpc.testing import MemoryHub, as_worker, connect
+from rpc.transports.base import Peer
 from tests.virtual_time import SteadyClock
 from tests.waiting import until
 
@@ -146,3 +147,33 @@ def test_a_step_that_needs_a_frozen_worker_fails_and_the_next_works(group: Group
         left.step(context_id)
     assert PARAMETERS["bob"].tolist() == [value - 0.5 for value in before]
     PARAMETERS.clear()
+
+
+def train_once(name: str) -> list[float]:
+    """A pass and a step in a context of the calling worker's own; returns the parameter."""
+    owned = rpc.rpc_sync(name, parameter, (name,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [owned], lr=0.5)
+    with autograd_dist.context() as context_id:
+        loss = rpc.rpc_sync(name, scaled, (name, torch.ones(2))).sum()
+        autograd_dist.backward(context_id, [loss])
+        optimizer.step(context_id)
+    return PARAMETERS[name].tolist()
+
+
+def test_contexts_of_a_worker_that_returned_are_not_taken_for_its_earlier_ones() -> None:
+    hub = MemoryHub()
+    options = AgentOptions(rpc_timeout=0)
+    alice, bob = connect("alice", "bob", hub=hub, options=options)
+    with as_worker(alice):
+        assert train_once("bob") == [0.5, 0.5]
+        until(lambda: contexts(bob) == 0, SECONDS)  # it heard that the context is over
+    known = alice.group.peer(1)
+    alice.shutdown(graceful=False)
+    again = Agent(alice.info, 1, hub.transport(), options)
+    peers = [Peer(again.info, 1, again.start()), known]
+    again.join(peers)
+    bob.add_peer(peers[0])
+    with as_worker(again):
+        assert train_once("bob") == [0.5, 0.5]
+    for agent in (again, bob):
+        agent.shutdown(graceful=False)
