@@ -195,7 +195,7 @@ class ReferenceTable:
     def creation_confirmed(self, fork: GlobalId) -> list[Effect]:
         """The reply of ``remote()`` came. Ignored if it was given up before."""
         user = self._users.get(fork)
-        if user is None or user.state is not _State.CREATING or user.failure is not None:
+        if user is None or user.failure is not None:
             return []
         user.state = _State.CONFIRMED
         return [HandleConfirmed(fork)]
@@ -540,8 +540,8 @@ class ReferenceTable:
         return placeholder
 
     def _free_if_unused(self, rref: GlobalId) -> list[Effect]:
-        entry = self._entries.get(rref)
-        if entry is None or entry.awaits_creation or entry.forks or entry.local_references:
+        entry = self._entries[rref]
+        if entry.awaits_creation or entry.forks or entry.local_references:
             return []
         del self._entries[rref]
         return [FreeValue(rref)]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rpc._simulation import steps
+from rpc._simulation.links import FOREVER
 from rpc._simulation.packets import Batch, Job, Packet, Reply, Request
 from rpc._simulation.steps import Act, Address, Name, Phase
 from rpc._simulation.worker import Worker
 from rpc._simulation.world import World
-from rpc.control import Accepted, Delete, Passage, Register
+from rpc.control import Accepted, Delete, Leaving, Passage, Passed, Probe, Quiet, Ready, Register
 from rpc.ids import Life
 from rpc.reference_terms import UserHandle
 
 _T = TypeVar("_T")
 _TIMEOUTS = (0.0, 0.0, 0.004, 0.1, 1.0, 30.0)
+_PATIENCE = 1.0
 _PASSES = (0.001, 1 / 64, 0.11, 0.5, 40.0)
 
 
@@ -31,6 +33,7 @@ class Scenario:
         crashes: processes die, and return in a new life.
         joins: new workers come.
         cuts: links between living workers break for good.
+        breaks: connections between living workers break, and others take their place.
         partitions: for a while nothing passes between two parts of the group.
         duplicates: replies and control messages come twice.
         timeouts: calls have deadlines, and time passes.
@@ -43,11 +46,17 @@ class Scenario:
     crashes: bool = True
     joins: bool = True
     cuts: bool = True
+    breaks: bool = True
     partitions: bool = True
     duplicates: bool = True
     timeouts: bool = True
     unsent: bool = True
     leave_while_working: bool = True
+
+
+def _is_between(passed: Passed) -> bool:
+    """True if whoever passed a reference on has it from somebody else."""
+    return passed.fork.life != passed.reference.rref.life
 
 
 class Generator:
@@ -68,6 +77,10 @@ class Generator:
         if draw.random() < 0.4:  # a short run has the rare things of its end as often
             self.length = min(self.length, draw.randint(3, 25))
         self._choose_faults()
+        if self.malice:  # who is struck must have something from somebody else
+            self.length = max(self.length, scenario.steps[1] // 2)
+        self._plot: Iterator[Act] = iter(())
+        self._is_lurking = False
         self._choose_habits()
 
     def _sometimes(self, allowed: bool, *rates: float) -> float:
@@ -77,8 +90,9 @@ class Generator:
         scenario = self.scenario
         self.crashes = self._sometimes(scenario.crashes, 0, 0, 0.5, 2)
         self.cuts = self._sometimes(scenario.cuts and not self.leaves, 0, 0, 0, 1)
+        self.breaks = self._sometimes(scenario.breaks, 0, 0.01, 0.04)
         self.joins = self._sometimes(scenario.joins, 0, 0, 1)
-        self.malice = self._sometimes(self.crashes > 0, 0, 0.02, 0.06)
+        self.malice = self._sometimes(self.crashes > 0, 0, 0.03, 0.1)
         self.partitions = self._sometimes(scenario.partitions, 0, 0, 2)
         self.duplicates = self._sometimes(scenario.duplicates, 0, 4)
         self.unsent = self._sometimes(scenario.unsent, 0, 0.1)
@@ -129,12 +143,15 @@ class Generator:
                 (Delete,),
                 (Reply,),
                 (Accepted, Reply),
+                (Probe,),
+                (Ready, Quiet, Leaving),
             )
         )
         links = [(source, to) for source in range(4) for to in range(4)]
         self._slow_links = frozenset(draw.sample(links, draw.choice((0, 1, 2, 4))))
         self._slow_news = draw.choice((0.0, 0.9))
-        self._keep_rate = draw.choice((0.4, 0.9))
+        self._mending_rate = draw.choice((0.1, 0.5))
+        self._keep_rate = 0.95 if self.malice else draw.choice((0.4, 0.9))
         self._drop_after_sharing = draw.choice((0, 0.6, 1))
         self._patience = draw.choice((0.2, 0.9))
         late = draw.choice((0, 20, 60)) if self.scenario.crashes else 0
@@ -148,8 +165,16 @@ class Generator:
         if not world.living:
             return None
         draw = self.random.random
-        if draw() < self.malice:
-            return self._strike(world)
+        planned = next(self._plot, None)
+        if planned is not None:
+            return planned
+        if self._is_lurking or draw() < self.malice:
+            blow = self._strike(world)
+            self._is_lurking = blow is None
+            if blow is not None:
+                return blow
+        if draw() < self.breaks:
+            return self._break(world)
         if draw() < self._fault_rate:
             fault = self.random.choices(self._faults, self._fault_weights)[0]
             return fault(world)
@@ -160,6 +185,8 @@ class Generator:
 
     def settling_act(self, world: World, phase: Phase) -> Act | None:
         """Something that still has to happen while everything comes to rest."""
+        if not world.living:
+            return None
         if self._late_faults and (self.leaves or phase is Phase.LEAVE):
             self._late_faults -= 1
             return self._late_fault(world)
@@ -176,7 +203,7 @@ class Generator:
         """Something that happens while everybody shuts down."""
         if self.random.random() < 0.8:
             return self._something_under_way(world, patient=False)
-        faults = (self._crash, self._crash, self._return, self._join)
+        faults = (self._crash, self._crash, self._return, self._join, self._break)
         return self.random.choice(faults)(world)
 
     def _demanded(self, world: World, phase: Phase) -> Act | None:
@@ -189,6 +216,10 @@ class Generator:
         return self.random.choice(list(things))
 
     def _something_under_way(self, world: World, *, patient: bool = True) -> Act | None:
+        if world.links.are_broken and self.random.random() < self._mending_rate:
+            mending = self._mend(world)
+            if mending is not None:
+                return mending
         packets, news = list(world.network), list(world.news)
         slow = self._slow_news if patient else 0.5
         if news and (not packets or self.random.random() >= slow):
@@ -273,6 +304,9 @@ class Generator:
             for name, handle in worker.handles.items()
             if isinstance(handle, UserHandle) and worker.references.failure(handle) is None
         ]
+        if self.malice and self.random.random() < 0.7:
+            given = [n for n in users if worker.handles[n].reference.rref.life != worker.life]
+            users = given or users
         if self.random.random() < 0.1:
             users = list(worker.handles)  # those that failed, too
         candidates = users if users and self.random.random() < 0.7 else list(worker.handles)
@@ -320,10 +354,42 @@ class Generator:
     # --- Faults
 
     def _strike(self, world: World) -> Act | None:
-        """Kills whom it hurts most: the parent of a fork that has yet to register."""
-        flying = [passed for packet in world.network.values() for passed in packet.references()]
-        parents = [passed.fork.life for passed in flying if passed.passage is Passage.CHILD]
-        return steps.Crash(self.random.choice(parents)) if parents else None
+        """Kills whom it hurts most: the parent of a fork that has yet to register.
+
+        Best one that neither made nor owns the value, and may be all that keeps it alive.
+        """
+        flying = [
+            (packet, passed)
+            for packet in world.network.values()
+            for passed in packet.references()
+            if passed.passage is Passage.CHILD
+        ]
+        if not flying:
+            return None
+        between = [each for each in flying if _is_between(each[1])]
+        if not between and self.random.random() < 0.97:
+            return None
+        packet, passed = self.random.choice(between or flying)
+        self._plot = self._plot_against(world, packet, passed)
+        return steps.Crash(passed.fork.life)
+
+    @staticmethod
+    def _plot_against(world: World, packet: Packet, passed: Passed) -> Iterator[Act]:
+        """The others let go of the value, too, and the owner hears of all that first."""
+        owner, child = passed.reference.owner, packet.source
+        if packet.to != owner:
+            child = packet.to
+            yield steps.Deliver(packet.name)
+        for worker in list(world.living.values()):
+            for name, handle in list(worker.handles.items()):
+                if handle.reference == passed.reference and worker.life != child:
+                    yield steps.Drop(worker.life, name)
+        for news in list(world.news.values()):
+            if (news.listener, news.about) == (owner, passed.fork.life):
+                yield steps.Hear(news.name)
+        for other in list(world.network.values()):
+            if other.to == owner and other.source != child:
+                yield steps.Deliver(other.name)
 
     def _crash(self, world: World) -> Act | None:
         return steps.Crash(self._pick(world.living))
@@ -351,6 +417,16 @@ class Generator:
         if dead:
             return steps.Lose(self.random.choice(dead))
         return steps.Lose(self._pick(world.network)) if world.network else None
+
+    def _break(self, world: World) -> Act | None:
+        pairs = world.links.pairs()
+        if not pairs or not self.breaks:
+            return None
+        return steps.Break(*self.random.choice(pairs), self.random.choice((0, 0, 1, 2, 9)))
+
+    def _mend(self, world: World) -> Act | None:
+        acts = list(world.links.acts(_PATIENCE if self.cuts else FOREVER))
+        return self.random.choice(acts) if acts else None
 
     def _divide(self, world: World) -> Act | None:
         if world.island:

@@ -221,7 +221,7 @@ class Ledger:
         require(right, Rule.RIGHT_LIFE, worker.life, record, reply)
         if record.once is not None:
             ran = self._ran.get((reply.served_by, worker.life, record.once))
-            late = reply.ran is None and not worker.tries[record.once]
+            late = reply.ran is None and not worker.may_try(record.once)
             require(late or ran == reply.ran, Rule.RUNS_ONCE, worker.life, record, reply)
         expected = Ending.REPLY if record.outcome is None else Ending.LATE_REPLY
         taken = ended is not None and ended.call is record and ended.ending is expected
@@ -276,11 +276,7 @@ class Ledger:
             return
         if verdict is Verdict.OVER:
             caller = self._world.living.get(job.sender)
-            needed = (
-                caller is not None
-                and caller.tries[once.number]
-                and caller.tries_until[once.number] > self._world.now
-            )
+            needed = caller is not None and caller.may_try(once.number)
             require(not needed, Rule.RUNS_ONCE, worker.life, job.sender, once, "refused")
             return
         same = ran is None if before in worker.jobs else ran == before
@@ -495,11 +491,12 @@ class Ledger:
     def check_settled(self) -> None:
         """Nothing is under way any more: everybody got what was promised."""
         self._check_views()
+        self._world.links.check_at_rest()
         lent = self._lent()
         for worker in self._world.living.values():
             require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
             require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
-            require(not worker.calls.outstanding(), Rule.CALLS_END, worker.life, "a row")
+            require(not [*worker.calls.outstanding()], Rule.CALLS_END, worker.life, "a row")
             idle = worker.calls.next_expiry() is None
             require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
             self._check_filters(worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rpc._simulation.steps import Name, short
 from rpc.control import ControlMessage, Passage, Passed, Register
@@ -89,6 +89,14 @@ class Packet:
             for message in self.body.messages:
                 if isinstance(message, Register):
                     yield Passed(message.reference, message.fork, Passage.CHILD)
+
+
+class Frame(NamedTuple):
+    """One message on a link: a packet, or an acknowledgement of so many."""
+
+    number: int
+    packet: Name | None
+    received: int
 
 
 class Tidings(enum.Enum):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rpc._simulation import steps
 from rpc._simulation.generator import Generator, Scenario
+from rpc._simulation.links import FOREVER
 from rpc._simulation.rules import Rule, RuleBrokenError, require
 from rpc._simulation.steps import Act, Phase, Step
 from rpc._simulation.worker import Machines
@@ -160,6 +161,9 @@ def outstanding(world: World, phase: Phase, leaves: bool) -> Act | None:
 
 
 def _under_way(world: World) -> Act | None:
+    mending = next(world.links.acts(FOREVER), None)
+    if mending is not None:
+        return mending
     for news in world.news.values():
         if world.audible(news):
             return steps.Hear(news.name)

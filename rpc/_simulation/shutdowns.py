@@ -32,6 +32,7 @@ class Shutdowns:
     def __init__(self, world: World) -> None:
         self._world = world
         self._entered: set[tuple[Life, Phase | None]] = set()
+        self._ready: set[tuple[Life, Life]] = set()
         self._phases: dict[Phase, frozenset[Life]] = {}
 
     def entered(self, worker: Worker, phase: Phase | None) -> None:
@@ -39,7 +40,12 @@ class Shutdowns:
         again = (worker.life, phase) in self._entered
         require(not again, Rule.TOLD_ONCE, worker.life, "enters", phase, "again")
         self._entered.add((worker.life, phase))
+        if (phase or Phase.CLOSE) not in self._phases:
+            self._check_everybody_began(worker)
         decided = self._phases.setdefault(phase or Phase.CLOSE, frozenset(worker.view.values()))
+        closes = phase is not None or (worker.life, Phase.CLOSE) in self._entered
+        require(closes, Rule.SHUTDOWN_WAITS, worker.life, "ends before it closes")
+        self._check_missing(worker)
         if phase is None:
             decided = self._phases[Phase.CLOSE]
             self._check_leader_is_last(worker, decided)
@@ -47,8 +53,45 @@ class Shutdowns:
         left = self._left_for(decided, notices=notices)
         require(not left, Rule.SHUTDOWN_WAITS, worker.life, phase, left)
         if notices and not self._world.losses:
-            leaks = worker.references.leaks()
+            held = worker.references.leaks()
+            leaks = [leak for leak in held if not decided.isdisjoint(leak.users)]
             require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
+
+    def _check_everybody_began(self, worker: Worker) -> None:
+        """Nobody is shut down whose program works, as far as the one that decides knows."""
+        members = [self._world.living.get(life) for life in worker.view.values()]
+        working = [other.life for other in members if other is not None and not other.begun]
+        require(not working, Rule.SHUTDOWN_WAITS, worker.life, "does not wait for", working)
+
+    def told_ready(self, worker: Worker, sender: Life) -> None:
+        """A worker hears that another's program called ``shutdown``."""
+        self._ready.add((worker.life, sender))
+
+    def looked_at(self, worker: Worker) -> None:
+        """Something happened to a worker: whom does it say that it waits for?"""
+        if worker.begun and not worker.finished:
+            self._check_missing(worker)
+
+    def _check_missing(self, worker: Worker) -> None:
+        if min(worker.view) != worker.life.worker:
+            return
+        missing = worker.termination.missing()
+        right = missing == sorted({*missing} & worker.view.keys())
+        require(right, Rule.SHUTDOWN_WAITS, worker.life, "waits for", missing)
+        if worker.termination.phase is Phase.CLOSE:
+            alone = worker.life.worker not in missing
+            require(alone, Rule.SHUTDOWN_WAITS, worker.life, "waits for itself")
+            return
+        unready = {i for i, life in worker.view.items() if (worker.life, life) not in self._ready}
+        known = {*missing} == unready if unready else bool(missing)
+        require(known, Rule.SHUTDOWN_WAITS, worker.life, "waits for", missing, "not", unready)
+
+    def lost(self, worker: Worker, life: Life) -> None:
+        """A worker hears that another is gone; who left in good order has told its leader."""
+        leads = min(worker.view) == worker.life.worker and worker.begun and not worker.finished
+        if life in self._world.closed and leads and worker.termination.phase is Phase.CLOSE:
+            told = life.worker not in worker.termination.missing()
+            require(told, Rule.SHUTDOWN_WAITS, worker.life, "was not told that", life, "left")
 
     def _check_leader_is_last(self, worker: Worker, group: frozenset[Life]) -> None:
         """Whoever others would turn to leaves when they have."""

@@ -194,6 +194,45 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Break:
+    """The connection of two living workers breaks, and with it what it has not carried.
+
+    Of what is under way in each direction the first ``kept`` can still be read.
+    """
+
+    one: Life
+    other: Life
+    kept: int
+
+
+class Move(enum.Enum):
+    """What one end of a link does about a broken connection."""
+
+    NOTICE = "reads it to its end"
+    OPEN = "opens another"
+    KNOCK = "asks for another"
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """One end sees to its broken connection, or gives the link up after ``patience``."""
+
+    by: Life
+    other: Life
+    move: Move
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """What one end said to the other about another connection arrives."""
+
+    one: Life
+    other: Life
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """Nothing passes between ``island`` and the rest."""
 
@@ -257,6 +296,9 @@ Act: TypeAlias = (
     | Fail
     | Lose
     | Cut
+    | Break
+    | Mend
+    | Greet
     | Partition
     | Heal
     | Hear

@@ -1,7 +1,7 @@
 """Workers that watch each other for signs of life, on a virtual clock; carries out mishaps.
 
-Each has the decisions of an agent about silence (``liveness``) and its group, wired
-as ``watch``, ``accusations`` and ``agent`` wire them. What the network does:
+Each has a group, and ``watch`` and ``accusations`` as an agent has them, with the
+decisions about silence (``liveness``) within. What the network does:
 
 - A question reaches the server of a worker, which answers also while the worker's
   interpreter is held, and not while its process is stopped; what waits is answered
@@ -23,15 +23,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from rpc._simulation.lookout import Lookout, address_of
 from rpc._simulation.mishaps import Ill, Mishap, Plan
-from rpc._simulation.rules import Rule, RuleBrokenError
+from rpc._simulation.rules import Rule, RuleBrokenError, require
 from rpc._simulation.steps import short
 from rpc._simulation.vigil import Vigil
 from rpc._simulation.worker import Machines, info_of
 from rpc.group import Group
 from rpc.ids import Life
-from rpc.liveness import Ask, Evidence, Forget, Liveness, Suspicion, fingers, neighbour
+from rpc.liveness import neighbour
+from rpc.liveness_probes import Answer
 from rpc.transports.base import Peer
+from rpc.worker_info import WorkerInfo
 
 _DELAY = 0.01
 _JITTER = 0.005
@@ -43,9 +46,9 @@ class Watcher:
     """One life of one worker."""
 
     life: Life
+    info: WorkerInfo
     group: Group
-    liveness: Liveness
-    suspicion: Suspicion
+    lookout: Lookout = field(init=False)
     alive: bool = True
     expelled: bool = False
     frozen_until: float = 0.0
@@ -53,12 +56,9 @@ class Watcher:
     cut_until: float = 0.0
     plugs: int = 0
     """How often it lost all its connections."""
-    note: Life | None = None
-    """Who left a note in its own server that it was declared lost."""
     condemned: set[Life] = field(default_factory=set)
     owing: set[Life] = field(default_factory=set)
     lines: set[Life] = field(default_factory=set)
-    answers: list[tuple[Life, bool]] = field(default_factory=list)
     calls: dict[Life, float] = field(default_factory=dict)
     """When the last call to a life will be over."""
 
@@ -94,7 +94,7 @@ class Watchers:
         self.all: dict[Life, Watcher] = {}
         self.latest: dict[int, Watcher] = {}
         self.listed: set[Life] = set()
-        self._machines = machines
+        self.machines = machines
         self._transcript = transcript
         self._random = random.Random(plan.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -155,14 +155,11 @@ class Watchers:
     # --- Who is there
 
     def _spawn(self, life: Life) -> Watcher:
-        machines = self._machines
-        watcher = Watcher(
-            life, machines.group(), machines.liveness(1.0), machines.suspicion(life.worker, 1.0)
-        )
+        watcher = Watcher(life, info_of(life), self.machines.group())
+        watcher.lookout = Lookout(watcher, self)
         self.all[life] = self.latest[life.worker] = watcher
         self.listed.add(life)
-        due = watcher.liveness.due(self.now)
-        self.at(due + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
+        self.at(self.now + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
         return watcher
 
     def _meet(self, watcher: Watcher, life: Life) -> None:
@@ -170,50 +167,30 @@ class Watchers:
         if watcher.expelled or (known is not None and known.incarnation >= life.incarnation):
             return
         if known is not None and watcher.sees(Life(life.worker, known.incarnation)):
-            self._lose(watcher, Life(life.worker, known.incarnation), "it was replaced")
-        watcher.group.add(Peer(info_of(life), life.incarnation, b""))
+            self.lose(watcher, Life(life.worker, known.incarnation), "it was replaced")
+        for over in [each for each in watcher.calls if each.worker == life.worker]:
+            del watcher.calls[over]
+        watcher.group.add(Peer(info_of(life), life.incarnation, b"", address_of(life)))
 
     # --- What an agent does
 
-    def _awake(self, watcher: Watcher, act: Callable[[], None]) -> None:
+    def awake(self, watcher: Watcher, act: Callable[[], None]) -> None:
         """Does something as soon as a worker's interpreter runs."""
         if watcher.asleep_until > self.now:
-            self.at(watcher.asleep_until + _JITTER / 2, lambda: self._awake(watcher, act))
+            self.at(watcher.asleep_until + _JITTER / 2, lambda: self.awake(watcher, act))
         elif watcher.alive:
             act()
 
     def _beat(self, watcher: Watcher) -> None:
-        self._awake(watcher, lambda: self._look_after(watcher))
+        self.awake(watcher, lambda: self._look_after(watcher))
 
     def _look_after(self, watcher: Watcher) -> None:
-        """As ``Watch.beat``."""
-        liveness = watcher.liveness
-        self._read_note(watcher)
-        answers, watcher.answers = watcher.answers, []
-        for life, says in answers:
-            liveness.answered(life)
-            if says and not self._is_lost(watcher, life):
-                self._expel(watcher)
-        watched = self._watched(watcher)
-        effects = liveness.tick(self.now, watched)
-        self.vigil.ticked(watcher, watched, effects)
-        for effect in effects:
-            if isinstance(effect, Ask):
-                self._ask(watcher, effect.life)
-            elif isinstance(effect, Forget):
-                watcher.owing.discard(effect.life)
-                watcher.lines.discard(effect.life)
-            else:
-                self.say(watcher.life, effect)
-                watcher.owing.discard(effect.life)
-                watcher.lines.discard(effect.life)
-                self._declare_lost(watcher, effect.life, Evidence.SILENT)
-        due = liveness.due(self.now)
+        due = watcher.lookout.beat()
         self.vigil.sleeps_until(watcher, due)
         self.at(due + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
 
-    def _watched(self, watcher: Watcher) -> set[Life]:
-        """As ``Watch._watched``."""
+    def depended_on(self, watcher: Watcher) -> set[Life]:
+        """Whom a worker should watch: the next one, and who is to answer its calls."""
         nearest = neighbour(watcher.life.worker, [info.id for info in watcher.group.living()])
         wanted = {life for life, end in watcher.calls.items() if end > self.now}
         wanted = {life for life in wanted if watcher.sees(life)}
@@ -221,8 +198,9 @@ class Watchers:
             wanted.add(watcher.group.life(nearest))
         return wanted
 
-    def _ask(self, watcher: Watcher, life: Life) -> None:
+    def ask(self, watcher: Watcher, life: Life, address: str) -> None:
         """As ``Prober.ask``."""
+        require(address == address_of(life), Rule.ASKED, watcher.life, life, "at", address)
         watcher.lines.add(life)
         if life in watcher.owing:
             return
@@ -230,94 +208,41 @@ class Watchers:
         self._carry(watcher, life, lambda there: self._asked(there, watcher), to_server=True)
 
     def _asked(self, server: Watcher, asker: Watcher) -> None:
-        says = asker.life in server.condemned
+        answer = Answer(server.life, asker.life in server.condemned)
+        self._carry(
+            server, asker.life, lambda there: there.lookout.answered(answer), to_server=True
+        )
 
-        def arrived(there: Watcher) -> None:
-            there.owing.discard(server.life)
-            there.answers.append((server.life, says))
-
-        self._carry(server, asker.life, arrived, to_server=True)
-
-    def _declare_lost(self, watcher: Watcher, life: Life, evidence: Evidence) -> None:
-        """As ``Agent.declare_lost``, and ``Accusations.lost``."""
-        if not self._lose(watcher, life, evidence.name):
-            return
-        delay = watcher.suspicion.delay(life.worker, evidence, self.now)
-        if delay == 0.0:
-            self._accuse(watcher, life)
-        else:
-            later = self.now + delay
-            self.at(later, lambda: self._awake(watcher, lambda: self._accuse_later(watcher, life)))
-
-    def _not_listed(self, watcher: Watcher, life: Life) -> None:
-        self._lose(watcher, life, "it is not listed")
-
-    def _lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
+    def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
+        """As ``Agent._lose``."""
         if watcher.group.lose(life.worker, reason, life.incarnation) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
         self.vigil.lost(watcher, life)
-        watcher.calls.pop(life, None)
         return True
 
-    def _accuse_later(self, watcher: Watcher, life: Life) -> None:
-        others = len(watcher.group.living()) - 1
-        if not watcher.suspicion.is_cut_off(others, self.now):
-            self._accuse(watcher, life)
-
-    def _accuse(self, watcher: Watcher, life: Life) -> None:
-        """As ``Accusations._accuse``."""
-        known = watcher.group.latest(life.worker)
-        if watcher.expelled or known is None or known.incarnation != life.incarnation:
-            return
-        self.say(watcher.life, "accuses", life)
-        self.vigil.accused(watcher, life)
-        watcher.condemned.add(life)
-        watcher.owing.discard(life)
-        watcher.lines.discard(life)
-        leave = partial(self._leave_note, author=watcher.life)
+    def leave_note(self, watcher: Watcher, life: Life, note: str) -> None:
+        """As ``Prober.condemn``."""
+        leave = partial(self._leave_note, note=note)
         self._carry(watcher, life, leave, to_server=True, is_speech=True)
-        living = [info.id for info in watcher.group.living()]
-        for worker in fingers(watcher.life.worker, living):
-            self._tell(watcher, watcher.group.life(worker), life)
-        if self.plan.dynamic:
-            self._strike_off(watcher, life)
 
     @staticmethod
-    def _leave_note(there: Watcher, author: Life) -> None:
-        there.note = author
+    def _leave_note(there: Watcher, note: str) -> None:
+        there.lookout.noted(note)
 
-    def _read_note(self, watcher: Watcher) -> None:
-        """As ``Watch.verdict``."""
-        alone = len(watcher.view()) == 1
-        if watcher.note is not None and (alone or not self._is_lost(watcher, watcher.note)):
-            self._expel(watcher)
+    def tell(self, watcher: Watcher, to: Life, life: Life, reason: str) -> None:
+        """As ``Notices.tell``."""
 
-    @staticmethod
-    def _is_lost(watcher: Watcher, life: Life) -> bool:
-        """As ``Watch._is_lost``."""
-        known = watcher.group.latest(life.worker)
-        if known is None or known.incarnation < life.incarnation:
-            return False
-        return not watcher.sees(life)
+        def arrive(there: Watcher) -> None:
+            if there.sees(watcher.life) and not there.expelled:
+                there.lookout.told_of_loss(life, reason)
 
-    def _tell(self, watcher: Watcher, to: Life, life: Life) -> None:
-        self._carry(
-            watcher, to, lambda there: self._hear(there, watcher.life, life), is_speech=True
-        )
+        self._carry(watcher, to, arrive, is_speech=True)
 
-    def _hear(self, watcher: Watcher, sender: Life, life: Life) -> None:
-        if not watcher.sees(sender) or watcher.expelled:
-            return
-        if life == watcher.life:
-            self._expel(watcher)
-        else:
-            self._declare_lost(watcher, life, Evidence.TOLD)
-
-    def _strike_off(self, by: Watcher, life: Life) -> None:
+    def strike_off(self, by: Watcher, life: Life) -> None:
         """All hear what the store says, as ``Agent.struck_off`` does; some time each."""
         if by.cut_until > self.now:
-            self.at(by.cut_until + _DELAY, lambda: self._strike_off(by, life))
+            self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
         elif by.life in self.listed:
             self.listed.discard(life)
             for watcher in list(self.all.values()):
@@ -326,19 +251,17 @@ class Watchers:
     def _struck_off(self, watcher: Watcher, life: Life) -> None:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
-        elif watcher.life == life:
-            self._awake(watcher, lambda: self._expel(watcher))
         else:
-            self._awake(watcher, lambda: self._not_listed(watcher, life))
+            self.awake(watcher, lambda: watcher.lookout.struck_off(life))
 
-    def _expel(self, watcher: Watcher) -> None:
+    def expel(self, watcher: Watcher, reason: str) -> None:
         """As ``Agent.expelled``."""
         if watcher.expelled:
             return
         watcher.expelled = True
         self.say(watcher.life, "learns that it was declared lost")
         before = watcher.view() - {watcher.life}
-        error, others = watcher.group.expel(watcher.life.worker, "the others said so")
+        error, others = watcher.group.expel(watcher.life.worker, reason)
         self.vigil.expelled(watcher, before, error, others)
         watcher.calls.clear()
 
@@ -374,13 +297,8 @@ class Watchers:
 
     def _close_connection(self, watcher: Watcher, life: Life) -> None:
         """The end of a connection is noticed, as ``Agent.peer_lost`` does."""
-
-        def noticed() -> None:
-            self._read_note(watcher)
-            if watcher.sees(life):
-                self._declare_lost(watcher, life, Evidence.CLOSED)
-
-        self.at(self._soon(), lambda: self._awake(watcher, noticed))
+        noticed = partial(watcher.lookout.connection_closed, life)
+        self.at(self._soon(), lambda: self.awake(watcher, noticed))
 
     def _others(self, watcher: Watcher) -> list[Watcher]:
         return [other for other in self.latest.values() if other is not watcher and other.alive]
@@ -457,4 +375,4 @@ class Watchers:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._hear_of(watcher, life))
         else:
-            self._awake(watcher, lambda: self._meet(watcher, life))
+            self.awake(watcher, lambda: self._meet(watcher, life))

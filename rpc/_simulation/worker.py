@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rpc._simulation.packets import (
     Batch,
     Causes,
+    Frame,
     Job,
     Outcome,
     Packet,
@@ -24,6 +25,7 @@ from rpc._simulation.packets import (
     Request,
     Value,
 )
+from rpc._simulation.rules import Rule, require
 from rpc._simulation.steps import Address, Name
 from rpc.calls import CallTable, Ending
 from rpc.cancellation import EarlyCancellations
@@ -60,6 +62,7 @@ from rpc.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.termination import Effect as TerminationEffect
 from rpc.termination import Phase as Shutdown
 from rpc.transports.base import Peer
+from rpc.transports.resumption import Receipts, Seam, SentMessages
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -80,6 +83,9 @@ class Machines:
         once: which requests ran before.
         liveness: who is asked for signs of life, and who is silent.
         suspicion: who may tell the others of a loss.
+        sent_messages: what is sent again when a connection takes another's place.
+        receipts: when what arrived is acknowledged.
+        seam: which connection takes the place of which.
     """
 
     references: type[ReferenceTable] = ReferenceTable
@@ -91,6 +97,9 @@ class Machines:
     once: type[OnceTable[Name, Name]] = OnceTable
     liveness: type[Liveness] = Liveness
     suspicion: type[Suspicion] = Suspicion
+    sent_messages: type[SentMessages[Frame]] = SentMessages
+    receipts: type[Receipts] = Receipts
+    seam: type[Seam] = Seam
 
 
 class Worker:
@@ -196,7 +205,9 @@ class Worker:
         self.told_over[life.worker] = life.incarnation
         self.perform(self.references.worker_lost(life, reason))
         if known is not None and self.fences(known):
+            self.world.shutdowns.lost(self, known)
             self.follow(self.termination.lost(life.worker))
+            self.world.shutdowns.looked_at(self)
         self.world.ledger.membership_changed(self)
 
     def _lose_calls(self, life: Life) -> None:
@@ -251,12 +262,11 @@ class Worker:
             if due is None or due > self.world.now:
                 break
             expired = self.calls.expire(self.world.now)
+            require(bool(expired), Rule.DEADLINES, self.life, "comes at", due, "for nothing")
             self.world.ledger.calls_expired(self, expired)
             for ended in expired:
                 self._settle(ended.call, Outcome.TIMEOUT)
                 self._tell_cancelled(ended.call)
-            if not expired:
-                break
         self.world.ledger.time_passed(self)
 
     def cancel(self, record: Record) -> None:
@@ -274,6 +284,10 @@ class Worker:
     def oldest_try(self) -> int:
         """The oldest call that may be tried again, or what the next will be called."""
         return min((n for n, is_open in self.tries.items() if is_open), default=len(self.tries))
+
+    def may_try(self, number: int) -> bool:
+        """True while a call has neither a result nor come to the end of its time."""
+        return self.tries[number] and self.tries_until[number] > self.world.now
 
     def replied(self, sender: Life, reply: Reply) -> None:
         """A reply came, perhaps not for the first time, perhaps from somebody else."""
@@ -499,7 +513,10 @@ class Worker:
         counted = 0
         for message in batch.messages:
             if isinstance(message, Ready | Probe | Quiet | Leaving):
+                if isinstance(message, Ready):
+                    self.world.shutdowns.told_ready(self, sender)
                 self.follow(self.termination.receive(sender.worker, message))
+                self.world.shutdowns.looked_at(self)
             elif isinstance(message, Cancel):
                 self.cancelled(sender, message.correlations)
             else:
@@ -559,6 +576,8 @@ class Worker:
 
     def _tell(self, effect: Tell) -> None:
         if effect.to == self.life.worker:
+            if isinstance(effect.message, Ready):
+                self.world.shutdowns.told_ready(self, self.life)
             self._todo += self.termination.receive(effect.to, effect.message)
             return
         to = self.view.get(effect.to)

@@ -4,8 +4,10 @@ What the transports promise is modelled exactly, for the protocols may rely on i
 
 - A packet that was sent is taken at most once, or more often if it is a reply
   or a batch of control messages, which know how to be taken twice.
-- A packet that is lost takes its link with it: both ends hear that the other is
-  gone, at some time each, and nothing passes between them ever after.
+- A connection that breaks between two that live is replaced, and what it did not
+  carry is sent again (``links``). While it is broken, nothing passes.
+- A packet that is lost for good takes its link with it: both ends hear that the other
+  is gone, at some time each, and nothing passes between them ever after.
 - A worker hears nothing from a life that it does not know yet (the packet waits)
   or that it took for lost (the packet is refused).
 - Who dies is reported to everybody some time. Who leaves is reported after what
@@ -29,6 +31,7 @@ from typing import Any
 
 from rpc._simulation import steps
 from rpc._simulation.ledger import Ledger
+from rpc._simulation.links import Links
 from rpc._simulation.packets import (
     Batch,
     Body,
@@ -81,6 +84,7 @@ class World:
         self.messages = 0
         self.probed: set[Life] = set()
         self.causes = _NOBODY
+        self.links = Links(self)
         self.ledger = Ledger(self)
         self.shutdowns = Shutdowns(self)
         self._number = -1
@@ -110,6 +114,9 @@ class World:
             steps.Fail: self._fail,
             steps.Lose: self._lose,
             steps.Cut: self._cut_link,
+            steps.Break: self._break,
+            steps.Mend: self.links.mend,
+            steps.Greet: self.links.greet,
             steps.Partition: self._partition,
             steps.Heal: self._heal,
             steps.Hear: self._hear,
@@ -156,11 +163,15 @@ class World:
             name = self.name()
             packet = Packet(name, name, source, to, body, causes)
             self.network[packet.name] = packet
+            self.links.carry(packet)
+
+    def divides(self, one: Life, other: Life) -> bool:
+        """True if nothing passes between two lives for a while."""
+        return (one.worker in self.island) != (other.worker in self.island)
 
     def deliverable(self, packet: Packet) -> bool:
         """True if a packet may arrive now."""
-        divided = (packet.source.worker in self.island) != (packet.to.worker in self.island)
-        if divided and self.island:
+        if self.divides(packet.source, packet.to) or self.links.holds(packet):
             return False
         receiver = self.living[packet.to]
         return receiver.knows(packet.source) or receiver.fences(packet.source)
@@ -236,6 +247,8 @@ class World:
         if worker is None or act.to not in worker.view:
             return False
         number = len(worker.tries) if act.number is None else act.number
+        if number > len(worker.tries):
+            return False
         if not worker.tries.setdefault(number, True):
             return False
         limit = _TRY_SECONDS[number % len(_TRY_SECONDS)]
@@ -362,6 +375,7 @@ class World:
             return False
         if self.transcript is not None:
             self.transcript[-1] += f": {packet}"
+        self.links.read(packet)
         del self.network[act.packet]
         receiver = self.living[packet.to]
         if receiver.fences(packet.source):
@@ -414,8 +428,16 @@ class World:
         link = frozenset((one, other))
         if link not in self.cut:
             self.cut.add(link)
+            self.links.end(one, other)
             self._spread(one, other, Tidings.LOST)
             self._spread(other, one, Tidings.LOST)
+
+    def give_up(self, one: Life, other: Life) -> None:
+        """An end takes the other for lost, as it could not mend their link."""
+        self._cut(one, other)
+
+    def _break(self, act: steps.Break) -> bool:
+        return self.links.tear(act.one, act.other, act.kept)
 
     def _partition(self, act: steps.Partition) -> bool:
         self.island = act.island
@@ -461,7 +483,7 @@ class World:
 
     def _close(self, act: steps.Close) -> bool:
         worker = self.living.get(act.who)
-        if worker is None or not worker.finished:
+        if worker is None or not worker.finished or self.links.keeps(act.who):
             return False
         self.closed.add(act.who)
         self._vanish(act.who, after_its_packets=True)
@@ -469,6 +491,7 @@ class World:
 
     def _vanish(self, life: Life, *, after_its_packets: bool) -> None:
         del self.living[life]
+        self.links.end_all(life)
         for name in [name for name, p in self.network.items() if p.to == life]:
             del self.network[name]
         for name in [name for name, news in self.news.items() if news.listener == life]:
@@ -502,6 +525,7 @@ class World:
 
     def _pass(self, act: steps.Pass) -> bool:
         self.now += act.seconds
+        self.links.pay()
         for worker in list(self.living.values()):
             self.causes = frozenset((worker.life,))
             worker.expire()

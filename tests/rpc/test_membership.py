@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rpc import rendezvous
 from rpc.ids import Life
-from rpc.membership import Membership
+from rpc.membership import LIVENESS, Membership
 from rpc.rendezvous import Record
 from rpc.transports.base import Peer
 from tests.waiting import until
@@ -26,8 +27,12 @@ class Agent:
         self.is_expelled = False
         self.peers: set[Life] = set()
         self.struck: list[Life] = []
+        self.group = self
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+
+    def lives(self, who: int) -> bool:
+        return any(life.worker == who for life in self.peers)
 
     def add_peer(self, peer: Peer) -> None:
         self.peers.add(Life(peer.info.id, peer.incarnation))
@@ -65,6 +70,82 @@ def group() -> Iterator[Group]:
         member.leave()
 
 
+class View:
+    """What one agent makes of what it is told, and that it is told nothing twice."""
+
+    def __init__(self, me: Life) -> None:
+        self.life = me
+        self.is_expelled = False
+        self.lives: dict[int, int] = {}
+        self.met: set[Life] = set()
+        self.struck: set[Life] = set()
+
+    def add_peer(self, peer: Peer) -> None:
+        life = Life(peer.info.id, peer.incarnation)
+        assert life not in self.met, "met twice"
+        assert peer.liveness == f"ask {life.worker} {life.incarnation}"
+        self.met.add(life)
+        self.lives[life.worker] = life.incarnation
+
+    def struck_off(self, life: Life) -> None:
+        assert life in self.met - self.struck, "struck off twice, or never met"
+        self.struck.add(life)
+        assert self.lives.pop(life.worker) == life.incarnation
+        self.is_expelled = self.is_expelled or life == self.life
+
+
+def check_look(seed: int) -> None:
+    """Workers come, go and return; one member looks now and then, and declares some lost."""
+    draw = random.Random(seed)
+    store = HashStore()
+    listed = {0: _record(0, 0)}
+    view = View(Life(0, 0))
+    member = Membership(view, store, listed[0])  # type: ignore[arg-type]
+    rendezvous.join(store, listed[0])
+    born = dict.fromkeys(range(4), 0)
+    for _ in range(draw.randint(1, 25)):
+        who = draw.randrange(1 if draw.random() < 0.95 else 0, 4)
+        if who in listed and draw.random() < 0.5:
+            rendezvous.leave(store, listed.pop(who))
+        elif who not in listed:
+            born[who] += 1
+            listed[who] = _record(who, born[who])
+            rendezvous.join(store, listed[who])
+        if draw.random() < 0.3:
+            _declare_lost(draw, member, view, listed)
+        if draw.random() < 0.5:
+            member._look()
+            assert view.lives == {rank: record.incarnation for rank, record in listed.items()}
+
+
+def _record(worker: int, incarnation: int) -> Record:
+    extras = {LIVENESS: f"ask {worker} {incarnation}"}
+    return Record(f"w{worker}", worker, None, incarnation, "test", b"", extras=extras)
+
+
+def _declare_lost(
+    draw: random.Random, member: Membership, view: View, listed: dict[int, Record]
+) -> None:
+    """Only the life that is known is taken off the list, and by those that are on it."""
+    known = dict(view.lives)
+    life = Life(draw.randrange(4), draw.randrange(3))
+    member.remove(life)
+    member._remove_lost()
+    removed = known.get(life.worker) == life.incarnation and not view.is_expelled
+    record = listed.get(life.worker)
+    if removed and record is not None and record.incarnation == life.incarnation:
+        del listed[life.worker]
+    assert {each.rank for each in rendezvous.members(member._store)} == listed.keys()
+
+
+def test_what_the_store_says_is_told_once_and_in_full() -> None:
+    for seed in range(100):
+        try:
+            check_look(seed)
+        except Exception as error:
+            raise AssertionError(f"reproduce with check_look({seed})") from error
+
+
 def test_one_that_is_removed_is_struck_off_everywhere(group: Group) -> None:
     group.members[0].remove(Life(2, 0))
     until(lambda: all(Life(2, 0) in agent.struck for agent in group.agents))
@@ -75,6 +156,16 @@ def test_an_earlier_life_is_not_removed(group: Group) -> None:
     group.members[0].remove(Life(2, 1))
     group.members[0].remove(Life(1, 0))
     until(lambda: group.listed() == {0, 2})
+
+
+def test_who_waits_for_a_worker_goes_on_when_it_joins(group: Group) -> None:
+    member = group.members[0]
+    waiting = threading.Thread(target=member.wait_for, args=(3, 0))
+    waiting.start()
+    until(lambda: member._waiting == 1)
+    rendezvous.join(group.store, Record("dave", 3, None, 0, "test", b""))
+    waiting.join(20)
+    assert not waiting.is_alive()
 
 
 def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:

@@ -321,6 +321,15 @@ def test_grant_that_was_not_sent_is_taken_back() -> None:
     assert owner.not_sent(granted, "no route") == [FreeValue(handle.reference.rref)]
 
 
+def test_grant_that_was_not_sent_because_its_receiver_was_lost_is_gone_already() -> None:
+    owner = table(OWNER)
+    handle = owner.new_value()
+    granted = share(owner, handle, ALICE)
+    owner.dropped(handle)
+    assert owner.worker_lost(ALICE, "killed") == [FreeValue(handle.reference.rref)]
+    assert owner.not_sent(granted, "there was no way to send it") == []
+
+
 def test_owner_passes_to_itself() -> None:
     owner = table(OWNER)
     handle = owner.new_value()
@@ -388,6 +397,17 @@ def test_forks_of_a_lost_worker_are_dropped() -> None:
     owner.dropped(handle)
     assert owner.worker_lost(BOB, "killed") == [FreeValue(handle.reference.rref)]
     assert owner.worker_lost(BOB, "killed") == []
+
+
+def test_nothing_is_remembered_of_the_creations_of_a_lost_worker() -> None:
+    alice, owner = table(ALICE), table(OWNER)
+    _, from_alice = alice.create_remote(OWNER)
+    owner.creation_arrived(from_alice, ALICE)
+    owner.create_remote(ALICE)
+    owner.create_remote(BOB)
+    owner.worker_lost(ALICE, "killed")
+    assert (*owner._creations_made,) == (BOB,)
+    assert (*owner._creations_seen,) == ()
 
 
 def test_parent_stops_holding_for_a_lost_child() -> None:
@@ -489,6 +509,19 @@ def test_registration_is_rejected_after_the_value_came_and_went_though_its_paren
         [answer] = sent(owner.message_arrived(user, register))
         assert isinstance(answer, Rejected)
     assert owner.counts().num_owner_rrefs == 0
+
+
+def test_registration_is_rejected_when_the_owner_made_the_value_itself_and_freed_it() -> None:
+    owner = table(OWNER)
+    handle = owner.new_value()
+    reference = handle.reference
+    share(owner, handle, ALICE)
+    assert owner.dropped(handle) == []
+    assert owner.worker_lost(ALICE, "it died") == [FreeValue(reference.rref)]
+    child = id_of(ALICE, 3)  # which she had passed on
+    (answer,) = sent(owner.message_arrived(BOB, Register(reference, child)))
+    assert isinstance(answer, Rejected)
+    assert not owner.is_kept(reference.rref)
 
 
 def test_reference_that_arrives_at_an_owner_without_its_value_is_stale() -> None:

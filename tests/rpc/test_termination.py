@@ -272,6 +272,13 @@ def test_a_question_overtaken_by_a_later_one_is_not_answered():
     assert worker.quiet(0, NOTHING, NOTHING) == [Tell(0, Quiet(Phase.DRAIN, 2, 0, 0, 0))]
 
 
+def test_a_question_takes_the_place_of_an_earlier_one_that_still_waits():
+    worker = Termination(1, {0, 1})
+    worker.receive(0, Probe(Phase.DRAIN, 1, (0, 1)))
+    worker.receive(0, Probe(Phase.DRAIN, 2, (0, 1)))
+    assert worker.quiet(0, {}, {}) == [Tell(0, Quiet(Phase.DRAIN, 2, 0, 0, 0))]
+
+
 def test_an_answer_to_an_earlier_question_does_not_count():
     leader = leader_of(0, 1, wave=2)
     leader.receive(0, Quiet(Phase.DRAIN, 2, 0, 0, 0))

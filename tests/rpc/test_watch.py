@@ -5,15 +5,20 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLostError
 from rpc.agent import Agent, AgentOptions
+from rpc.group import Group as Members
 from rpc.liveness import Evidence
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, as_worker, connect
+from rpc.transports.base import Peer
+from rpc.watch import Watch
+from rpc.worker_info import WorkerInfo
 from tests.virtual_time import SteadyClock
 from tests.waiting import until
 
@@ -87,6 +92,40 @@ class TestSilence:
         group.hub.freeze(2)
         living = ["alice", "dave"]
         group.pass_time(lambda: all(group.names(who) == living for who in living))
+
+
+class TestNotes:
+    """What others left word of: that this worker was declared lost."""
+
+    @pytest.mark.parametrize(
+        ("author", "believed"),
+        [
+            ("1 0", True),
+            ("2 1", False),  # is lost
+            ("3 0", False),  # was replaced by the life that is known
+            ("3 1", True),
+            ("3 2", True),  # is not known yet
+            ("9 0", True),  # is not known yet
+        ],
+    )
+    def test_those_of_the_lost_are_not_believed(self, author: str, believed: bool) -> None:
+        members = Members()
+        for worker, incarnation in ((0, 0), (1, 0), (2, 1), (3, 1)):
+            members.add(Peer(WorkerInfo(NAMES[worker], worker), incarnation, b""))
+        members.lose(2, "it was silent")
+        agent = SimpleNamespace(group=members)
+        prober = SimpleNamespace(verdict=lambda: f"{author} it was silent")
+        watch = Watch(agent, 5.0, prober)  # type: ignore[arg-type]
+        assert watch.verdict() == ("it was silent" if believed else None)
+
+    def test_one_that_is_alone_believes_even_the_lost(self) -> None:
+        members = Members()
+        for worker in (0, 1):
+            members.add(Peer(WorkerInfo(NAMES[worker], worker), 0, b""))
+        members.lose(1, "it was silent")
+        agent = SimpleNamespace(group=members)
+        prober = SimpleNamespace(verdict=lambda: "1 0 it was silent")
+        assert Watch(agent, 5.0, prober).verdict() == "it was silent"  # type: ignore[arg-type]
 
 
 class TestFencing:

@@ -144,7 +144,10 @@ def _compile(
 def _edits(function: ast.FunctionDef) -> Iterator[Edit]:
     returns_list = function.returns is not None and "list[" in ast.unparse(function.returns)
     whole = {id(node.test) for node in ast.walk(function) if isinstance(node, ast.If | ast.IfExp)}
+    unread = _annotations(function)
     for node in ast.walk(function):
+        if id(node) in unread:
+            continue
         if isinstance(node, ast.FunctionDef | ast.If | ast.For | ast.While | ast.With):
             yield from _statements(node.body)
             yield from _statements(getattr(node, "orelse", []))
@@ -168,6 +171,17 @@ def _edits(function: ast.FunctionDef) -> Iterator[Edit]:
             yield from _choices(node)
         elif isinstance(node, ast.Return) and returns_list and node.value is not None:
             yield from _returned(node)
+
+
+def _annotations(function: ast.FunctionDef) -> set[int]:
+    """The ids of all nodes that nobody evaluates."""
+    found: set[int] = set()
+    for node in ast.walk(function):
+        for name in ("annotation", "returns"):
+            annotation = getattr(node, name, None)
+            if annotation is not None:
+                found.update(map(id, ast.walk(annotation)))
+    return found
 
 
 def _short(node: ast.AST) -> str:

@@ -15,8 +15,9 @@ from rpc._simulation.watchers import Watchers
 from rpc._simulation.worker import Machines
 from tests.loading import load
 
-# The tests of autograd are a simulator of their own.
-_AUTOGRAD = Path(__file__).parents[1] / "autograd_dist"
+# The tests of autograd are a simulator of their own, and so are those of retries and of membership.
+_TESTS = Path(__file__).parents[1]
+_AUTOGRAD, _RPC = _TESTS / "autograd_dist", _TESTS / "rpc"
 
 Play = Callable[[int], object]
 """Plays the run of a seed; returns what was broken, or raises."""
@@ -40,6 +41,35 @@ def play_pass(seed: int) -> object:
     decisions.check_pass_that_is_abandoned(seed)
     if seed % 4 == 0:
         graphs.check_seed(seed // 4)
+    return None
+
+
+def play_passes(seed: int) -> object:
+    """Passes of one root one after the other; and one that something interrupts."""
+    passes = load(_AUTOGRAD, "test_backward_passes")
+    if seed % 4 == 0:
+        passes.check_passes(seed // 4)
+    passes.check_interrupted(seed)
+    return None
+
+
+def play_attempts(seed: int) -> object:
+    """One call that is tried again."""
+    load(_RPC, "test_retry").check_attempts(seed)
+    return None
+
+
+def play_store(seed: int) -> object:
+    """A member of a group whose others come and go, as the store says."""
+    load(_RPC, "test_membership").check_look(seed)
+    return None
+
+
+def play_pipes(seed: int) -> object:
+    """Calls over TensorPipe whose pipes break; and how one pipe is replaced."""
+    games = load(_RPC / "transports", "tensorpipe_games")
+    games.check_calls(seed)
+    games.check_mending(seed)
     return None
 
 
@@ -76,9 +106,37 @@ TARGETS = (
     Target("rpc.retry", "OnceTable", ("rpc/test_retry.py",)),
     Target("rpc.retry", "_Caller", ("rpc/test_retry.py",)),
     Target("rpc.retry", "_Entry", ("rpc/test_retry.py",)),
+    Target("rpc.retry", "Attempts", ("rpc/test_retry.py",), (play_attempts,)),
     Target("rpc.cancellation", None, ("rpc/test_cancellation.py",)),
+    Target("rpc.transports.resumption", None, ("rpc/transports/test_resumption.py",)),
+    Target(
+        "rpc.transports.tensorpipe_ledger",
+        None,
+        ("rpc/transports/test_tensorpipe_ledger.py",),
+        (play_pipes,),
+    ),
     Target("rpc.liveness", None, ("rpc/test_liveness.py",), (play_silence,)),
+    Target("rpc.watch", None, ("rpc/test_watch.py",), (play_silence,)),
+    Target("rpc.accusations", None, ("rpc/test_accusations.py",), (play_silence,)),
+    Target("rpc.membership", "Membership._look", ("rpc/test_membership.py",), (play_store,)),
+    Target("rpc.membership", "Membership.remove", ("rpc/test_membership.py",), (play_store,)),
+    Target("rpc.membership", "Membership._remove_lost", ("rpc/test_membership.py",), (play_store,)),
     Target("autograd_dist.passes", "Participant", ("autograd_dist/test_passes.py",), (play_pass,)),
+    *(
+        Target(
+            "autograd_dist.backward_passes",
+            decides,
+            ("autograd_dist/test_backward_passes.py",),
+            (play_passes,),
+        )
+        for decides in (
+            "_OfContext",
+            "BackwardPasses._oldest",
+            "BackwardPasses._driver_for",
+            "BackwardPasses.drop",
+            "BackwardPasses.root_lost",
+        )
+    ),
 )
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from rpc._simulation.runs import draw, replay
+from rpc._simulation.steps import Act, Break, Greet, Mend
 from rpc.calls import CallTable, Ended
 from rpc.control import ControlMessage, DuplicateFilter, Register
 from rpc.group import Group
@@ -21,6 +24,7 @@ from rpc.reference_terms import Effect
 from rpc.references import ReferenceTable
 from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
 from rpc.transports.base import Peer
+from rpc.transports.resumption import Offer, Seam, SentMessages
 
 SHORT = 300
 LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))
@@ -53,6 +57,18 @@ def test_a_script_plays_the_run_again_to_the_last_message() -> None:
 def test_a_group_without_faults_breaks_no_rule_and_loses_nobody() -> None:
     calm = Scenario(crashes=False, joins=False, cuts=False, partitions=False, duplicates=False)
     assert simulate(range(50), calm).runs == 50
+
+
+def test_links_that_break_again_and_again_lose_and_repeat_nothing() -> None:
+    only_breaks = Scenario(
+        crashes=False, joins=False, cuts=False, partitions=False, duplicates=False, timeouts=False
+    )
+    acts: Counter[type[Act]] = Counter()
+    for seed in range(100):
+        played = draw(seed, only_breaks, Machines())
+        assert played.broken is None
+        acts.update(type(step.act) for step in played.script.steps)
+    assert min(acts[Break], acts[Mend], acts[Greet]) > 50
 
 
 def test_progress_is_reported_after_each_run() -> None:
@@ -89,13 +105,29 @@ class NeverMeetsTheReturned(Group):
             super().add(peer)
 
 
+class ForgetsTheLast(SentMessages):  # type: ignore[type-arg]
+    def missing(self, sent: int, received: int) -> list[Any]:
+        return super().missing(sent, received)[:-1]
+
+
+class TakesWhateverComes(Seam):
+    def offered(self, attempt: int) -> Offer:
+        super().offered(attempt)
+        return Offer.TAKE
+
+
 @pytest.mark.parametrize(
     ("machines", "rules"),
     [
-        (Machines(references=ForgetsRegistrations), {Rule.NOT_FREED_IN_USE, Rule.HANDLES_WORK}),
+        (
+            Machines(references=ForgetsRegistrations),
+            {Rule.NOT_FREED_IN_USE, Rule.HANDLES_WORK, Rule.COUNTS},
+        ),
         (Machines(calls=KeepsTheDeadWaitedFor), {Rule.CALLS_END}),
         (Machines(duplicates=TakesEverythingTwice), {Rule.DUPLICATES}),
         (Machines(group=NeverMeetsTheReturned), {Rule.MEMBERS}),
+        (Machines(sent_messages=ForgetsTheLast), {Rule.LINKS}),
+        (Machines(seam=TakesWhateverComes), {Rule.LINKS}),
     ],
 )
 def test_a_broken_decision_is_found_and_told_in_a_few_lines(
