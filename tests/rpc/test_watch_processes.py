@@ -28,9 +28,12 @@ def hold_the_interpreter(seconds: int) -> int:
     return os.getpid()
 
 
-def processor_seconds() -> float:
-    used = os.times()
-    return used.user + used.system
+def shares_used(workers: list[WorkerProcess], seconds: float) -> list[float]:
+    """How much of a processor's time each worker uses."""
+    before = [worker.do(time.process_time) for worker in workers]
+    time.sleep(seconds)
+    after = [worker.do(time.process_time) for worker in workers]
+    return [(late - early) / seconds for early, late in zip(before, after, strict=True)]
 
 
 until = partial(waiting.until, seconds=SECONDS_TO_ACT, pause=0.05)
@@ -102,8 +105,6 @@ class TestAGroupThatWatches:
         self, workers: list[WorkerProcess]
     ) -> None:
         time.sleep(1)
-        before = [worker.do(processor_seconds) for worker in workers]
-        time.sleep(8)
-        after = [worker.do(processor_seconds) for worker in workers]
-        used = [(late - early) / 8 for early, late in zip(before, after, strict=True)]
-        assert min(used) < 0.005, used  # of the one that others on the machine disturb least
+        # 0.25 to 0.4 % where nothing else runs. What a wake-up costs grows with the load of the
+        # machine, so one of them in one of several stretches is enough.
+        assert any(min(shares_used(workers, 8)) < 0.005 for _ in range(4))

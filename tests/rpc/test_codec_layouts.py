@@ -1,0 +1,115 @@
+"""Tensors of other layouts than strided survive the codec, and stay what they were in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpc.codec import decode, encode
+from rpc.errors import EncodeError
+from tests.rpc.round_trips import round_trip, round_trip_detached
+
+
+def sparse_matrix(layout: torch.layout) -> Tensor:
+    dense = torch.tensor([[0.0, 1, 0, 0], [2, 0, 0, 0], [0, 0, 3, 0], [0, 0, 0, 4]])
+    if layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return dense.to_sparse(layout=layout, blocksize=(2, 2))
+    return dense.to_sparse(layout=layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc],
+    ids=str,
+)
+def test_sparse_tensors_travel_as_their_strided_parts(layout: torch.layout) -> None:
+    sent = sparse_matrix(layout)
+    encoded = encode([sent, sent])
+    assert all(tensor.layout is torch.strided for tensor in encoded.tensors)
+    assert encoded.plain
+    arrived, again = decode(encoded.payload, encoded.tensors, ())
+    assert arrived is again
+    assert arrived.layout is layout
+    assert torch.equal(arrived.to_dense(), sent.to_dense())
+    assert not arrived.requires_grad
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_leaves_that_require_grad_arrive_as_such(layout: torch.layout) -> None:
+    sent = sparse_matrix(layout).requires_grad_()
+    for arrived in (round_trip_detached(sent), no_grad_round_trip(sent)):
+        assert arrived.requires_grad
+        assert arrived.is_leaf
+        assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense())
+
+
+def no_grad_round_trip(value: object) -> Any:
+    with torch.no_grad():
+        return round_trip_detached(value)
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_the_coalesced_flag_of_sparse_tensors_survives(coalesced: bool) -> None:
+    sent = torch.sparse_coo_tensor([[0, 2, 0]], [1.0, 2.0, 4.0], (3,))
+    sent = sent.coalesce() if coalesced else sent
+    for tensor in (sent, sent.detach().requires_grad_()):
+        arrived = round_trip_detached(tensor)
+        assert arrived._nnz() == sent._nnz()
+        assert arrived.is_coalesced() is coalesced
+        assert arrived.detach().to_dense().tolist() == [5.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_coo_tensor_that_requires_grad_travels_whole(coalesced: bool) -> None:
+    leaf = torch.sparse_coo_tensor([[0, 2, 0]], [1.0, 2.0, 4.0], (3,))
+    leaf = (leaf.coalesce() if coalesced else leaf).requires_grad_()
+    assert encode([leaf, 1]).tensors == [leaf]
+    assert round_trip([leaf, 1])[0] is leaf
+
+
+def test_gradients_flow_back_through_the_values_of_a_compressed_tensor() -> None:
+    leaf = sparse_matrix(torch.sparse_csr).requires_grad_()
+    arrived = round_trip(leaf)
+    (arrived.to_dense() * 3).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.to_dense()[0, 1].item() == 3.0
+
+
+def test_a_compressed_parameter_stays_one_and_takes_part_in_graphs() -> None:
+    sent = nn.Parameter(sparse_matrix(torch.sparse_csr))
+    arrived = round_trip_detached(sent)
+    assert type(arrived) is nn.Parameter
+    assert arrived.requires_grad
+    assert arrived.layout is torch.sparse_csr
+    in_graph = round_trip(sent)
+    assert isinstance(in_graph, nn.Parameter)
+    (in_graph.to_dense() * 3).sum().backward()
+    assert sent.grad is not None
+    assert sent.grad.to_dense()[0, 1].item() == 3.0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_exotic_tensors_arrive_equal() -> None:
+    quantized = torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.1, 3, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    arrived = round_trip([quantized, nested, torch.empty(3, device="meta")])
+    assert torch.equal(arrived[0].int_repr(), quantized.int_repr())
+    assert arrived[0].q_scale() == quantized.q_scale()
+    assert [part.tolist() for part in arrived[1].unbind()] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert arrived[2].is_meta
+    assert arrived[2].shape == (3,)
+
+
+@pytest.mark.slow
+def test_jagged_tensors_arrive_equal() -> None:
+    sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    parts = round_trip(sent).unbind()
+    assert [part.tolist() for part in parts] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+def test_a_layout_that_cannot_be_taken_apart_is_refused() -> None:
+    with pytest.raises(EncodeError, match="mkldnn"):
+        encode(torch.ones(2, 2).to_mkldnn())
