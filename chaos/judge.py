@@ -28,7 +28,7 @@ class Limits:
         rss: bytes by which the witness may grow after the first fifth.
         more: threads and segments that it may have more at the end than after the first
             fifth: a pool may have grown.
-        descriptors: likewise; a connection may be new.
+        descriptors: likewise; some connections come and go.
     """
 
     bound: float

@@ -93,18 +93,26 @@ class Worker:
             liveness_timeout=self._arguments.bound,
             rpc_timeout=60.0,
             bring_up_timeout=30.0,
-            _transports=["uv"],  # torch's shared memory polls all the time
         )
         rpc.init_rpc(self._name, rank=self._arguments.rank, rpc_backend_options=options)
         self._failed.clear()
         rpc.on_membership(self._member)
         self._tell(What.JOINED)
+        self._meet()
 
     def _member(self, event: rpc.MembershipEvent) -> None:
         if event.change is rpc.MembershipChange.LOST:
             self._tell(What.LOST, event.worker.name, event.reason)
             if event.worker.name == self._name:
                 self._failed.set()
+
+    def _meet(self) -> None:
+        """Calls everybody, so that from now on every connection that there may be is there."""
+        for worker in rpc.workers():
+            try:
+                rpc.rpc_sync(worker, os.getpid, timeout=5)
+            except RuntimeError as error:
+                self._tell_error(error)
 
     def _work(self) -> None:
         if self._name == SERVER:

@@ -110,7 +110,7 @@ def _init_tensorpipe(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but got "
             f"{rpc_backend_options!r}"
         )
-    transport = TensorPipeTransport(rpc_backend_options)
+    transport = TensorPipeTransport(rpc_backend_options, dynamic=world_size is None)
     return form_group(
         TENSORPIPE,
         store,

@@ -130,6 +130,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             lost or repeated. A worker that cannot be reached for so long is lost; one whose
             process is gone is lost at once. 0, at either end: every connection that breaks
             is a loss. Default 5.
+        _transports: torch's names, best first. Default torch's choice; in a dynamic group
+            ``["uv"]``, which is TCP, as torch keeps what a peer in shared memory took.
+        _channels: torch's names, best first. Default torch's choice.
 
     Raises:
         TypeError: if a value has the wrong type.

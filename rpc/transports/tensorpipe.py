@@ -71,6 +71,9 @@ class TensorPipeTransport:
 
     Args:
         options: transports, channels and device maps for torch.
+        dynamic: peers come and go. Then TCP is used unless the options say otherwise: what
+            torch takes for a peer in shared memory (two dozen descriptors) it never gives
+            back, and its connections there can fail when another worker is killed.
     """
 
     inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free
@@ -87,8 +90,9 @@ class TensorPipeTransport:
     _late: LateReceipts
     _mender: Mender
 
-    def __init__(self, options: TensorPipeRpcBackendOptions) -> None:
+    def __init__(self, options: TensorPipeRpcBackendOptions, dynamic: bool = False) -> None:
         self._options = options
+        self._transports = options._transports or (["uv"] if dynamic else None)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._state = _State.NEW
@@ -110,7 +114,7 @@ class TensorPipeTransport:
         used = used_devices(devices)
         if used and torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._agent = TorchAgent(info.name, self._options, used)
+        self._agent = TorchAgent(info.name, self._options, self._transports, used)
         self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
         sender = self._sender = Sender(info.id, incarnation)
         self._answers = Answers(sender)
@@ -141,10 +145,7 @@ class TensorPipeTransport:
             self._take(envelope, frame, future)
 
     def remove_peer(self, worker_id: int) -> None:
-        """Forgets a peer; what it still sends is refused.
-
-        torch offers no way to close its pipe, which stays until either process ends.
-        """
+        """Forgets a peer; what it still sends is refused."""
         with self._lock:
             link = self._roster.links.get(worker_id)
             if link is None or self._state is not _State.OPEN:
@@ -153,8 +154,11 @@ class TensorPipeTransport:
             self._roster.remove(worker_id)
             link.forget_contents()
             asked, lifelines = link.take_asked(), link.take_lifelines()
+            route = link.route if link.watched and not link.broken else None
             self._senders += 1
         try:
+            if route is not None:
+                self._agent.abandon(route)
             self._answers.give_asked(asked, wire.REFUSED, REMOVED)
             self._answers.give(lifelines, wire.LIFELINE, REMOVED)
         finally:

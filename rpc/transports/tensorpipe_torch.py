@@ -59,7 +59,8 @@ class TorchAgent:
 
     Args:
         name: this worker's name.
-        options: transports, channels and device maps.
+        options: channels and device maps.
+        transports: by torch's names, best first; None leaves the choice to torch.
         devices: the CUDA devices that calls may use.
 
     Raises:
@@ -67,7 +68,11 @@ class TorchAgent:
     """
 
     def __init__(
-        self, name: str, options: TensorPipeRpcBackendOptions, devices: list[torch.device]
+        self,
+        name: str,
+        options: TensorPipeRpcBackendOptions,
+        transports: list[str] | None,
+        devices: list[torch.device],
     ) -> None:
         import torch.distributed.rpc.internal as internal
         from torch._C import _distributed_rpc as module
@@ -80,6 +85,7 @@ class TorchAgent:
         self._naming = threading.Lock()
         self._ids: dict[str, int] = {}
         self._next_id = SELF_ID + 1
+        self._abandoned: list[tuple[torch_rpc.WorkerInfo, Any]] = []
         if module._is_current_rpc_agent_set():
             raise BringUpError(
                 "torch allows one RPC agent per process and this process already runs one; shut "
@@ -89,7 +95,7 @@ class TorchAgent:
         _give_torch_an_agent_to_keep(module)
         store = HashStore()
         self._addresses: Store = PrefixStore("addrs", store)
-        self._agent: Any = _make(module, store, name, _torch_options(options), devices)
+        self._agent: Any = _make(module, store, name, _torch_options(options, transports), devices)
         module._set_and_start_rpc_agent(self._agent)
         self.url: bytes = self._addresses.get(name)
 
@@ -105,6 +111,7 @@ class TorchAgent:
             What ``ask`` and ``tell`` take.
         """
         with self._naming:
+            self._hang_up()
             return self._reach(name, url, reverse_map)
 
     def _reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
@@ -125,6 +132,27 @@ class TorchAgent:
         self._update(name, self._ids[name], True)
         return self._route(name, self._ids[name])
 
+    def abandon(self, route: torch_rpc.WorkerInfo) -> None:
+        """Lets torch close a pipe that nobody needs any more once the other end has closed it.
+
+        torch closes a pipe, which holds several descriptors, only when a call on it fails. One
+        is made when the next worker is reached, so that there are never more of them than
+        there were workers at a time; torch logs that it fails. A group that merely ends, one
+        worker after the other, makes none.
+        """
+        with self._naming:
+            self._abandoned.append((route, None))
+
+    def _hang_up(self) -> None:
+        """Calls whom was abandoned, until the call fails. Needs the lock for names."""
+        abandoned, self._abandoned = self._abandoned, []
+        for route, call in abandoned:
+            if call is None or (call.done() and not error_of(call)):
+                with contextlib.suppress(PipeBrokenError):  # then it is closed
+                    self._abandoned.append((route, self.tell(route, self._primer, [])))
+            elif not call.done():
+                self._abandoned.append((route, call))
+
     def myself(self) -> torch_rpc.WorkerInfo:
         """What ``ask`` and ``tell`` take to call this process."""
         return self._route(self.name, SELF_ID)
@@ -132,16 +160,16 @@ class TorchAgent:
     def prime(self, pickle: bytes) -> None:
         """Calls this process once, so that torch imports what it needs before real traffic.
 
+        Args:
+            pickle: a call that any transport answers at once, and ignores.
+
         Raises:
             BringUpError: if the call does not come through.
         """
+        self._primer = pickle
         try:
             self._torch._invoke_rpc_python_udf(
-                self.myself(),
-                pickle,
-                [],
-                _PRIMING_SECONDS,
-                False,
+                self.myself(), pickle, [], _PRIMING_SECONDS, False
             ).wait()
         except RuntimeError as error:
             raise BringUpError(
@@ -273,13 +301,13 @@ def _make(
 
 
 def _torch_options(
-    options: TensorPipeRpcBackendOptions,
+    options: TensorPipeRpcBackendOptions, transports: list[str] | None
 ) -> torch_rpc._TensorPipeRpcBackendOptionsBase:
     from torch._C import _distributed_rpc as module
 
     return module._TensorPipeRpcBackendOptionsBase(
         POOL_THREADS,
-        options._transports,
+        transports,
         options._channels,
         device_maps=options.device_maps,
         devices=options.devices,

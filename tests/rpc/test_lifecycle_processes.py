@@ -114,3 +114,25 @@ def test_a_frozen_host_of_the_store_keeps_nobody_from_leaving(
     assert third.do(call, "worker1", os.getpid) == second.process.pid
     second.do(leave)
     third.do(leave)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
+def test_those_who_come_and_go_leave_no_descriptors(
+    url: str, workers: list[WorkerProcess], backend: str
+) -> None:
+    stays, comes, _ = workers
+    stays.do(join, backend, url, "stays", 0)
+    held = []
+    for _ in range(4):
+        comes.do(join, backend, url, "comes", 1)
+        assert comes.do(call, "stays", os.getpid) == stays.process.pid
+        assert stays.do(call, "comes", os.getpid) == comes.process.pid
+        held.append(stays.do(descriptors))
+        comes.do(leave)
+        until(lambda: stays.do(names) == ["stays"])
+    comes.do(join, backend, url, "comes", 1)
+    until(lambda: stays.do(descriptors) <= min(held) + 2)

@@ -59,8 +59,7 @@ class TestAGroupThatWatches:
     def let_join(worker: WorkerProcess, backend: str, path: Path, rank: int) -> None:
         url = f"file://{path}/store"
         name = ("alice", "bob", "carol")[rank]
-        settings = {"_transports": ["uv"]}  # torch's shared memory polls all the time
-        worker.do(join, backend, url, name, rank, liveness_timeout=BOUND, rpc_timeout=0, **settings)
+        worker.do(join, backend, url, name, rank, liveness_timeout=BOUND, rpc_timeout=0)
 
     def test_frozen_is_lost_busy_is_not_and_the_lost_may_return(
         self, workers: list[WorkerProcess], backend: str, tmp_path: Path
