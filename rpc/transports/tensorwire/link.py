@@ -3,6 +3,8 @@
 The worker that opened a link sends requests and notices on it, the other one
 the replies: a thread that waits for a reply never meets a request. Owns the
 choice of road for payload and tensors: inline, shared memory or bulk channels.
+Before it copies into shared memory it lets the other end know that something comes,
+so that a thread there that sleeps wakes up meanwhile, and one that looks out goes on.
 Reading the sockets is the business of ``readers``, ``replies``, ``requests``
 and ``bulk``.
 """
@@ -71,6 +73,7 @@ class _Draft:
     items: list[Item] = field(default_factory=list)
     parts: list[Buffer] = field(default_factory=list)
     inline: int = 0
+    announced: bool = False
 
     def add_inline(self, data: Buffer) -> int:
         if not data:
@@ -113,6 +116,8 @@ class Link:
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
         self.main: Sender | None = None
+        self.announce: Callable[[], None] | None = None
+        """Sends a small message at once, of any meaning; set with ``main``."""
         self.bulk: list[Sender] = []
         self.bulk_readers: list[BulkReader] = []
         self.unsent = Unsent()
@@ -181,6 +186,9 @@ class Link:
         """Sends, copies or inlines the bytes; tells where the peer finds them."""
         size = data.size
         if size >= SHARED_FROM and self._pool is not None:
+            if self.announce is not None and not draft.announced:
+                draft.announced = True
+                self.announce()
             slot = self._pool.put(data.address, size)
             if slot is not None:
                 return Place.SHARED, slot.segment, slot.position

@@ -298,7 +298,9 @@ class RemotePeer:
     def _main_reader(self, link: Link, main: Sender) -> MainReader:
         machinery = self._machinery
         buffers, late = machinery.resources.buffers, machinery.receipts.add
-        return MainReader(main.sock, link, _MAX_FRAME_BYTES, buffers, main, late)
+        reader = MainReader(main.sock, link, _MAX_FRAME_BYTES, buffers, main, late)
+        link.announce = reader.acknowledge
+        return reader
 
     def _bulk_strand(
         self, link: Link, sock: socket.socket, token: bytes, number: int, road: Road | None
