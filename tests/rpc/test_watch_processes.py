@@ -14,7 +14,7 @@ import pytest
 
 from rpc import WorkerLostError
 from tests import waiting
-from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names
+from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -71,7 +71,7 @@ class TestAGroupThatWatches:
         assert carol.do(names) == ["alice", "bob", "carol"]
 
         alice.begin(call, "bob", time.sleep, 3600)
-        time.sleep(0.3)
+        until(lambda: bob.do(served) == 1)
         bob.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match="no sign of life") as lost:
             alice.result()
@@ -92,7 +92,7 @@ class TestAGroupThatWatches:
 
         carol.begin(call, "alice", time.sleep, 3600)
         alice.begin(call, "carol", time.sleep, 3600)
-        time.sleep(0.3)
+        until(lambda: [bob.do(call, name, served) for name in ("alice", "carol")] == [2, 2])
         carol.send_signal(signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             alice.result()
@@ -103,7 +103,6 @@ class TestAGroupThatWatches:
     def test_an_idle_worker_uses_next_to_no_processor_time(
         self, workers: list[WorkerProcess]
     ) -> None:
-        time.sleep(1)
         # 0.25 to 0.4 % where nothing else runs. What a wake-up costs grows with the load of the
         # machine, so one of them in one of several stretches is enough.
         assert any(min(shares_used(workers, 8)) < 0.005 for _ in range(4))
