@@ -2,7 +2,7 @@
 
 A failing seed prints its transcript; play it again with
 ``rpc.testing.simulate([seed])``. The long part, 10 000 seeds, is run by
-``make simulate``, or here with ``SIMULATE_SEEDS=10000``.
+``make simulate``, or here with ``SIMULATE_SEEDS=10000``, as ``.ci/run`` does.
 """
 
 from __future__ import annotations
