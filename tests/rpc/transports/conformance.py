@@ -115,6 +115,16 @@ class Worker:
     ) -> Frame:
         return self.reply(self.ask(to, header, payload, *tensors))
 
+    def check_echoes(
+        self, of: Worker, header: bytes, payload: bytes, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Asks with all tensors, one in each request; each must come back as it was."""
+        asked = [self.ask(of, header, payload, tensor) for tensor in tensors]
+        for correlation, tensor in zip(asked, tensors, strict=True):
+            found = self.reply(correlation)
+            assert torch.equal(found.tensors[0], tensor)
+            assert bytes(found.payload) == payload
+
     def close(self, flush_seconds: float = 2.0) -> None:
         if not self.closed:
             self.transport.close(flush_seconds)

@@ -150,11 +150,7 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker) -> None:
     with cuts(a) as made:
         while number < 20 or made() < CUTS:
             sent = [torch.full((size,), float(number)) for size in (3_000, 300_000)]
-            asked = [a.ask(b, b"h", b"p" * 200_000, tensor) for tensor in sent]
-            for correlation, tensor in zip(asked, sent, strict=True):
-                found = a.reply(correlation)
-                assert torch.equal(found.tensors[0], tensor)
-                assert bytes(found.payload) == b"p" * 200_000
+            a.check_echoes(b, b"h", b"p" * 200_000, sent)
             b.received.clear()
             number += 1
     assert a.lost == b.lost == []

@@ -113,11 +113,7 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker, settings: S
         number = 0
         while number < 40 or len(cuts) < 10:
             sent = [torch.full((size,), number + place) for place, size in enumerate(sizes)]
-            asked = [a.ask(b, b"%d" % number, b"p" * 70_000, tensor) for tensor in sent]
-            for correlation, tensor in zip(asked, sent, strict=True):
-                found = a.reply(correlation)
-                assert torch.equal(found.tensors[0], tensor)
-                assert bytes(found.payload) == b"p" * 70_000
+            a.check_echoes(b, b"%d" % number, b"p" * 70_000, sent)
             b.received.clear()
             number += 1
     assert a.lost == b.lost == []
