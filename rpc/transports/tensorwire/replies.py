@@ -193,7 +193,9 @@ class ReplySide:
             block()
 
     def wake(self) -> None:
-        """Makes the leader look at its ``done()`` again."""
+        """Makes the leader look at its ``done()`` again; it does so itself after what it delivers."""
+        if self._leader_thread == threading.get_ident():
+            return  # a bell that nobody waits for would wake the background thread
         done = self._leader_done
         if done is not None and done():
             os.eventfd_write(self._bell, 1)

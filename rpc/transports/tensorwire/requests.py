@@ -5,7 +5,7 @@ a request may run a handler, and the baton stays with its thread as long as that
 is quick. It passes to another thread
 
 - before the holder waits for something (:meth:`RequestSide.about_to_block`),
-- when the *watch* sees one delivery last for a millisecond,
+- when the *watch* sees one delivery last for some milliseconds,
 - at once, while handlers have been seen to be slow.
 
 A thread that comes back from a handler without the baton queues up for it. So a
@@ -35,7 +35,8 @@ from rpc.transports.tensorwire.spinning import Lookout
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 _SECONDS_TO_END = 5.0
-_TICK_SECONDS = 0.001
+_TICK_SECONDS = 0.004
+"""Each tick takes the interpreter lock from a handler: at 1 ms they cost the main job a tenth or more."""
 _QUIET_TICKS = 50
 _SLOW_SECONDS = 0.0005
 _EVENTS = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -101,6 +102,32 @@ def test_a_waiting_thread_reads_its_reply_itself(side: Side) -> None:
         timer.join()
         mine += side.arrived[number] == threading.get_ident()
     assert mine > 25
+
+
+def test_what_the_reading_thread_delivers_to_itself_rings_no_bell(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, plain = threading.Event(), side.deliver
+    rung: list[int] = []
+
+    def done() -> bool:
+        began.set()
+        return 1 in side.arrived
+
+    def deliver(frame: Frame) -> None:
+        plain(frame)
+        side.replies.wake()
+
+    side.replies._channels[side.mine.fileno()]._deliver = deliver
+    monkeypatch.setattr(os, "eventfd_write", lambda bell, _: rung.append(bell))
+    waiter = threading.Thread(target=side.replies.wait, args=(done, lambda: side.block(1)))
+    waiter.start()
+    assert began.wait(SECONDS)
+    side.reply(1)
+    waiter.join(SECONDS)
+    monkeypatch.undo()
+    assert side.arrived[1] == waiter.ident
+    assert not rung
 
 
 def test_every_waiter_gets_its_reply_whoever_reads_it(side: Side) -> None:
