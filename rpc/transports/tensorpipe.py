@@ -221,6 +221,8 @@ class TensorPipeTransport:
         self._late.close()
         self._mender.close()
         self._part(deadline)
+        if flush_seconds:
+            self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
         self._agent.stop()
         wire.detach(self)
         with self._lock:
@@ -343,6 +345,7 @@ class TensorPipeTransport:
 
     def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | Answer:
         """Takes a peer's call."""
+        self._agent.threads.keep()
         kind = envelope.kind
         if kind in _ANSWERED_LATER:
             future: AnswerFuture = self._agent.future()
@@ -350,7 +353,10 @@ class TensorPipeTransport:
             return future
         if kind == wire.RESUME:
             return self._resume(envelope, frame)
-        refusal = None if kind == wire.PRIMER else self._take(envelope, frame, None)
+        if kind == wire.LET_GO:
+            self._agent.threads.let_go()
+        ours = kind in (wire.PRIMER, wire.LET_GO)
+        refusal = None if ours else self._take(envelope, frame, None)
         if refusal is not None:
             return self._answers.make(wire.REFUSED, refusal, envelope.number)
         done = wire.BATCH if kind == wire.BATCH else wire.DONE
@@ -358,6 +364,7 @@ class TensorPipeTransport:
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         """Takes what came back from one of our calls."""
+        self._agent.threads.keep()
         link = self._roster.of_sender(envelope)
         if link is None or link.broken:
             return

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc.devices import DeviceMap
 from rpc.errors import BringUpError
+from rpc.transports.tensorpipe_threads import PoolThreads
 
 if TYPE_CHECKING:
     from torch._C import _distributed_rpc as torch_rpc
@@ -63,6 +64,9 @@ class TorchAgent:
         transports: by torch's names, best first; None leaves the choice to torch.
         devices: the CUDA devices that calls may use.
 
+    Attributes:
+        threads: of torch, which run all that comes in.
+
     Raises:
         BringUpError: if torch already runs an agent in this process.
     """
@@ -80,6 +84,7 @@ class TorchAgent:
         self._torch: Any = module
         self.name = name
         self.tensor_tables: Any = internal._thread_local_tensor_tables
+        self.threads = PoolThreads(POOL_THREADS)
         self._devices = devices
         self._reverse_maps: dict[str, DeviceMap] = {}
         self._naming = threading.Lock()
@@ -210,6 +215,20 @@ class TorchAgent:
     def future(self) -> Any:
         """A future that may be answered with tensors on any device in use."""
         return torch._C.Future(self._devices)
+
+    def let_threads_go(self, pickle: bytes) -> None:
+        """Calls this process on each of torch's threads at once.
+
+        Args:
+            pickle: a call that has :attr:`threads` let its thread go.
+        """
+        calls = []
+        with contextlib.suppress(PipeBrokenError):
+            for _ in range(self.threads.count):
+                calls.append(self.tell(self.myself(), pickle, []))
+        for call in calls:
+            with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
+                call.wait()
 
     def stop(self) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped.

@@ -47,6 +47,8 @@ RESUME = 22
 """Asks to go on over another pipe; the payload says who is meant."""
 RECEIPT = 23
 """Says which replies and which large requests have arrived."""
+LET_GO = 24
+"""Sent to oneself at the end, once for each of torch's threads."""
 DONE = 32
 """Answer without a frame: taken, or no longer wanted."""
 REFUSED = 33

@@ -193,7 +193,7 @@ class ReplySide:
             block()
 
     def wake(self) -> None:
-        """Makes the leader look at its ``done()`` again; it does so itself after what it delivers."""
+        """Makes the leader look at its ``done()`` again; after what it delivers, it does anyway."""
         if self._leader_thread == threading.get_ident():
             return  # a bell that nobody waits for would wake the background thread
         done = self._leader_done

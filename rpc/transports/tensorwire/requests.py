@@ -36,7 +36,7 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 
 _SECONDS_TO_END = 5.0
 _TICK_SECONDS = 0.004
-"""Each tick takes the interpreter lock from a handler: at 1 ms they cost the main job a tenth or more."""
+"""Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
 _QUIET_TICKS = 50
 _SLOW_SECONDS = 0.0005
 _EVENTS = 64

@@ -13,6 +13,7 @@ import torch
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe import available
+from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import TransportConformance, Worker, introduce
 from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, workplaces
@@ -199,6 +200,19 @@ class TestDevices:
         a, b = workers(2, device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
         (found,) = a.call(b, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
         assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class TestThreads:
+    def test_python_keeps_what_it_has_of_a_thread_until_the_end(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "tests.rpc.transports.thread_states_process"]
+        root = str(Path(__file__).parents[3])
+        ended = subprocess.run(
+            [*command, str(tmp_path / "store")], cwd=root, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        firsts, before, after = map(int, ended.stdout.split())
+        assert firsts <= 2 * POOL_THREADS, "of 300 calls; as many as there are threads are"
+        assert after == before
 
 
 class TestLeaving:

@@ -1,0 +1,59 @@
+"""What Python keeps of torch's pool threads from one call to the next.
+
+torch enters Python for each call, on threads that Python did not start. By itself
+CPython then makes a thread state, maps memory for its frames, and unmaps it on the
+way out, which interrupts every core that runs a thread of the process: three times
+per call at the callee, once at the caller. A state that is referred to once more
+than it is used stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+
+_ensure = ctypes.pythonapi.PyGILState_Ensure
+_release = ctypes.pythonapi.PyGILState_Release
+_STAY_LOCKED = 0
+_SECONDS_TO_MEET = 0.5
+
+
+class _Here(threading.local):
+    """What is known of the running thread."""
+
+    kept: bool = False
+
+
+class PoolThreads:
+    """The pool of one agent.
+
+    Args:
+        count: how many threads it has.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._here = _Here()
+        self._over = False
+        self._gate = threading.Barrier(count)
+
+    def keep(self) -> None:
+        """Keeps the state of the thread that calls, from the first time on."""
+        if not (self._here.kept or self._over):
+            self._here.kept = True
+            _ensure()
+
+    def let_go(self) -> None:
+        """Lets the state of the thread that calls go when its call returns.
+
+        To be called ``count`` times at once: each waits for the others, so that no thread
+        is called twice. One that a handler holds is not waited for long; its state, some
+        20 KB, then stays until the process ends.
+        """
+        self._over = True
+        if self._here.kept:
+            self._here.kept = False
+            _release(_STAY_LOCKED)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._gate.wait(_SECONDS_TO_MEET)
