@@ -45,6 +45,7 @@ _NO_TIMEOUT = 0.0
 _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
+_SECONDS_TO_LET_GO = 2.0
 
 
 def available() -> bool:
@@ -223,13 +224,14 @@ class TorchAgent:
         Args:
             pickle: a call that has :attr:`threads` let its thread go.
         """
+        call, myself = self._torch._invoke_rpc_python_udf, self.myself()
         calls = []
-        with contextlib.suppress(PipeBrokenError):
+        with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
             for _ in range(self.threads.count):
-                calls.append(self.tell(self.myself(), pickle, []))
-        for call in calls:
-            with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
-                call.wait()
+                calls.append(call(myself, pickle, [], _SECONDS_TO_LET_GO, False))
+        for each in calls:
+            with contextlib.suppress(RuntimeError):
+                each.wait()
 
     def stop(self) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped.
