@@ -55,6 +55,7 @@ __all__ = ["TensorPipeTransport", "available"]
 _log = logging.getLogger(__name__)
 
 _ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
+_FROM_OURSELVES = frozenset({wire.PRIMER, wire.LET_GO})
 
 
 class _State(enum.Enum):
@@ -221,7 +222,7 @@ class TensorPipeTransport:
         self._late.close()
         self._mender.close()
         self._part(deadline)
-        if flush_seconds:
+        if flush_seconds:  # otherwise the process ends, or never began to take calls
             self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
         self._agent.stop()
         wire.detach(self)
@@ -355,8 +356,7 @@ class TensorPipeTransport:
             return self._resume(envelope, frame)
         if kind == wire.LET_GO:
             self._agent.threads.let_go()
-        ours = kind in (wire.PRIMER, wire.LET_GO)
-        refusal = None if ours else self._take(envelope, frame, None)
+        refusal = None if kind in _FROM_OURSELVES else self._take(envelope, frame, None)
         if refusal is not None:
             return self._answers.make(wire.REFUSED, refusal, envelope.number)
         done = wire.BATCH if kind == wire.BATCH else wire.DONE

@@ -175,9 +175,7 @@ class TorchAgent:
         """
         self._primer = pickle
         try:
-            self._torch._invoke_rpc_python_udf(
-                self.myself(), pickle, [], _PRIMING_SECONDS, False
-            ).wait()
+            self._call_myself(pickle, _PRIMING_SECONDS).wait()
         except RuntimeError as error:
             raise BringUpError(
                 f"TensorPipe cannot reach this process at its own address {self.url.decode()}; "
@@ -204,6 +202,9 @@ class TorchAgent:
             return _unprofiled(lambda: self._invoke(to, pickle, tensors, False))
         return self._invoke(to, pickle, tensors, False)
 
+    def _call_myself(self, pickle: bytes, seconds: float) -> Any:
+        return self._torch._invoke_rpc_python_udf(self.myself(), pickle, [], seconds, False)
+
     def _invoke(
         self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor], later: bool
     ) -> Any:
@@ -224,14 +225,13 @@ class TorchAgent:
         Args:
             pickle: a call that has :attr:`threads` let its thread go.
         """
-        call, myself = self._torch._invoke_rpc_python_udf, self.myself()
         calls = []
         with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
             for _ in range(self.threads.count):
-                calls.append(call(myself, pickle, [], _SECONDS_TO_LET_GO, False))
-        for each in calls:
+                calls.append(self._call_myself(pickle, _SECONDS_TO_LET_GO))
+        for call in calls:
             with contextlib.suppress(RuntimeError):
-                each.wait()
+                call.wait()
 
     def stop(self) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped.
