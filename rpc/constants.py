@@ -27,3 +27,6 @@ DEFAULT_LIVENESS_TIMEOUT_SEC: Final = 5.0
 
 DEFAULT_LINK_RESUME_TIMEOUT_SEC: Final = 5.0
 """Seconds within which a connection that broke is opened again."""
+
+DEFAULT_SHARED_MEMORY_BYTES: Final = 1 << 30
+"""Bound on the shared memory that a worker holds for tensors sent to others on its host."""

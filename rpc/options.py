@@ -18,6 +18,7 @@ from rpc.constants import (
     DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
+    DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
 
@@ -130,6 +131,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             lost or repeated. A worker that cannot be reached for so long is lost; one whose
             process is gone is lost at once. 0, at either end: every connection that breaks
             is a loss. Default 5.
+        shared_memory: bound, in bytes, on the shared memory for tensors sent to workers of
+            this host; what finds no room there goes through torch. 0: everything does, in
+            both directions. Default 1 GiB.
         _transports: torch's names, best first. Default torch's choice; in a dynamic group
             ``["uv"]``, which is TCP, as torch keeps what a peer in shared memory took.
         _channels: torch's names, best first. Default torch's choice.
@@ -159,6 +163,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
         link_resume_timeout: float = DEFAULT_LINK_RESUME_TIMEOUT_SEC,
+        shared_memory: int = DEFAULT_SHARED_MEMORY_BYTES,
     ) -> None:
         super().__init__(
             rpc_timeout,
@@ -173,6 +178,20 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self._transports = _names("_transports", _transports)
         self._channels = _names("_channels", _channels)
         self.link_resume_timeout = link_resume_timeout
+        self.shared_memory = shared_memory
+
+    @property
+    def shared_memory(self) -> int:
+        """Bound, in bytes, on the shared memory for tensors sent to workers of this host."""
+        return self._shared_memory
+
+    @shared_memory.setter
+    def shared_memory(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise _wrong_type("shared_memory", size, "a whole number of bytes")
+        if size < 0:
+            raise ValueError(f"shared_memory={size} must be 0 or more bytes")
+        self._shared_memory = size
 
     @property
     def link_resume_timeout(self) -> float:

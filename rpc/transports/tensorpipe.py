@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from rpc.devices import DeviceMap, check_devices, local_device_info, used_devices
-from rpc.errors import AgentClosedError, BringUpError, UnknownWorkerError, WorkerLostError
+from rpc.errors import (
+    AgentClosedError,
+    BringUpError,
+    FrameError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
@@ -43,6 +49,7 @@ from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
+from rpc.transports.tensorpipe_shared import SHARED_FROM, HostMemory
 from rpc.transports.tensorpipe_torch import POOL_THREADS, PipeBrokenError, TorchAgent, available
 from rpc.transports.tensorpipe_wire import Answer, Envelope, Sender
 from rpc.worker_info import WorkerInfo
@@ -90,6 +97,7 @@ class TensorPipeTransport:
     _caller: Caller
     _late: LateReceipts
     _mender: Mender
+    _memory: HostMemory
 
     def __init__(self, options: TensorPipeRpcBackendOptions, dynamic: bool = False) -> None:
         self._options = options
@@ -119,6 +127,7 @@ class TensorPipeTransport:
         self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
         sender = self._sender = Sender(info.id, incarnation)
         self._answers = Answers(sender)
+        self._memory = HostMemory(self._options.shared_memory)
         self._caller = Caller(sender, self._lock, self._agent, self._broke)
         mending = f"tensorpipe-mend-{info.name}"
         self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
@@ -131,7 +140,7 @@ class TensorPipeTransport:
             self._abandon()
             raise
         life = self._life if self._options.link_resume_timeout else ""
-        return Address(self._agent.url.decode(), devices, life).encode()
+        return Address(self._agent.url.decode(), devices, life, self._memory.host).encode()
 
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known, and takes what it sent before that."""
@@ -139,7 +148,7 @@ class TensorPipeTransport:
         known = self._roster.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
-        link = self._caller.link_to(peer, self._info.name, self._options)
+        link = self._caller.link_to(peer, self._info.name, self._options, self._memory)
         with self._lock:
             early = self._roster.add(link)
         for envelope, frame, future in early:
@@ -228,16 +237,19 @@ class TensorPipeTransport:
         wire.detach(self)
         with self._lock:
             self._state = _State.CLOSED
-            self._roster = Roster(self._life)
+            links, self._roster = self._roster.everyone(), Roster(self._life)
+        for link in links:
+            link.shared.close()
         atexit.unregister(self._abandon)
 
     # Sending
 
     def _call(self, to: int, frame: Frame) -> None:
-        if frame.tensors:
+        if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
                 link = self._usable(to)
             check_devices(frame.tensors, link.requests, "Request", link.name)
+            frame = link.shared.place(frame)
         with self._lock:
             link = self._usable(to)
             begun = self._caller.begin(link, frame.kind, frame)
@@ -245,6 +257,8 @@ class TensorPipeTransport:
         try:
             self._open_lifeline(link)
             self._caller.carry(begun, frame)
+            if link.shared.has_offer:
+                self._caller.offer_segment(link)
         except PipeBrokenError as error:
             self._broke(link, begun[0].attempt, str(error))
         except BaseException:
@@ -266,12 +280,13 @@ class TensorPipeTransport:
             self._sent()
 
     def _reply(self, to: int, frame: Frame) -> None:
-        if frame.tensors:
+        if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
                 link = self._roster.links.get(to)
-            if link is None:
+            if link is None or not link.awaits(frame.correlation):
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
+            frame = link.shared.place(frame)
         with self._lock:
             link = self._roster.links.get(to)
             if link is None:
@@ -286,6 +301,8 @@ class TensorPipeTransport:
                 self._caller.reply_in_frame(link, frame)
             else:
                 self._answers.give_reply(*held, frame)
+            if link.shared.has_offer:
+                self._caller.offer_segment(link)
         finally:
             self._sent()
 
@@ -373,7 +390,7 @@ class TensorPipeTransport:
         elif link.calls.came_back(envelope.number):
             kind = envelope.kind
             if kind == FrameKind.REPLY:
-                self._deliver(envelope.sender, frame)
+                self._deliver(link, frame)
             elif kind == wire.REFUSED:
                 self._refused(link, bytes(frame.payload).decode())
             elif kind == wire.FORGOTTEN:
@@ -452,7 +469,7 @@ class TensorPipeTransport:
         """Acts on a call that was taken."""
         kind = envelope.kind
         if kind < wire.LIFELINE:
-            self._deliver(envelope.sender, frame)
+            self._deliver(link, frame)
         elif kind == wire.LIFELINE:
             self._open_lifeline(link)
             return
@@ -461,7 +478,9 @@ class TensorPipeTransport:
             with self._lock:
                 link.loose.update(f.correlation for f in batch if f.kind is FrameKind.REQUEST)
             for each in batch:
-                self._deliver(envelope.sender, each, in_batch=True)
+                self._deliver(link, each, in_batch=True)
+        elif kind == wire.SEGMENT or kind == wire.SEGMENT_ANSWER:
+            self._take_segment(link, kind, frame.payload)
         elif kind == wire.RECEIPT:
             received, arrived = decode_receipt(frame.payload)
             with self._lock:
@@ -512,13 +531,46 @@ class TensorPipeTransport:
         self._settle(link)
         self._sent()
 
-    def _deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+    def _take_segment(self, link: Link, kind: int, payload: wire.Payload) -> None:
+        with self._lock:
+            if self._state is not _State.OPEN:
+                return
+            self._senders += 1
+        try:
+            if kind == wire.SEGMENT:
+                self._caller.answer_offer(link, payload)
+            else:
+                link.shared.answered(payload)
+        except FrameError as error:
+            self._refuse(link, error)
+        finally:
+            self._sent()
+
+    def _deliver(self, link: Link, frame: Frame, in_batch: bool = False) -> None:
+        if type(frame) is wire.PlacedFrame:
+            try:
+                frame = link.shared.open(frame)
+            except FrameError as error:
+                self._refuse(link, error)
+                return
+        sender = link.peer.info.id
         try:
             self._receiver.deliver(sender, frame, in_batch)
         except Exception:
             _log.exception("%r could not take a frame from worker %d", self._info, sender)
 
     # Losing peers, and leaving
+
+    def _refuse(self, link: Link, error: FrameError) -> None:
+        """Gives up a peer that sent what cannot be read, and tells it why."""
+        with self._lock:
+            asked, lifelines = link.take_asked(), link.take_lifelines()
+            self._senders += 1
+        reason = f"it cannot read what this worker sent: {error}"
+        self._answers.give_asked(asked, wire.REFUSED, reason)
+        self._answers.give(lifelines, wire.LIFELINE, reason)
+        self.give_up(link, f"what it sent cannot be read: {error}")
+        self._sent()
 
     def _settle(self, link: Link) -> None:
         """Confirms a peer's farewell, and reports its loss, if now is the time."""

@@ -17,19 +17,24 @@ class Address:
         devices: its devices and device maps.
         life: what is named to it when a pipe is to be replaced, to show that this very
             transport is meant; empty if its pipes are not replaced.
+        host: from :func:`rpc.transports.host.host_identity`, if it takes shared memory from
+            workers that say the same; empty if it takes none.
     """
 
     url: str
     devices: DeviceInfo
     life: str
+    host: str
 
     def encode(self) -> bytes:
         """To be published."""
         devices = self.devices.to_json()
-        return json.dumps({"url": self.url, "devices": devices, "life": self.life}).encode()
+        fields = {"url": self.url, "devices": devices, "life": self.life, "host": self.host}
+        return json.dumps(fields).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
         """The inverse of ``encode``."""
         fields = json.loads(data)
-        return cls(fields["url"], DeviceInfo.from_json(fields["devices"]), fields["life"])
+        devices = DeviceInfo.from_json(fields["devices"])
+        return cls(fields["url"], devices, fields["life"], fields["host"])

@@ -20,8 +20,9 @@ from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_ledger import Call, Calls, Served, encode_receipt
 from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_shared import HostMemory
 from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of
-from rpc.transports.tensorpipe_wire import Envelope, Sender
+from rpc.transports.tensorpipe_wire import Envelope, Payload, Sender
 
 if TYPE_CHECKING:
     from torch._C import _distributed_rpc as torch_rpc
@@ -56,25 +57,31 @@ class Caller:
         self._agent = agent
         self._broke = broke
 
-    def link_to(self, peer: Peer, name: str, options: TensorPipeRpcBackendOptions) -> Link:
+    def link_to(
+        self, peer: Peer, name: str, options: TensorPipeRpcBackendOptions, memory: HostMemory
+    ) -> Link:
         """Opens the way to a peer.
 
         Args:
             peer: who it is; may be this worker itself.
             name: this worker's name.
             options: this worker's.
+            memory: this worker's.
         """
         address = Address.decode(peer.address)
         replies = reverse(address.devices.maps.get(name, {}))
         requests = options.device_maps.get(peer.info.name, {})
         seconds = options.link_resume_timeout if address.life else 0.0
         me = self._sender.worker_id
+        host = address.host
         if peer.info.id == me:
-            route, seconds = self._agent.myself(), 0.0
+            route, seconds, host = self._agent.myself(), 0.0, ""
         else:
             route = self._agent.reach(peer.info.name, address.url.encode(), replies)
         calls, served = Calls(bool(seconds)), Served(bool(seconds))
-        return Link(peer, route, peer.info.id < me, requests, replies, calls, served, seconds)
+        shared = memory.shared_with(peer.info.name, host)
+        precedes = peer.info.id < me
+        return Link(peer, route, precedes, requests, replies, calls, served, seconds, shared)
 
     def begin(self, link: Link, kind: int, frame: Frame) -> Begun:
         """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""
@@ -126,7 +133,7 @@ class Caller:
 
     def may_wait(self, link: Link | None, frame: Frame) -> bool:
         """Whether a frame need not leave at once, but with others in a batch."""
-        if frame.tensors or len(frame.payload) > _MOST_IN_BATCH:
+        if _is_large(frame):
             return False
         if frame.kind is FrameKind.NOTICE:
             return True
@@ -134,7 +141,7 @@ class Caller:
 
     def reply_in_frame(self, link: Link, frame: Frame) -> None:
         """Answers a request that came in a batch, and has no call to be answered."""
-        alone = bool(frame.tensors) or len(frame.payload) > _MOST_IN_BATCH
+        alone = type(frame) is wire.PlacedFrame or _is_large(frame)
         with self._lock:
             if alone:
                 begun = self.begin(link, frame.kind, frame)
@@ -144,6 +151,23 @@ class Caller:
         if alone:
             self.carry_or_break(link, begun, frame)
         self.send_batch(link, batch)
+
+    def offer_segment(self, link: Link) -> None:
+        """Tells a peer of new shared memory, if there is any for it."""
+        offer = link.shared.take_offer()
+        if offer is not None:
+            self._say(link, wire.SEGMENT, offer)
+
+    def answer_offer(self, link: Link, offer: Payload) -> None:
+        """Maps shared memory that a peer offers, and says whether it can be used."""
+        self._say(link, wire.SEGMENT_ANSWER, link.shared.map(offer))
+
+    def _say(self, link: Link, kind: int, frame: Frame) -> None:
+        with self._lock:
+            if link.lost is not None:
+                return
+            begun = self.begin(link, kind, frame)
+        self.carry_or_break(link, begun, frame)
 
     def take_receipt(self, link: Link) -> tuple[Begun, Frame] | None:
         """Begins a receipt, if one is owed. Needs the lock."""
@@ -195,3 +219,7 @@ class Caller:
     def request_to_resume(self, attempt: int, token: str) -> bytes:
         """A call that asks a peer to go on over another pipe."""
         return self.pickle(self._sender.envelope(wire.RESUME, attempt=attempt), token.encode())
+
+
+def _is_large(frame: Frame) -> bool:
+    return bool(frame.tensors) or len(frame.payload) > _MOST_IN_BATCH

@@ -22,6 +22,7 @@ from rpc.devices import DeviceMap
 from rpc.transports.base import Frame, Peer
 from rpc.transports.resumption import Seam
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Calls, Mending, Served
+from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
 from rpc.transports.tensorpipe_wire import AGAIN, LIFELINE, Envelope
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Link:
         calls: what we call it with.
         served: what it calls us with.
         seconds: how long its pipe may be broken; 0 if it may not.
+        shared: large tensors, if it is on this host.
     """
 
     peer: Peer
@@ -63,6 +65,7 @@ class Link:
     calls: Calls
     served: Served
     seconds: float = 0.0
+    shared: SharedTensors = field(default_factory=nothing_shared)
 
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
@@ -126,6 +129,10 @@ class Link:
         self.loose.clear()
         return self.served.take_asked()
 
+    def awaits(self, correlation: int) -> bool:
+        """Whether a request of it waits for our reply."""
+        return correlation in self.served.asked or correlation in self.loose
+
     def take_loose(self, correlation: int) -> bool:
         """Whether a frame of ours is to answer a request; at most once."""
         owed = correlation in self.loose and self.lost is None
@@ -171,6 +178,7 @@ class Link:
         """Nothing can be sent to it any more."""
         if self.lost is None:
             self.lost = reason
+            self.shared.stop_sending()
         self.outbox.clear()
 
     def break_off(self, reason: str) -> None:

@@ -50,8 +50,10 @@ class Roster:
     def add(self, link: Link) -> list[Early]:
         """Makes a peer known, in place of an earlier life; returns the calls that wait for it."""
         worker_id = link.peer.info.id
+        for former in (self.links.get(worker_id), self.removed.pop(worker_id, None)):
+            if former is not None:
+                former.shared.close()
         self.links[worker_id] = link
-        self.removed.pop(worker_id, None)
         waiting = [each for each in self.early if each[0].sender == worker_id]
         self.early = [each for each in self.early if each[0].sender != worker_id]
         return waiting

@@ -49,6 +49,10 @@ RECEIPT = 23
 """Says which replies and which large requests have arrived."""
 LET_GO = 24
 """Sent to oneself at the end, once for each of torch's threads."""
+SEGMENT = 25
+"""Offers shared memory for tensors to come."""
+SEGMENT_ANSWER = 26
+"""Says whether what was offered can be used."""
 DONE = 32
 """Answer without a frame: taken, or no longer wanted."""
 REFUSED = 33
@@ -64,8 +68,9 @@ TENSOR_PAYLOAD_MIN = 128 * 1024
 _QUESTION_CODE = 0x7457_0001
 _ANSWER_CODE = 0x7457_0002
 _KINDS = {kind.value: kind for kind in FrameKind}
-_VERSION = 3
+_VERSION = 4
 _PAYLOAD_IN_TENSOR = 1
+_PLACED = 2
 _ENVELOPE = struct.Struct("<BBBxiQQQII")
 _ENTRY = struct.Struct("<BQII")
 _LENGTH = struct.Struct("<Q")
@@ -119,6 +124,29 @@ class Bus(Protocol):
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         """Takes the answer to one of our calls."""
+
+
+class PlacedFrame(Frame):
+    """A frame of whose payload and tensors some are in shared memory; its header says where."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def join(table: bytes, header: bytes) -> bytes:
+        """The header of such a frame, from its table and that of the frame it stands for."""
+        return b"".join((_LENGTH.pack(len(table)), table, header))
+
+    def split(self) -> tuple[bytes, bytes]:
+        """The inverse of ``join``.
+
+        Raises:
+            FrameError: the header is not what ``join`` makes.
+        """
+        header = self.header
+        if len(header) < _LENGTH.size:
+            raise FrameError(f"a header of {len(header)} bytes cannot say what is in shared memory")
+        end = _LENGTH.size + _LENGTH.unpack_from(header)[0]
+        return header[_LENGTH.size : end], header[end:]
 
 
 class Call(NamedTuple):
@@ -204,10 +232,10 @@ def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
     """Returns the bytes and tensors that carry ``frame``."""
     tensors = [*map(_compact, frame.tensors)]
     payload: Payload = frame.payload
-    flags = 0
+    flags = _PLACED if type(frame) is PlacedFrame else 0
     if len(payload) >= TENSOR_PAYLOAD_MIN:
         tensors.append(_as_tensor(payload))
-        payload, flags = b"", _PAYLOAD_IN_TENSOR
+        payload, flags = b"", flags | _PAYLOAD_IN_TENSOR
     head = _ENVELOPE.pack(
         _VERSION,
         envelope.kind,
@@ -244,7 +272,8 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
     header = data[_ENVELOPE.size : split]
     frame_kind = _KINDS.get(kind, FrameKind.NOTICE)
     # what Frame(...) and Envelope(...) do, without a call of Python's in between
-    frame = _tuple(Frame, (frame_kind, correlation, header, payload, tuple(tensors)))
+    frame_type = PlacedFrame if flags & _PLACED else Frame
+    frame = _tuple(frame_type, (frame_kind, correlation, header, payload, tuple(tensors)))
     return _tuple(Envelope, (kind, sender, life, correlation, number, attempt)), frame
 
 

@@ -8,13 +8,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 
 import rpc
 from rpc import WorkerLostError
-from rpc.transports.tensorwire.address import host_identity
+from rpc.transports.host import host_identity
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("two-hosts")]
@@ -121,7 +122,7 @@ def test_calls_tensors_and_references_cross_the_network_both_ways(
     workers: tuple[WorkerProcess, WorkerProcess],
 ) -> None:
     left, right = workers
-    assert left.do(host_identity) != right.do(host_identity)
+    assert left.do(partial(host_identity, "net")) != right.do(partial(host_identity, "net"))
     assert left.do(exchange, "worker1")
     assert right.do(exchange, "worker0")
     for worker in workers:

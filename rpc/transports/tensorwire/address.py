@@ -1,9 +1,7 @@
-"""Where a worker listens, as bytes for the rendezvous, and which host that is on.
+"""Where a worker listens, as bytes for the rendezvous.
 
 Workers share a host, for our purposes, if they see the same abstract Unix
-sockets: the same boot of the same kernel and the same network namespace. Host
-names, and what containers make of them, play no role. Even so this is only a
-reason to try: the handshake proves who answers.
+sockets; the handshake proves who answers.
 """
 
 from __future__ import annotations
@@ -11,16 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rpc.errors import FrameError
 from rpc.transports.tensorwire.devices import unpack_maps
 
 _VERSION = 1
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 _BACKLOG = 256
 
 
@@ -29,7 +23,7 @@ class Address:
     """How to reach one worker.
 
     Args:
-        host: from :func:`host_identity`; empty if unknown.
+        host: from :func:`rpc.transports.host.host_identity`; empty if unknown.
         unix_name: of its abstract Unix socket, without the leading NUL; may be empty.
         tcp: ``(address, port)`` pairs, to be tried in order.
         secret: random; part of the key of its handshakes.
@@ -76,16 +70,6 @@ class Address:
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise FrameError(f"a peer's address cannot be read: {error!r}") from None
-
-
-def host_identity() -> str:
-    """Equal for two processes that see the same abstract Unix sockets; empty if unknown."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    try:
-        return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
-    except OSError:
-        return ""
 
 
 def listen_unix() -> socket.socket:

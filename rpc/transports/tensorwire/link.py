@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from rpc.transports.base import Frame
-from rpc.transports.tensorwire.body import (
+from rpc.transports.frame_table import (
     INLINE_ALIGNMENT,
     Item,
     Look,
@@ -32,6 +32,8 @@ from rpc.transports.tensorwire.body import (
     tensor_over,
     unpack_table,
 )
+from rpc.transports.regions import Array, view_of
+from rpc.transports.shared_memory import Budget, ReceivedSegments, SendPool
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap, to_host
 from rpc.transports.tensorwire.framing import (
@@ -44,8 +46,6 @@ from rpc.transports.tensorwire.framing import (
     pack_pair,
 )
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.regions import Array, view_of
-from rpc.transports.tensorwire.shared_memory import Budget, ReceivedSegments, SendPool
 from rpc.transports.tensorwire.transfers import Transfers
 
 _log = logging.getLogger("rpc.transports.tensorwire")

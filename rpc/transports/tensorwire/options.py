@@ -17,6 +17,7 @@ from rpc.constants import (
     DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
+    DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike
 from rpc.options import TensorPipeRpcBackendOptions
@@ -75,7 +76,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         devices: Sequence[DeviceLike] | None = None,
         bind_address: str | None = None,
         group_key: bytes = b"",
-        shared_memory: int = _DEFAULT.shared_memory_bytes,
+        shared_memory: int = DEFAULT_SHARED_MEMORY_BYTES,
         max_bytes_in_flight: int = _DEFAULT.max_bytes_in_flight,
         when_full: WhenFull = WhenFull.BLOCK,
         local_paths: bool = True,
@@ -100,12 +101,12 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             shutdown_timeout=shutdown_timeout,
             liveness_timeout=liveness_timeout,
             link_resume_timeout=link_resume_timeout,
+            shared_memory=shared_memory,
         )
         self._settings = Settings(
             bind_address=bind_address,
             group_key=group_key,
             local_paths=local_paths,
-            shared_memory_bytes=shared_memory,
             max_bytes_in_flight=max_bytes_in_flight,
             when_full=when_full,
             bulk_connections=tcp_connections,
@@ -114,7 +115,11 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
 
     def settings(self) -> Settings:
         """What the transport is to be made with."""
-        settings = replace(self._settings, resume_seconds=self.link_resume_timeout)
+        settings = replace(
+            self._settings,
+            resume_seconds=self.link_resume_timeout,
+            shared_memory_bytes=self.shared_memory,
+        )
         return settings.with_device_maps(self.device_maps)
 
     @classmethod
@@ -132,4 +137,5 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             shutdown_timeout=options.shutdown_timeout,
             liveness_timeout=options.liveness_timeout,
             link_resume_timeout=options.link_resume_timeout,
+            shared_memory=options.shared_memory,
         )

@@ -20,10 +20,10 @@ import torch
 
 from rpc.errors import EncodeError, QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.frame_table import Look, look_at
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.resumption import MOST_MESSAGES
 from rpc.transports.tensorwire.acceptor import Proven
-from rpc.transports.tensorwire.body import Look, look_at
 from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from rpc.transports.tensorwire.regions import Array, Region, view_of
+from rpc.transports.regions import Array, Region, view_of
 
 _SMALLEST = 1 << 16
 

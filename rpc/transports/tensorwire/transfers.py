@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
-from rpc.transports.tensorwire.body import Item, Place
+from rpc.transports.frame_table import Item, Place
+from rpc.transports.regions import Array, view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.regions import Array, view_of
 
 
 @dataclass(slots=True)

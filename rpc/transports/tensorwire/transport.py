@@ -18,11 +18,12 @@ import torch
 
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.host import host_identity
 from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.shared_memory import Budget
 from rpc.transports.tensorwire.acceptor import Door, Proven
 from rpc.transports.tensorwire.address import (
     Address,
-    host_identity,
     listen_tcp,
     listen_unix,
     reachable_at,
@@ -37,7 +38,6 @@ from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import Settings
-from rpc.transports.tensorwire.shared_memory import Budget
 from rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -112,7 +112,7 @@ class TensorWireTransport:
     def _listen(self) -> tuple[list[socket.socket], Address]:
         listeners = listen_tcp(self._settings.bind_address)
         tcp = tuple(pair for listener in listeners for pair in reachable_at(listener))
-        host = host_identity() if self._settings.local_paths else ""
+        host = host_identity("net") if self._settings.local_paths else ""
         unix_name = ""
         if host:
             try:

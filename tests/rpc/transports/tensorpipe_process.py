@@ -30,6 +30,7 @@ from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
 from rpc.worker_info import WorkerInfo
+from tests.rpc.transports.conformance import Worker
 from tests.rpc.transports.cutter import Cutter
 
 SECONDS = 60.0
@@ -113,7 +114,8 @@ class Workplace:
 
     def _tell(self) -> None:
         while (event := self._events.get()) is not None:
-            event()
+            with contextlib.suppress(ConnectionError):  # it answered, and the process was killed
+                event()
 
 
 @contextlib.contextmanager
@@ -285,6 +287,12 @@ class _Bench:
         end.set()
         thread.join()
 
+    def forget_shared_memory(self) -> None:
+        """What peers handed over is gone."""
+        assert self.transport is not None
+        for link in self.transport._roster.links.values():
+            link.shared.close()
+
     def be_somebody_else(self) -> None:
         """The transport's address becomes that of another one."""
         assert self.transport is not None
@@ -331,3 +339,10 @@ def _work(connection: Connection, errors: str) -> None:
             threading.Thread(target=bench.run, args=(number, method, arguments)).start()
         else:
             bench.run(number, method, arguments)
+
+
+def shares(worker: Worker) -> int:
+    """How many shared segments the process of a worker has mapped."""
+    assert isinstance(worker.transport, RemoteTransport)
+    maps = Path(f"/proc/{worker.transport.place.pid}/maps").read_text()
+    return sum("memfd:tensorwire" in line for line in maps.splitlines())

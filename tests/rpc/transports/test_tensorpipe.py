@@ -16,7 +16,8 @@ from rpc.transports.tensorpipe import available
 from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import TransportConformance, Worker, introduce
-from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, workplaces
+from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, shares, workplaces
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,6 +27,9 @@ pytestmark = [
 ]
 
 Maker = Callable[..., RemoteTransport]
+
+LARGE = torch.arange(100_000.0)
+LIMIT = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +204,60 @@ class TestDevices:
         a, b = workers(2, device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
         (found,) = a.call(b, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
         assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class TestSharedMemory:
+    def test_large_tensors_and_payloads_take_it_both_ways(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2)
+        until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
+        for _ in range(50):
+            assert echoes_large(a, b)
+        assert shares(a) == shares(b) == 2, "one segment for each direction, in both"
+
+    @pytest.mark.parametrize("without", [0, 1])
+    def test_it_can_be_turned_off_for_both_directions_at_either_end(
+        self, transports: Maker, without: int
+    ) -> None:
+        made = [
+            Worker(transports(shared_memory=0 if number == without else LIMIT), info)
+            for number, info in enumerate((WorkerInfo("a", 0), WorkerInfo("b", 1)))
+        ]
+        for worker in made:
+            worker.start()
+        introduce(made)
+        for _ in range(3):
+            assert echoes_large(*made)
+        assert [shares(worker) for worker in made] == [0, 0]
+        for worker in made:
+            worker.close(0.5)
+
+    def test_it_is_gone_when_a_worker_has_left(self, workers: Callable[..., list[Worker]]) -> None:
+        a, b = workers(2)
+        until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
+        a.close(2.0)
+        assert shares(a) == 0
+        b.close(2.0)
+        assert shares(b) == 0
+
+    def test_a_tensor_that_is_not_where_it_should_be_ends_the_link(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2)
+        until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
+        b.transport.place.call("forget_shared_memory")
+        a.ask(b, b"h", b"", LARGE)
+        for worker, other in ((b, "what it sent"), (a, "it cannot read what this worker sent")):
+            worker.until(lambda worker=worker: bool(worker.lost))
+            ((_, reason),) = worker.lost
+            assert reason.startswith(other)
+            assert "which was never handed over" in reason
+
+
+def echoes_large(a: Worker, b: Worker) -> bool:
+    found = a.call(b, b"h", bytes(LARGE.nbytes), LARGE)
+    return torch.equal(found.tensors[0], LARGE) and len(found.payload) == LARGE.nbytes
 
 
 class TestThreads:

@@ -17,7 +17,7 @@ from rpc.transports.base import Frame
 from rpc.transports.tensorpipe import available
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
-from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, workplaces
+from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, shares, workplaces
 from tests.waiting import until
 
 pytestmark = [
@@ -110,6 +110,20 @@ def test_an_idle_link_that_breaks_is_whole_again(make: Maker, options: Options) 
         assert a.call(b, b"%d" % number).header == b"%d" % number
         assert b.call(a, b"%d" % number).header == b"%d" % number
     assert a.lost == b.lost == []
+
+
+def test_tensors_in_shared_memory_arrive_once_and_whole_among_breaks(make: Maker) -> None:
+    a, b = make(UV, UV)
+    echo_of = {number: torch.full((20_000,), float(number)) for number in range(CALLS)}
+    until(lambda: a.call(b, b"ready", b"", echo_of[0]) and shares(b) == 2)
+    taken = len(b.received)
+    with cuts(a) as made:
+        asked = {number: a.ask(b, b"%d" % number, b"", sent) for number, sent in echo_of.items()}
+        for number, correlation in asked.items():
+            assert torch.equal(a.reply(correlation).tensors[0], echo_of[number])
+        assert made()
+    assert set(asked_of(b).values()) == {1, taken}
+    assert shares(b) == 2
 
 
 @pytest.mark.parametrize("options", ROADS)

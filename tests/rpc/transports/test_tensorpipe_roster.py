@@ -112,5 +112,5 @@ def test_what_waits_for_a_pipe_is_not_flushed() -> None:
 
 
 def test_an_address_says_what_it_was_given() -> None:
-    address = Address("uv://127.0.0.1:5", DeviceInfo(1), "x")
+    address = Address("uv://127.0.0.1:5", DeviceInfo(1), "x", "a host")
     assert Address.decode(address.encode()) == address

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.tensorwire.body import look_at
+from rpc.transports.frame_table import look_at
+from rpc.transports.shared_memory import Budget, SendPool, Slot
 from rpc.transports.tensorwire.link import SHARED_FROM, Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.shared_memory import Budget, SendPool, Slot
 
 LIMIT = 1 << 30
 

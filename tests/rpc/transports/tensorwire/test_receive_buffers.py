@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rpc.transports.regions import Region, view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.regions import Region, view_of
 
 
 def mapped(address: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpc.transports.base import Frame
+from rpc.transports.shared_memory import Budget
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.framing import pack_fixed
@@ -17,7 +18,6 @@ from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
-from rpc.transports.tensorwire.shared_memory import Budget
 
 SECONDS = 20.0
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.tensorwire.body import Item, Place
+from rpc.transports.frame_table import Item, Place
+from rpc.transports.regions import view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.regions import view_of
 from rpc.transports.tensorwire.transfers import Parcel, Transfers
 
 FRAME = Frame(FrameKind.REQUEST, 1, b"header")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import EncodeError, FrameError
-from rpc.transports.tensorwire.body import (
+from rpc.transports.frame_table import (
     Item,
     Place,
     Source,

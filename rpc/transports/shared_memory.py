@@ -1,6 +1,6 @@
 """Shared segments: who owns which part of them, and when a part is free again.
 
-A sender has one :class:`SendPool` per link. It creates segments, hands them to
+A sender has one :class:`SendPool` per peer. It creates segments, hands them to
 the peer once, and from then on copies tensors into slots of them and names
 (segment, position). The peer's :class:`ReceivedSegments` maps what it is handed
 and builds tensors in place.
@@ -8,7 +8,8 @@ and builds tensors in place.
 A slot comes back without a message: the first bytes of a segment hold one flag
 per 4 KiB block; the sender raises a slot's flag, and the receiver lowers it when
 the tensor in the slot is dead. Segments are anonymous files, so whatever happens
-to either process, nothing stays behind.
+to either process, nothing stays behind. How a segment is handed over is the
+transport's business.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from bisect import bisect
 from typing import NamedTuple
 
 from rpc.errors import FrameError
-from rpc.transports.tensorwire.regions import Array, Region, array_at, view_of
+from rpc.transports.regions import Array, Region, array_at, view_of
 
 BLOCK = 4096
 _MIN_SEGMENT = 16 << 20
 _HUGE_PAGE = 2 << 20
 _QUICK_LOOK = 4
 _EVERYTHING = 1 << 30
+TOKEN_BYTES = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -38,6 +40,11 @@ def _round_up(value: int, step: int) -> int:
 
 def _flag_bytes(size: int) -> int:
     return _round_up(-(-size // BLOCK), BLOCK)
+
+
+def _token_of(region: Region) -> memoryview:
+    """Where the token of a segment stands, which is not used yet: in its first slot."""
+    return view_of(array_at(region.address + _flag_bytes(region.size)), TOKEN_BYTES)
 
 
 class _Gap(NamedTuple):
@@ -122,12 +129,14 @@ class Budget:
 class Offer(NamedTuple):
     """A new segment that the peer must map before it can be used.
 
-    The descriptor is the offer's: close it when it has been passed on.
+    The descriptor is the offer's: close it when it has been passed on. The token
+    stands in the segment until it is used.
     """
 
     segment: int
     size: int
     descriptor: int
+    token: bytes
 
 
 class SendPool:
@@ -204,11 +213,12 @@ class SendPool:
             os.close(descriptor)
             self._fail(size)
             return None
-        segment = _Segment(number, region)
+        segment, token = _Segment(number, region), os.urandom(TOKEN_BYTES)
+        _token_of(region)[:] = token
         with self._lock:
             if not self._closed:
                 self._segments[number] = segment
-                return Offer(number, size, descriptor)
+                return Offer(number, size, descriptor, token)
         os.close(descriptor)
         self._discard(segment)
         return None
@@ -259,8 +269,14 @@ class ReceivedSegments:
         self._regions: dict[int, Region] = {}
         self._closed = False
 
-    def add(self, number: int, size: int, descriptor: int) -> None:
+    def add(self, number: int, size: int, descriptor: int, token: bytes | None = None) -> None:
         """Maps a segment; the descriptor stays the caller's.
+
+        Args:
+            number: the offer's, as are the others.
+            size: in bytes.
+            descriptor: of the file.
+            token: given where it is not certain which file the descriptor is of.
 
         Raises:
             OSError: it cannot be mapped.
@@ -270,6 +286,9 @@ class ReceivedSegments:
         if not sealed or os.fstat(descriptor).st_size != size or size < 2 * BLOCK:
             raise FrameError(f"a shared segment that is not {size} bytes long for good")
         region = Region(size, descriptor)
+        if token is not None and _token_of(region) != token:
+            region.retire()
+            raise FrameError("a shared segment that is not the one that was announced")
         with self._lock:
             if not self._closed and number not in self._regions:
                 self._regions[number] = region

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rpc.errors import EncodeError, FrameError
-from rpc.transports.tensorwire.regions import array_at, view_of
+from rpc.transports.regions import array_at, view_of
 
 INLINE_ALIGNMENT = 16
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
-from rpc.transports.tensorwire.regions import view_of
-from rpc.transports.tensorwire.shared_memory import (
+from rpc.transports.regions import view_of
+from rpc.transports.shared_memory import (
     BLOCK,
     Budget,
     ReceivedSegments,

@@ -1,0 +1,246 @@
+"""Large tensors between two workers on one host: copied once, into shared memory.
+
+Owns the segments in which this worker sends to one peer, and those it was handed by
+it; :mod:`shared_memory` says how they are filled and how a part is free again. Here a
+frame is turned into one that says where its tensors lie (:class:`PlacedFrame`), and
+back. That is done once per frame: should its pipe break, it is sent again as it is,
+and as a frame is taken once, each place is read once.
+
+A segment has no name. Its sender tells process, descriptor and a random token that
+stands in the segment; the receiver opens what it finds there, and answers that it may be
+used if it reads the token. So nothing is guessed about containers and hosts, and
+whatever cannot be opened, or finds no room, goes through torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from rpc.errors import EncodeError, FrameError
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.frame_table import (
+    Item,
+    Look,
+    Place,
+    Source,
+    look_at,
+    pack_table,
+    source_of_payload,
+    tensor_over,
+    unpack_table,
+)
+from rpc.transports.host import host_identity
+from rpc.transports.regions import Array, view_of
+from rpc.transports.shared_memory import Budget, Offer, ReceivedSegments, SendPool
+from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
+
+_log = logging.getLogger(__name__)
+
+SHARED_FROM = 1 << 15
+"""Bytes from which a tensor, or a payload, goes through shared memory."""
+
+_OFFER = struct.Struct("<QQii16s")
+_ANSWER = struct.Struct("<Q?")
+_ANY_SIZE = 1 << 62
+_FILES = "/proc/{}/fd/{}"
+
+
+class HostMemory:
+    """The shared memory of one worker.
+
+    Args:
+        limit: bound, in bytes, on what it holds for others; 0 for none in either direction.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.host = host_identity("pid") if limit else ""
+        self._budget = Budget(limit)
+
+    def shared_with(self, peer_name: str, host: str) -> SharedTensors:
+        """What is shared with a peer, given the host that it published."""
+        same = bool(host) and host == self.host
+        return SharedTensors(peer_name, self._budget if same else None)
+
+
+class SharedTensors:
+    """What goes through shared memory between this worker and one life of a peer.
+
+    Args:
+        peer_name: for log lines.
+        budget: what this worker's segments are charged to; None if the peer is not on this host.
+    """
+
+    def __init__(self, peer_name: str, budget: Budget | None) -> None:
+        self._peer_name = peer_name
+        self._pool = None if budget is None else SendPool(budget)
+        self._segments = ReceivedSegments()
+        self._lock = threading.Lock()
+        self._offered: Offer | None = None
+        self._untold: Frame | None = None
+
+    # Sending
+
+    def place(self, frame: Frame) -> Frame:
+        """The frame to send instead, whose large parts are in shared memory; or the same."""
+        pool = self._pool
+        if pool is None:
+            return frame
+        looks = _looks(frame.tensors)
+        if looks is None:
+            return frame
+        payload, beside, items = frame.payload, list[torch.Tensor](), list[Item]()
+        if len(payload) >= SHARED_FROM:
+            at = self._put(pool, source_of_payload(payload))
+            items.append(Item(*(at or (Place.INLINE, 0, 0)), len(payload), None, (), (), ""))
+            payload = b"" if at else payload
+        else:
+            items.append(Item(Place.INLINE, 0, 0, len(payload), None, (), (), ""))
+        for tensor, look in zip(frame.tensors, looks, strict=True):
+            at = None
+            if look.nbytes >= SHARED_FROM:
+                at = self._put(pool, Source(tensor.data_ptr(), look.nbytes, tensor))
+            if at is None:
+                at = Place.STREAM, 0, len(beside)
+                beside.append(tensor)
+            items.append(Item(*at, look.nbytes, tensor.dtype, look.shape, look.strides, ""))
+        if all(item.place is not Place.SHARED for item in items):
+            return frame
+        header = PlacedFrame.join(pack_table(items), frame.header)
+        return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
+
+    def _put(self, pool: SendPool, data: Source) -> tuple[Place, int, int] | None:
+        slot = pool.put(data.address, data.size)
+        if slot is not None:
+            return Place.SHARED, slot.segment, slot.position
+        offer = pool.offer(data.size)
+        if offer is not None:
+            fields = offer.segment, offer.size, os.getpid(), offer.descriptor, offer.token
+            with self._lock:
+                self._offered = offer
+                self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
+        return None
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether :meth:`take_offer` has something to tell the peer."""
+        return self._untold is not None
+
+    def take_offer(self) -> Frame | None:
+        """A segment that the peer has to map, to be sent to it; None if there is none."""
+        with self._lock:
+            offer, self._untold = self._untold, None
+        return offer
+
+    def answered(self, answer: Payload) -> None:
+        """The peer has mapped what it was offered, or could not.
+
+        Raises:
+            FrameError: it was offered no such thing.
+        """
+        number, usable = _unpack(_ANSWER, answer)
+        pool = self._pool
+        if self._take_back() is None or pool is None:
+            return
+        pool.answered(number, usable)
+        if not usable:
+            _log.warning(
+                "worker %s cannot map shared memory; tensors to it go through torch",
+                self._peer_name,
+            )
+
+    def _take_back(self) -> Offer | None:
+        """Ends an offer, whose descriptor is needed no more."""
+        with self._lock:
+            offer, self._offered = self._offered, None
+        if offer is not None:
+            os.close(offer.descriptor)
+        return offer
+
+    # Receiving
+
+    def map(self, offer: Payload) -> Frame:
+        """Maps a segment that the peer offers; returns what to answer.
+
+        Raises:
+            FrameError: it is no offer.
+        """
+        number, size, process, descriptor, token = _unpack(_OFFER, offer)
+        path, usable = _FILES.format(process, descriptor), False
+        try:
+            found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                self._segments.add(number, size, found, token)
+                usable = True
+            finally:
+                os.close(found)
+        except (OSError, FrameError) as error:
+            _log.warning(
+                "shared memory from worker %s cannot be mapped (%s); using torch",
+                self._peer_name,
+                error,
+            )
+        return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable))
+
+    def open(self, frame: PlacedFrame) -> Frame:
+        """The frame as it was before :meth:`place`, in the shared memory.
+
+        Raises:
+            FrameError: it names what is not there.
+        """
+        table, header = frame.split()
+        first, *items = unpack_table(table, len(frame.payload), _ANY_SIZE)
+        payload = frame.payload
+        if first.place is Place.SHARED:
+            payload = view_of(self._array(first), first.nbytes)
+        tensors = [self._tensor(item, frame.tensors) for item in items]
+        return Frame(frame.kind, frame.correlation, header, payload, tuple(tensors))
+
+    def _tensor(self, item: Item, beside: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if item.place is Place.SHARED:
+            return tensor_over(self._array(item), item)
+        if item.position >= len(beside):
+            raise FrameError(f"tensor {item.position} of {len(beside)} that came beside a frame")
+        return beside[item.position]
+
+    def _array(self, item: Item) -> Array:
+        return self._segments.array(item.segment, item.position, item.nbytes)
+
+    # The end
+
+    def stop_sending(self) -> None:
+        """The peer takes nothing any more: gives up the segments of this side."""
+        if self._pool is not None:
+            self._pool.close()
+            self._take_back()
+
+    def close(self) -> None:
+        """Gives up the other side's too; tensors that were received keep theirs."""
+        self.stop_sending()
+        self._segments.close()
+
+
+def nothing_shared() -> SharedTensors:
+    """For a peer on another host."""
+    return SharedTensors("", None)
+
+
+def _unpack(what: struct.Struct, data: Payload) -> tuple[Any, ...]:
+    try:
+        return what.unpack(data)
+    except struct.error:
+        raise FrameError(f"{len(data)} bytes about shared memory are not {what.size}") from None
+
+
+def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Look] | None:
+    """How tensors look; None if one is not plain memory of this process."""
+    try:
+        looks = [look_at(tensor) for tensor in tensors]
+    except EncodeError:
+        return None
+    return looks if all(tensor.is_cpu for tensor in tensors) else None

@@ -1,0 +1,246 @@
+"""Tensors that go through shared memory arrive as they were; what cannot, goes through torch."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc.errors import FrameError
+from rpc.transports import tensorpipe_wire as wire
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.tensorpipe_shared import (
+    SHARED_FROM,
+    HostMemory,
+    SharedTensors,
+    nothing_shared,
+)
+from rpc.transports.tensorpipe_wire import Envelope, PlacedFrame
+
+ENVELOPE = Envelope(FrameKind.REQUEST, 3, 1, 7)
+OFFER = struct.Struct("<QQii16s")
+LARGE = SHARED_FROM // 4
+LIMIT = 64 << 20
+
+
+def request(*tensors: torch.Tensor, payload: bytes | memoryview = b"value") -> Frame:
+    return Frame(FrameKind.REQUEST, 7, b"header", payload, tensors)
+
+
+@dataclass
+class Pair:
+    """A sender and a receiver, joined without a transport."""
+
+    sender: SharedTensors = field(default_factory=lambda: shared(LIMIT))
+    receiver: SharedTensors = field(default_factory=lambda: shared(LIMIT))
+
+    def offer(self, change: Callable[[bytes], bytes] = bytes) -> None:
+        """Hands over the memory that a frame found missing."""
+        offer = self.sender.take_offer()
+        assert offer is not None
+        self.sender.answered(self.receiver.map(change(bytes(offer.payload))).payload)
+
+    def prepare(self) -> Pair:
+        frame = request(torch.ones(LARGE))
+        assert self.sender.place(frame) is frame
+        self.offer()
+        return self
+
+    def carry(self, frame: Frame) -> Frame:
+        """Takes a frame through memory and torch's message."""
+        placed = self.sender.place(frame)
+        assert type(placed) is PlacedFrame
+        envelope, found = wire.unpack(*wire.pack(ENVELOPE, placed))
+        assert envelope == ENVELOPE
+        assert type(found) is PlacedFrame
+        return self.receiver.open(found)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+def shared(limit: int, host: str | None = None) -> SharedTensors:
+    memory = HostMemory(limit)
+    return memory.shared_with("peer", memory.host if host is None else host)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+class TestPlacing:
+    @settings(max_examples=30)
+    @given(
+        st.lists(st.sampled_from([0, 3, LARGE, 3 * LARGE + 5]), min_size=1, max_size=5),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128]),
+        st.sampled_from([0, 10, SHARED_FROM, wire.TENSOR_PAYLOAD_MIN]),
+    )
+    def test_what_is_placed_is_found_again(
+        self, sizes: list[int], dtype: torch.dtype, payload_size: int
+    ) -> None:
+        pair = Pair().prepare()
+        try:
+            large = torch.arange(4 * LARGE).reshape(4, LARGE).t()
+            given = [large, *(torch.arange(size).to(dtype) for size in sizes)]
+            payload = bytes(range(256)) * (payload_size // 256 + 1)
+            found = pair.carry(request(*given, payload=payload[:payload_size]))
+            assert found[:3] == (FrameKind.REQUEST, 7, b"header")
+            assert bytes(found.payload) == payload[:payload_size]
+            assert found.tensors[0].stride() == large.stride()
+            for there, here in zip(found.tensors, given, strict=True):
+                assert there.dtype == here.dtype
+                assert torch.equal(there, here)
+        finally:
+            pair.close()
+
+    def test_a_large_payload_alone_is_placed(self, pair: Pair) -> None:
+        payload = memoryview(bytes(range(256)) * (SHARED_FROM // 256))
+        assert bytes(pair.prepare().carry(request(payload=payload)).payload) == payload
+
+    def test_the_copy_is_made_at_once(self, pair: Pair) -> None:
+        tensor = torch.ones(LARGE)
+        placed = pair.prepare().sender.place(request(tensor))
+        tensor.zero_()
+        assert type(placed) is PlacedFrame
+        assert placed.tensors == ()
+        assert pair.receiver.open(placed).tensors[0].sum() == LARGE
+
+    def test_memory_is_used_again_when_the_tensors_in_it_are_dead(self, pair: Pair) -> None:
+        pair.prepare()
+        places = {
+            tensor.data_ptr()
+            for number in range(100)
+            for tensor in pair.carry(request(torch.full((1 << 18,), number))).tensors
+        }
+        assert len(places) == 2, "one is taken while the loop holds the tensor in the other"
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.ones(LARGE - 1),
+            torch.ones(LARGE, device="meta"),
+            torch.ones(LARGE, dtype=torch.complex64).conj(),
+            torch.ones(LARGE, 2).to_sparse(),
+        ],
+        ids=["small", "meta", "conjugate", "sparse"],
+    )
+    def test_other_tensors_are_left_to_torch(self, pair: Pair, tensor: torch.Tensor) -> None:
+        frame = request(tensor)
+        assert pair.prepare().sender.place(frame) is frame
+
+    def test_what_finds_no_room_goes_beside(self, pair: Pair) -> None:
+        pair.prepare()
+        third = torch.ones(6 << 18)
+        kept = [pair.carry(request(third)).tensors[0] for _ in range(2)]
+        placed = pair.sender.place(request(third, torch.full((LARGE,), 2)))
+        assert placed.tensors == (third,)
+        assert type(placed) is PlacedFrame
+        assert [float(each.sum()) for each in pair.receiver.open(placed).tensors] == [
+            6.0 * (1 << 18),
+            2.0 * LARGE,
+        ]
+        assert all(tensor.sum() == 6 << 18 for tensor in kept)
+
+
+class TestHandingOver:
+    @pytest.mark.parametrize("host", ["", "another"])
+    def test_nothing_is_offered_to_another_host(self, host: str) -> None:
+        memory = shared(LIMIT, host)
+        frame = request(torch.ones(LARGE))
+        assert memory.place(frame) is frame
+        assert not memory.has_offer
+
+    def test_a_worker_may_have_none(self) -> None:
+        memory = HostMemory(0)
+        assert memory.host == ""
+
+    def test_an_offer_is_made_once(self, pair: Pair) -> None:
+        for _ in range(3):
+            pair.sender.place(request(torch.ones(LARGE)))
+        assert pair.sender.has_offer
+        assert pair.sender.take_offer() is not None
+        assert pair.sender.take_offer() is None
+        pair.sender.place(request(torch.ones(LARGE)))
+        assert not pair.sender.has_offer
+
+    @pytest.mark.parametrize("wrong", ["process", "descriptor", "token", "file"])
+    def test_what_is_not_what_was_meant_is_refused_and_torch_carries_all(
+        self, pair: Pair, wrong: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    ) -> None:
+        other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+
+        def change(offer: bytes) -> bytes:
+            number, size, process, descriptor, token = OFFER.unpack(offer)
+            if wrong == "process":
+                process = 2**31 - 1
+            elif wrong == "descriptor":
+                descriptor = 2**31 - 1
+            elif wrong == "token":
+                token = bytes(16)
+            else:
+                descriptor = other
+            return OFFER.pack(number, size, process, descriptor, token)
+
+        frame = request(torch.ones(LARGE))
+        pair.sender.place(frame)
+        pair.offer(change)
+        os.close(other)
+        assert [record.args[0] for record in caplog.records] == ["peer", "peer"]
+        assert pair.sender.place(frame) is frame
+        assert not pair.sender.has_offer
+
+    def test_no_descriptor_stays_open(self, pair: Pair) -> None:
+        before = os.listdir("/proc/self/fd")
+        pair.prepare()
+        another = Pair()
+        another.sender.place(request(torch.ones(LARGE)))
+        another.close()
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_an_answer_that_comes_after_the_end_is_ignored(self, pair: Pair) -> None:
+        pair.sender.place(request(torch.ones(LARGE)))
+        offer = pair.sender.take_offer()
+        assert offer is not None
+        answer = pair.receiver.map(offer.payload)
+        pair.sender.stop_sending()
+        pair.sender.answered(answer.payload)
+        frame = request(torch.ones(LARGE))
+        assert pair.sender.place(frame) is frame
+
+
+class TestWhatIsMalformed:
+    @given(st.binary(max_size=60))
+    def test_bytes_that_are_no_offer_and_no_answer(self, data: bytes) -> None:
+        pair = Pair()
+        for take, size in ((pair.receiver.map, OFFER.size), (pair.sender.answered, 9)):
+            if len(data) != size:
+                with pytest.raises(FrameError, match="bytes about shared memory"):
+                    take(data)
+
+    def test_a_place_in_memory_that_was_never_handed_over(self, pair: Pair) -> None:
+        placed = pair.prepare().sender.place(request(torch.ones(LARGE)))
+        assert type(placed) is PlacedFrame
+        with pytest.raises(FrameError, match="which was never handed over"):
+            nothing_shared().open(placed)
+
+    def test_a_tensor_that_should_have_come_beside(self, pair: Pair) -> None:
+        placed = pair.prepare().sender.place(request(torch.ones(LARGE), torch.ones(3)))
+        assert type(placed) is PlacedFrame
+        with pytest.raises(FrameError, match="tensor 0 of 0 that came beside"):
+            pair.receiver.open(placed._replace(tensors=()))
+
+    @given(st.binary(max_size=100))
+    def test_a_header_that_is_no_table(self, header: bytes) -> None:
+        with pytest.raises(FrameError):
+            nothing_shared().open(PlacedFrame(FrameKind.REQUEST, 1, header))
