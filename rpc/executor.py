@@ -19,14 +19,13 @@ Whatever lowers the number of active threads or raises the limit ends with
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -59,20 +58,23 @@ class _CurrentThread(threading.local):
 _current = _CurrentThread()
 
 
-@contextlib.contextmanager
-def blocking() -> Iterator[None]:
+class blocking:  # it is used like a function
     """Marks a stretch in which the running thread waits; free outside handlers."""
-    executor = _current.executor
-    if executor is None or _current.waiting:
-        yield
-        return
-    executor._enter_wait()
-    _current.waiting = True
-    try:
-        yield
-    finally:
-        _current.waiting = False
-        executor._leave_wait()
+
+    __slots__ = ("_executor",)
+
+    def __enter__(self) -> None:
+        executor = None if _current.waiting else _current.executor
+        self._executor = executor
+        if executor is not None:
+            executor._enter_wait()
+            _current.waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        executor = self._executor
+        if executor is not None:
+            _current.waiting = False
+            executor._leave_wait()
 
 
 def _take_part() -> None:

@@ -361,7 +361,8 @@ class ReferenceKeeper:
         in_time = not limit or ends_at <= self.agent.clock.now() + limit
         if in_time and self._makes_constants.get(maker, False):
             creation.wait_with(self.agent.transport.wait)
-            self.require_usable(holding)
+            if not holding.constant:
+                self.require_usable(holding)
 
     def local_value(self, holding: Holding) -> object:
         """The value, on its owner."""

@@ -18,11 +18,11 @@ from rpc.futures import Waiter
 class Slot:
     """Empty, filled with a value, or failed with an error; once."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_settled", "_value")
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_value", "_waiting")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._settled: threading.Condition | None = None  # made by the first who waits
+        self._waiting: list[threading.Lock] = []  # each is held, and let go to wake who waits
         self._callbacks: list[Callable[[Slot], None]] = []
         self._done = False
         self._value: Any = None
@@ -74,10 +74,18 @@ class Slot:
         self._await(None)
 
     def _await(self, timeout: float | None) -> bool:
+        woken = threading.Lock()
+        woken.acquire()
         with self._lock:
-            if self._settled is None:
-                self._settled = threading.Condition(self._lock)
-            return self._settled.wait_for(self.done, timeout)
+            if self._done:
+                return True
+            self._waiting.append(woken)
+        if woken.acquire(timeout=-1 if timeout is None else timeout):
+            return True
+        with self._lock:
+            if woken in self._waiting:
+                self._waiting.remove(woken)
+            return self._done
 
     def when_done(self, callback: Callable[[Slot], None]) -> None:
         """Calls ``callback(self)`` on the filling thread, or now if done."""
@@ -93,7 +101,8 @@ class Slot:
                 return
             self._value, self._error, self._done = value, error, True
             callbacks, self._callbacks = self._callbacks, []
-            if self._settled is not None:
-                self._settled.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for woken in waiting:
+            woken.release()
         for callback in callbacks:
             callback(self)
