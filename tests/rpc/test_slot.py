@@ -15,8 +15,8 @@ def waiters(slot: Slot, count: int) -> tuple[list[threading.Thread], list[object
     """Threads that wait for the slot, and what they get."""
     got: list[object] = []
     threads = [
-        threading.Thread(target=lambda: got.append(slot.wait(60.0 if number % 2 else 0.0)))
-        for number in range(count)
+        threading.Thread(target=lambda limit=limit: got.append(slot.wait(limit)))
+        for limit in [0.0, 60.0] * (count // 2)
     ]
     for thread in threads:
         thread.start()
