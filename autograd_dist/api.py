@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -37,22 +37,22 @@ class context:
             autograd_dist.backward(context_id, [loss])
     """
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
     def __enter__(self) -> int:
         if current_context_id() is not None:
             raise RpcError(
                 "Already have an autograd context id for this thread; contexts cannot be nested"
             )
-        extension = _extension()
-        context_id = extension.contexts.create().context_id
-        self._stack.callback(extension.release, context_id)
-        self._stack.enter_context(entered(context_id))
-        return context_id
+        self._extension = _extension()
+        self._context_id = self._extension.contexts.create().context_id
+        self._inside = entered(self._context_id)
+        self._inside.__enter__()
+        return self._context_id
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        try:
+            self._inside.__exit__()
+        finally:
+            self._extension.release(self._context_id)
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:

@@ -10,9 +10,8 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from weakref import WeakValueDictionary
+from collections.abc import Sequence
+from weakref import ReferenceType, ref
 
 from autograd_dist.border import SentTensor
 from autograd_dist.errors import UnknownContextError
@@ -23,6 +22,7 @@ _CREATOR_SHIFT = 48
 _LIFE_SHIFT = 32
 _MOST_LIVES = 1 << _CREATOR_SHIFT - _LIFE_SHIFT
 _RELEASED_IDS_KEPT = 4096
+_RECEIPTS_BEFORE_PRUNING = 64
 
 _current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "autograd_dist_context_id", default=None
@@ -34,14 +34,23 @@ def current_context_id() -> int | None:
     return _current_id.get()
 
 
-@contextmanager
-def entered(context_id: int) -> Iterator[None]:
-    """Runs the block inside a context."""
-    token = _current_id.set(context_id)
-    try:
-        yield
-    finally:
-        _current_id.reset(token)
+class entered:
+    """Runs the block inside a context.
+
+    Args:
+        context_id: of the context.
+    """
+
+    __slots__ = ("_context_id", "_token")
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._token = _current_id.set(self._context_id)
+
+    def __exit__(self, *_: object) -> None:
+        _current_id.reset(self._token)
 
 
 def make_current(context_id: int | None) -> None:
@@ -92,7 +101,8 @@ class DistAutogradContext:
         self.leaves = LeafGradients()
         self._lock = threading.Lock()
         self._sends: dict[int, Sequence[SentTensor]] = {}
-        self._receipts: WeakValueDictionary[tuple[int, int], Node] = WeakValueDictionary()
+        self._receipts: dict[tuple[int, int], ReferenceType[Node]] = {}
+        self._most_receipts = _RECEIPTS_BEFORE_PRUNING
         self._workers: set[int] = set()
 
     def add_send(self, tensors: Sequence[SentTensor]) -> int:
@@ -110,7 +120,11 @@ class DistAutogradContext:
     def add_receipt(self, sender: int, message_id: int, node: Node) -> None:
         """Notes the node through which a message's tensors entered the graph."""
         with self._lock:
-            self._receipts[sender, message_id] = node
+            self._receipts[sender, message_id] = ref(node)
+            if len(self._receipts) > self._most_receipts:
+                living = {k: node for k, node in self._receipts.items() if node() is not None}
+                self._receipts = living
+                self._most_receipts = 2 * len(living) + _RECEIPTS_BEFORE_PRUNING
 
     def add_worker(self, worker_id: int) -> None:
         """Notes another worker that takes part."""
@@ -136,7 +150,8 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[tuple[int, int], Node]:
         with self._lock:
-            return dict(self._receipts)
+            found = {key: node() for key, node in self._receipts.items()}
+        return {key: node for key, node in found.items() if node is not None}
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.workers())

@@ -8,8 +8,7 @@ to whatever thread executes a node. This module owns that one slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,15 +34,24 @@ def current_run() -> EngineRun | None:
     return run
 
 
-@contextmanager
-def running(run: EngineRun) -> Iterator[None]:
-    """Makes ``run`` current for engine runs started inside the block."""
-    outer = current_run()
-    torch._C._stash_obj_in_tls(_SLOT, run)
-    try:
-        yield
-    finally:
-        _restore(outer)
+class running:
+    """Makes a run current for engine runs started inside the block.
+
+    Args:
+        run: the run.
+    """
+
+    __slots__ = ("_outer", "_run")
+
+    def __init__(self, run: EngineRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._outer = current_run()
+        torch._C._stash_obj_in_tls(_SLOT, self._run)
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._outer)
 
 
 def _restore(outer: EngineRun | None) -> None:

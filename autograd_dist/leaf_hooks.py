@@ -7,7 +7,7 @@ reducer such as DistributedDataParallel's. This module finds that out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed
@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from autograd_dist.recv_node import Node
 
 
-def accumulation_is_observed(leaves: Iterable[Node]) -> bool:
+def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
     """Whether anything would notice if torch did not accumulate these leaves' gradients."""
+    if not leaves:
+        return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # DistributedDataParallel hangs on the nodes from C++, out of sight.
         return True

@@ -184,6 +184,11 @@ class LocalPass:
         self, start: _Contributions, region: Region, held_leaves: list[Node]
     ) -> None:
         border_nodes = {*region.stops, *held_leaves}
+        if not border_nodes:
+            for key in start:
+                del self._contributions[key]
+            self._read(start, region, (), self._retain_graph)
+            return
         if any_reaches_another(border_nodes):
             self._replay(start, region)
             return

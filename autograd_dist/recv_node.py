@@ -55,6 +55,9 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
+_apply: Any = super(torch.autograd.Function, Receive).apply
+"""What is left of ``apply`` when no ``torch.func`` is at work, for which it looks far and wide."""
+
 RecvNode: type = Receive._backward_cls
 """The type of the autograd nodes that `attach_recv` makes."""
 # What graphs and profiles show; programs look for torch's name.
@@ -83,8 +86,9 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
     anchor = torch.empty((), requires_grad=True)
+    apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
     with torch.enable_grad():
-        return list(Receive.apply(anchor, origin, plain))  # type: ignore[no-untyped-call]
+        return list(apply(anchor, origin, plain))
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class CallMetadata:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id = _CALL.unpack_from(data)
         positions = _unpack_positions(data, _CALL.size)
-        if any(position >= tensor_count for position in positions):
+        if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
         return cls(context_id, message_id, positions)
 

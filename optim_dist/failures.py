@@ -38,6 +38,23 @@ def from_each(
     return answers
 
 
+def from_one(what: str, owner: rpc.WorkerInfo, ask: Callable[[rpc.WorkerInfo], T]) -> T:
+    """The same for a single owner, whom ``ask`` waits for; needs no future.
+
+    Args:
+        what: is asked for, for errors.
+        owner: whom to ask.
+        ask: asks, and returns the answer.
+
+    Raises:
+        Exception: of the type that the owner raised; the text names it.
+    """
+    try:
+        return ask(owner)
+    except Exception as error:
+        raise _as_one(what, [(owner, error)]) from error
+
+
 def _started(
     ask: Callable[[rpc.WorkerInfo], rpc.Future[T]], owner: rpc.WorkerInfo
 ) -> rpc.Future[T]:

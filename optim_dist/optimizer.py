@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import autograd_dist
 import rpc
 from autograd_dist.contexts import entered
-from optim_dist.failures import from_each
+from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
 
 
@@ -91,14 +91,21 @@ class DistributedOptimizer:
         """
         autograd_dist.get_gradients(context_id)
         optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
+        what = f"the step of {self._name}"
+
+        def args(owner: rpc.WorkerInfo) -> tuple[rpc.RRef[LocalOptimizer], int]:
+            return optimizers[owner], context_id
+
         with entered(context_id):  # owners that it has not reached must learn of it
-            from_each(
-                f"the step of {self._name}",
-                optimizers,
-                lambda owner: rpc.rpc_async(
-                    owner, _step_local_optimizer, (optimizers[owner], context_id)
-                ),
-            )
+            if len(optimizers) == 1:
+                (owner,) = optimizers
+                from_one(what, owner, lambda to: rpc.rpc_sync(to, _step_local_optimizer, args(to)))
+            else:
+                from_each(
+                    what,
+                    optimizers,
+                    lambda to: rpc.rpc_async(to, _step_local_optimizer, args(to)),
+                )
 
 
 def _by_owner(

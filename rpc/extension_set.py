@@ -74,8 +74,12 @@ class ExtensionSet:
         """What gives a request to ``to`` its metadata."""
 
         def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
-            found = ((e.name, e.outgoing_request(to, tensors)) for e in self.all())
-            return tuple((name, data) for name, data in found if data is not None)
+            found: list[tuple[str, bytes]] = []
+            for extension in self.all():
+                data = extension.outgoing_request(to, tensors)
+                if data is not None:
+                    found.append((extension.name, data))
+            return tuple(found)
 
         return attach
 
@@ -83,10 +87,12 @@ class ExtensionSet:
         """What gives the reply to a request with metadata its own."""
 
         def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
-            found = (
-                (name, self.load(name).outgoing_reply(to, data, tensors)) for name, data in request
-            )
-            return tuple((name, data) for name, data in found if data is not None)
+            found: list[tuple[str, bytes]] = []
+            for name, sent in request:
+                data = self.load(name).outgoing_reply(to, sent, tensors)
+                if data is not None:
+                    found.append((name, data))
+            return tuple(found)
 
         return attach
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import rpc
-from optim_dist.failures import from_each
+from optim_dist.failures import from_each, from_one
 from rpc.errors import WorkerLostError
 
 ONE, TWO, THREE = (rpc.WorkerInfo(name, rank) for rank, name in enumerate(("one", "two", "three")))
@@ -104,3 +104,15 @@ def test_the_error_travels_on_with_its_text() -> None:
     copied = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(copied, ValueError)
     assert str(copied) == str(caught.value)
+
+
+def test_one_owner_needs_no_future() -> None:
+    assert from_one("it", ONE, lambda owner: owner.name) == "one"
+
+    def fail(owner: rpc.WorkerInfo) -> None:
+        raise Strange(28, "there")
+
+    with pytest.raises(Strange, match=r"the step failed on 'one'") as caught:
+        from_one("the step", ONE, fail)
+    assert caught.value.code == 28
+    assert isinstance(caught.value.__cause__, Strange)
