@@ -24,12 +24,13 @@ from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
 from autograd_dist.profiled import PASS, Home, is_recorded, span
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
+from rpc.slot import Slot
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.futures import Future
 
-Driver = PassDriver["Future[bytes]"]
+Driver = PassDriver[Slot]
 
 
 @dataclass(slots=True)
@@ -77,17 +78,25 @@ class BackwardPasses:
             BackwardError: it failed, here or on another worker.
             UnknownContextError: there is no such context here.
         """
-        done: Future[str | None] = self._agent.caller.future("a distributed backward pass")
+        done = Slot()
+        transport = self._agent.transport
+
+        def finished(error: str | None) -> None:
+            done.fill(error)
+            transport.wake()
+
         context = self._contexts.find(context_id)
         pass_id = PassId(context_id, self._me, next(self._numbers))
-        driver = self._make_driver(context, pass_id, retain_graph, done.set_result)
+        driver = self._make_driver(context, pass_id, retain_graph, finished)
         self._begin(driver)
         try:
             if is_recorded():
                 _run_at_home(driver, roots, done)
             else:
                 driver.start(roots)
-            error = done.wait()
+            if not done.done():
+                done.wait_with(transport.wait)
+            error = done.value()
         finally:
             self._end(driver)
         if error is not None:
@@ -103,9 +112,14 @@ class BackwardPasses:
         gradients = None
         if isinstance(message.request, Gradients):
             gradients = spread(message.present, tensors)
-        token: Future[bytes] = self._agent.caller.future("an acknowledgement of gradients")
+        token = Slot()
         driver.received(token, message.request, gradients)
-        return token.value() if token.done() else token
+        if token.done():
+            answer: bytes = token.value()
+            return answer
+        future: Future[bytes] = self._agent.caller.future("an acknowledgement of gradients")
+        token.when_done(lambda done: future.set_result(done.value()))
+        return future
 
     def drop(self, context_id: int, reason: str) -> None:
         """Ends the passes of a context that is over."""
@@ -150,9 +164,9 @@ class BackwardPasses:
                 f"Error on Node {self._me}: gradients for worker {to} cannot be sent: {error}"
             )
 
-    def acknowledge(self, token: Future[bytes], ack: Ack) -> None:
+    def acknowledge(self, token: Slot, ack: Ack) -> None:
         """Replies to a request of a pass."""
-        token.set_result(encode_ack(ack))
+        token.fill(encode_ack(ack))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -177,7 +191,7 @@ class BackwardPasses:
         retain_graph: bool,
         finished: Callable[[str | None], None],
     ) -> Driver:
-        participant: Participant[Payload, Future[bytes]] = Participant(
+        participant: Participant[Payload, Slot] = Participant(
             self._me, pass_id.root, context.workers
         )
 
@@ -239,10 +253,10 @@ class BackwardPasses:
         return driver
 
 
-def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Future[str | None]) -> None:
+def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Slot) -> None:
     """Runs a pass to its end, all that is done here in the calling thread."""
     home = driver.home = Home()
-    done.add_done_callback(lambda _: home.close())
+    done.when_done(lambda _: home.close())
     with span(PASS):
         driver.start(roots)
         home.work()

@@ -37,6 +37,7 @@ class Worker:
         self.info = WorkerInfo(f"w{number}", number)
         self.network = network
         self.caller = self.completions = self
+        self.transport = network
         self.contexts = ContextTable(number)
         self.passes = BackwardPasses(self, self.contexts, nullcontext())  # type: ignore[arg-type]
         self.unreachable: set[int] = set()
@@ -103,6 +104,9 @@ class Network:
         while not done():
             assert self.under_way, "the pass waits, but nothing is under way"
             self.step()
+
+    def wake(self) -> None:
+        """Who waits looks after every step anyway."""
 
     def step(self) -> None:
         self.steps += 1
