@@ -106,6 +106,7 @@ class Agent:
         self.info = info
         self.life = Life(info.id, incarnation)
         self.transport = transport
+        self.host_moves = transport.host_moves if isinstance(transport, MapsDevices) else ()
         self.clock = clock or MonotonicClock()
         self.rpc_timeout = self.options.rpc_timeout
         self.group = Group()

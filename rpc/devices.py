@@ -81,6 +81,11 @@ def as_device_map(device_map: Mapping[Any, DeviceLike]) -> DeviceMap:
     return forward
 
 
+def moves_host(device_map: Mapping[torch.device, torch.device]) -> bool:
+    """Whether tensors in host memory arrive on a device: without an entry they do not."""
+    return device_map.get(_CPU, _CPU) != _CPU
+
+
 def reverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
     """The map that replies follow."""
     return {target: source for source, target in device_map.items()}

@@ -18,6 +18,8 @@ from rpc.holdings import Adopted, Loan
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
 
+_NONE_INLINE = -1
+
 Attach = Callable[[Sequence[torch.Tensor]], Extensions]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -53,7 +55,11 @@ def pack(
     encoded = codec.encode(value)
     tensors = encoded.tensors
     extensions = attach(tensors) if attach is not None else ()
-    table, slots = tensor_table.pack_tensors(tensors) if tensors else (b"", ())
+    table, slots = b"", tuple[torch.Tensor, ...]()
+    if tensors:
+        moves = keeper.agent.host_moves
+        limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
+        table, slots = tensor_table.pack_tensors(tensors, limit)
     loan = keeper.lend(encoded.references, to, borrow=borrow)
     return Packed(encoded.payload, encoded.plain, extensions, loan, table, slots)
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,6 +98,12 @@ class FaultyTransport:
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer."""
         self._inner.remove_peer(worker_id)
+
+    @property
+    def host_moves(self) -> Set[tuple[int, bool]]:
+        """Where tensors in host memory do not stay there."""
+        inner = self._inner
+        return inner.host_moves if isinstance(inner, MapsDevices) else frozenset()
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
         """The devices for tensors to a peer."""

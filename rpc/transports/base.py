@@ -20,7 +20,7 @@ What every implementation promises (``tests/rpc/transports/conformance.py``):
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -158,6 +158,12 @@ class Transport(Protocol):
 @runtime_checkable
 class MapsDevices(Protocol):
     """A transport that can take tensors from devices other than the CPU to the peer's."""
+
+    @property
+    def host_moves(self) -> Set[tuple[int, bool]]:
+        """Peers on a device of which tensors in host memory arrive; with each, in requests
+        (True) or in replies. Such a tensor must be given to the transport, however small.
+        """
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
         """The peer's device for each of this worker's that requests may use; maybe none."""

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from rpc.devices import DeviceMap, check_devices, local_device_info, used_devices
+from rpc.devices import DeviceMap, check_devices, local_device_info, moves_host, used_devices
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
@@ -108,6 +108,7 @@ class TensorPipeTransport:
         self._life = secrets.token_hex(8)
         self._roster = Roster(self._life)
         self._senders = 0
+        self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Starts torch's agent; returns its address and device maps, for the other workers.
@@ -149,10 +150,18 @@ class TensorPipeTransport:
         if known is not None and known.lost is None and known.peer == peer:
             return
         link = self._caller.link_to(peer, self._info.name, self._options, self._memory)
+        self._note_moves(peer.info.id, link)
         with self._lock:
             early = self._roster.add(link)
         for envelope, frame, future in early:
             self._take(envelope, frame, future)
+
+    def _note_moves(self, worker_id: int, link: Link) -> None:
+        for is_request, device_map in ((True, link.requests), (False, link.replies)):
+            if moves_host(device_map):
+                self.host_moves.add((worker_id, is_request))
+            else:
+                self.host_moves.discard((worker_id, is_request))
 
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer; what it still sends is refused."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rpc.devices import reverse
+from rpc.devices import moves_host, reverse
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe_address import Address
@@ -73,7 +73,7 @@ class Caller:
         requests = options.device_maps.get(peer.info.name, {})
         seconds = options.link_resume_timeout if address.life else 0.0
         me = self._sender.worker_id
-        host = address.host
+        host = "" if moves_host(requests) or moves_host(replies) else address.host
         if peer.info.id == me:
             route, seconds, host = self._agent.myself(), 0.0, ""
         else:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rpc.devices import moves_host
 from rpc.errors import DeviceMapError
 
 NamedMaps = Mapping[str, Mapping[torch.device, torch.device]]
@@ -24,11 +25,15 @@ class DeviceMap:
     Args:
         peer_name: for errors.
         mapping: the peer's device for each of ours; host memory needs no entry.
+
+    Attributes:
+        moves_host: whether tensors in host memory arrive on a device.
     """
 
     def __init__(self, peer_name: str, mapping: Mapping[torch.device, torch.device]) -> None:
         self._peer_name = peer_name
         self._mapping = dict(mapping)
+        self.moves_host = moves_host(mapping)
 
     def inverse(self) -> DeviceMap:
         """The map for the way back."""

@@ -176,7 +176,7 @@ class Link:
 
     def _tensor_item(self, draft: _Draft, tensor: torch.Tensor, look: Look) -> Item:
         device = ""
-        if not tensor.is_cpu:
+        if self._devices.moves_host or not tensor.is_cpu:
             device = self._devices.destination(tensor.device)
             tensor = to_host(tensor)
         road = self._road(draft, Source(tensor.data_ptr(), look.nbytes, tensor))

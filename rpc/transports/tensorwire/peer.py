@@ -125,6 +125,10 @@ class RemotePeer:
         self._removed = False
         self._settled = threading.Event()
 
+    def moves_host(self, is_request: bool) -> bool:
+        """Whether tensors in host memory arrive on a device of the peer."""
+        return (self._devices if is_request else self._devices_back).moves_host
+
     # Sending.
 
     def send(self, frame: Frame) -> None:

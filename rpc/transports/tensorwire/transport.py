@@ -78,6 +78,7 @@ class TensorWireTransport:
         self._past: dict[int, int] = {}
         self._closed = False
         self._now: _Running | None = None
+        self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """See :meth:`rpc.transports.base.Transport.start`."""
@@ -136,6 +137,11 @@ class TensorWireTransport:
     def add_peer(self, peer: Peer) -> None:
         """See :meth:`rpc.transports.base.Transport.add_peer`."""
         remote = self._make_peer(peer)
+        for is_request in (True, False):
+            if remote.moves_host(is_request):
+                self.host_moves.add((remote.id, is_request))
+            else:
+                self.host_moves.discard((remote.id, is_request))
         with self._lock:
             known = self._peers.get(remote.id)
             if known is not None and known.incarnation >= remote.incarnation:

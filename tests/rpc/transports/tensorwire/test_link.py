@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.frame_table import look_at
 from rpc.transports.shared_memory import Budget, SendPool, Slot
+from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.link import SHARED_FROM, Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
@@ -44,8 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def link(told: list[str], *, shared: bool = True) -> Link:
     resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT)
-    devices: Any = None
-    made = Link(resources, "bob", devices, shared=shared)
+    made = Link(resources, "bob", DeviceMap("bob", {}), shared=shared)
     made.main = Main(told)  # type: ignore[assignment]
     made.announce = lambda: told.append("announced")
     return made
