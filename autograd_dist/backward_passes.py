@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +156,8 @@ class BackwardPasses:
         message = PassMessage(driver.pass_id, oldest, request, driver.retain_graph, present)
         tensors = [gradient for gradient in gradients if gradient is not None]
         try:
+            if not all(gradient.is_cpu for gradient in tensors):
+                tensors = sendable(tensors, self._agent.device_map(to))
             self._agent.ask_extension(
                 to, EXTENSION_NAME, message.encode(), tensors, partial(self._answered, driver)
             )
@@ -251,6 +253,21 @@ class BackwardPasses:
         for finished in over:
             finished.abandon()
         return driver
+
+
+def sendable(
+    gradients: Sequence[torch.Tensor], device_map: Mapping[torch.device, torch.device]
+) -> list[torch.Tensor]:
+    """Gradients as they can be sent: by way of host memory where no map says how.
+
+    A tensor that came by the sender's map has a gradient that goes the other way, for which
+    this worker need not have a map. At the other end each is moved to the device of its tensor.
+
+    Args:
+        gradients: on any devices.
+        device_map: of this worker, for the receiver.
+    """
+    return [each if each.is_cpu or each.device in device_map else each.cpu() for each in gradients]
 
 
 def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Slot) -> None:

@@ -36,12 +36,14 @@ class SentTensor:
     Attributes:
         edge: its place in the autograd graph.
         hooks: the tensor's hooks, present and future.
+        device: where its gradients have to be.
         owner: keeps the graph alive where an edge does not: of a sparse tensor, and in older
             releases of torch.
     """
 
     edge: GradientEdge
     hooks: Hooks
+    device: torch.device
     owner: Node = None
 
     @classmethod
@@ -53,7 +55,7 @@ class SentTensor:
         handle.remove()
         owner = _owner_of(tensor)
         edge = _edge_behind(owner) if tensor.is_sparse else get_gradient_edge(tensor)
-        return cls(edge, {} if hooks is None else hooks, owner)
+        return cls(edge, {} if hooks is None else hooks, tensor.device, owner)
 
 
 class _User(torch.autograd.Function):

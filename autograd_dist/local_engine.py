@@ -100,12 +100,16 @@ class LocalPass:
     def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of a message sent from here arrived; None for a tensor without one.
 
+        They may have come by way of another device than that of the tensor.
+
         Raises:
             RuntimeError: if the message is not waiting for gradients.
         """
         sent = self._answer(message_id)
         for tensor, gradient in zip(sent, gradients, strict=True):
             if gradient is not None:
+                if gradient.device != tensor.device:
+                    gradient = gradient.to(tensor.device)
                 self._contribute(tensor.edge, gradient)
 
     def resolve_without_gradient(self, message_id: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autograd_dist.backward_passes import BackwardPasses
+from autograd_dist.backward_passes import BackwardPasses, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
@@ -442,3 +442,21 @@ def test_it_is_running_while_it_runs() -> None:
     )
     assert error is None
     assert (counts, network.workers[0].passes.running()) == ([1], 0)
+
+
+class OnDevice:
+    """A tensor on a device that this machine may lack."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.is_cpu = self.device.type == "cpu"
+
+    def cpu(self) -> str:
+        return f"from {self.device}"
+
+
+def test_gradients_without_a_way_of_their_own_go_through_host_memory() -> None:
+    host, mapped, other = OnDevice("cpu"), OnDevice("cuda:1"), OnDevice("cuda:0")
+    device_map = {torch.device("cuda:1"): torch.device("cuda:0")}
+    gradients: list[object] = [host, mapped, other]
+    assert sendable(gradients, device_map) == [host, mapped, "from cuda:0"]  # type: ignore[arg-type]

@@ -547,3 +547,13 @@ def test_errors_of_torch_pass_through_unchanged():
 
     with pytest.raises(KeyError, match="original"):
         Node().start(Broken.apply(param()).sum())
+
+
+def test_a_gradient_that_came_over_another_device_is_moved_to_that_of_its_tensor():
+    node = Node()
+    leaf = torch.ones(2, device="meta", requires_grad=True)
+    message = node.send(leaf * 3)
+    local = node.start()
+    local.add_gradients(message, [torch.ones(2)])
+    local.run_wave()
+    assert node.gradient(leaf).device == torch.device("meta")
