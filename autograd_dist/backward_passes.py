@@ -230,10 +230,10 @@ class BackwardPasses:
     def _oldest(self, pass_id: PassId) -> int:
         """The oldest pass of a root that is not over, as far as is known here."""
         with self._lock:
-            passes = self._passes.get(pass_id.context_id)
-            if pass_id.root != self._me:
-                return 0 if passes is None else passes.oldest.get(pass_id.root, 0)
-            return pass_id.number if passes is None else min(passes.started, default=pass_id.number)
+            passes = self._passes.get(pass_id.context_id, _OfContext())
+            if pass_id.root == self._me:
+                return min(passes.started, default=pass_id.number)
+            return passes.oldest.get(pass_id.root, 0)
 
     def _driver_for(self, message: PassMessage) -> Driver | None:
         """The driver of the pass a request belongs to; None if the pass is over."""

@@ -253,6 +253,7 @@ def test_a_handle_knows_whether_its_makers_transport_maps_devices(
 ) -> None:
     cpu = torch.device("cpu")
     maps = {1: {cpu: cpu}, 2: {}}
+    monkeypatch.setattr(agents[0].transport, "host_moves", frozenset(), raising=False)
     monkeypatch.setattr(agents[0].transport, "device_map", maps.__getitem__, raising=False)
     mapped, unmapped = RemoteModule("rank:1", Echo, (1,)), RemoteModule("third", Echo, (1,))
     assert (mapped.is_device_map_set, unmapped.is_device_map_set) == (True, False)
