@@ -86,6 +86,21 @@ def moves_host(device_map: Mapping[torch.device, torch.device]) -> bool:
     return device_map.get(_CPU, _CPU) != _CPU
 
 
+def note_host_moves(
+    moves: set[tuple[int, bool]], peer: int, *, in_requests: bool, in_replies: bool
+) -> None:
+    """Notes whether tensors in host memory arrive on a device of a peer.
+
+    Args:
+        moves: peers where they do, each with True for requests and False for replies.
+        peer: its id.
+        in_requests: whether the map for requests to it says so.
+        in_replies: whether the map for replies to it does.
+    """
+    for is_request, moved in ((True, in_requests), (False, in_replies)):
+        (moves.add if moved else moves.discard)((peer, is_request))
+
+
 def reverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
     """The map that replies follow."""
     return {target: source for source, target in device_map.items()}

@@ -26,6 +26,8 @@ from rpc.errors import FrameError
 from rpc.transports.regions import Array, Region, array_at, view_of
 
 BLOCK = 4096
+SHARED_FROM = 1 << 15
+"""Bytes from which a tensor, or a payload, goes through shared memory."""
 _MIN_SEGMENT = 16 << 20
 _HUGE_PAGE = 2 << 20
 _QUICK_LOOK = 4

@@ -31,7 +31,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from rpc.devices import DeviceMap, check_devices, local_device_info, moves_host, used_devices
+from rpc.devices import (
+    DeviceMap,
+    check_devices,
+    local_device_info,
+    moves_host,
+    note_host_moves,
+    used_devices,
+)
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
@@ -42,6 +49,7 @@ from rpc.errors import (
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_answers import Answers
 from rpc.transports.tensorpipe_caller import Caller
@@ -49,7 +57,7 @@ from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
-from rpc.transports.tensorpipe_shared import SHARED_FROM, HostMemory
+from rpc.transports.tensorpipe_shared import HostMemory
 from rpc.transports.tensorpipe_torch import POOL_THREADS, PipeBrokenError, TorchAgent, available
 from rpc.transports.tensorpipe_wire import Answer, Envelope, Sender
 from rpc.worker_info import WorkerInfo
@@ -150,18 +158,16 @@ class TensorPipeTransport:
         if known is not None and known.lost is None and known.peer == peer:
             return
         link = self._caller.link_to(peer, self._info.name, self._options, self._memory)
-        self._note_moves(peer.info.id, link)
+        note_host_moves(
+            self.host_moves,
+            peer.info.id,
+            in_requests=moves_host(link.requests),
+            in_replies=moves_host(link.replies),
+        )
         with self._lock:
             early = self._roster.add(link)
         for envelope, frame, future in early:
             self._take(envelope, frame, future)
-
-    def _note_moves(self, worker_id: int, link: Link) -> None:
-        for is_request, device_map in ((True, link.requests), (False, link.replies)):
-            if moves_host(device_map):
-                self.host_moves.add((worker_id, is_request))
-            else:
-                self.host_moves.discard((worker_id, is_request))
 
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer; what it still sends is refused."""
@@ -178,8 +184,7 @@ class TensorPipeTransport:
         try:
             if route is not None:
                 self._agent.abandon(route)
-            self._answers.give_asked(asked, wire.REFUSED, REMOVED)
-            self._answers.give(lifelines, wire.LIFELINE, REMOVED)
+            self._answers.turn_away(asked, lifelines, REMOVED)
         finally:
             self._sent()
 
@@ -292,7 +297,8 @@ class TensorPipeTransport:
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
                 link = self._roster.links.get(to)
-            if link is None or not link.awaits(frame.correlation):
+                awaited = link is not None and link.awaits(frame.correlation)
+            if link is None or not awaited:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
             frame = link.shared.place(frame)
@@ -575,9 +581,7 @@ class TensorPipeTransport:
         with self._lock:
             asked, lifelines = link.take_asked(), link.take_lifelines()
             self._senders += 1
-        reason = f"it cannot read what this worker sent: {error}"
-        self._answers.give_asked(asked, wire.REFUSED, reason)
-        self._answers.give(lifelines, wire.LIFELINE, reason)
+        self._answers.turn_away(asked, lifelines, f"it cannot read what this worker sent: {error}")
         self.give_up(link, f"what it sent cannot be read: {error}")
         self._sent()
 

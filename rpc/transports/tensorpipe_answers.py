@@ -69,6 +69,16 @@ class Answers:
         for envelope, future in asked:
             future.set_result(self.make(kind, reason, envelope.number))
 
+    def turn_away(
+        self,
+        asked: Iterable[tuple[Envelope, AnswerFuture]],
+        lifelines: Iterable[AnswerFuture],
+        reason: str,
+    ) -> None:
+        """Refuses all that waits for an answer, and ends the lifelines, for one reason."""
+        self.give_asked(asked, wire.REFUSED, reason)
+        self.give(lifelines, wire.LIFELINE, reason)
+
     def give_visibly(self, future: AnswerFuture, kind: int, payload: bytes) -> None:
         """Answers, and lets :meth:`wait` see when the answer has left."""
         answer = self.make(kind, payload)

@@ -37,13 +37,10 @@ from rpc.transports.frame_table import (
 )
 from rpc.transports.host import host_identity
 from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import Budget, Offer, ReceivedSegments, SendPool
+from rpc.transports.shared_memory import SHARED_FROM, Budget, Offer, ReceivedSegments, SendPool
 from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
 
 _log = logging.getLogger(__name__)
-
-SHARED_FROM = 1 << 15
-"""Bytes from which a tensor, or a payload, goes through shared memory."""
 
 _OFFER = struct.Struct("<QQii16s")
 _ANSWER = struct.Struct("<Q?")

@@ -33,7 +33,7 @@ from rpc.transports.frame_table import (
     unpack_table,
 )
 from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import Budget, ReceivedSegments, SendPool
+from rpc.transports.shared_memory import SHARED_FROM, Budget, ReceivedSegments, SendPool
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap, to_host
 from rpc.transports.tensorwire.framing import (
@@ -50,7 +50,6 @@ from rpc.transports.tensorwire.transfers import Transfers
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-SHARED_FROM = 1 << 15
 STREAM_FROM = 1 << 20
 _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.frame_table import Look, look_at
@@ -125,9 +126,10 @@ class RemotePeer:
         self._removed = False
         self._settled = threading.Event()
 
-    def moves_host(self, is_request: bool) -> bool:
-        """Whether tensors in host memory arrive on a device of the peer."""
-        return (self._devices if is_request else self._devices_back).moves_host
+    def note_host_moves(self, moves: set[tuple[int, bool]]) -> None:
+        """See :func:`rpc.devices.note_host_moves`."""
+        requests, replies = self._devices.moves_host, self._devices_back.moves_host
+        note_host_moves(moves, self.id, in_requests=requests, in_replies=replies)
 
     # Sending.
 

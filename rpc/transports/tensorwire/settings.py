@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field, replace
 
+from rpc.constants import DEFAULT_SHARED_MEMORY_BYTES
 from rpc.transports.tensorwire.devices import NamedMaps
 
 
@@ -51,7 +52,7 @@ class Settings:
     bind_address: str | None = None
     group_key: bytes = b""
     local_paths: bool = True
-    shared_memory_bytes: int = 1 << 30
+    shared_memory_bytes: int = DEFAULT_SHARED_MEMORY_BYTES
     max_bytes_in_flight: int = 32 << 20
     when_full: WhenFull = WhenFull.BLOCK
     bulk_connections: int = 2

@@ -137,17 +137,13 @@ class TensorWireTransport:
     def add_peer(self, peer: Peer) -> None:
         """See :meth:`rpc.transports.base.Transport.add_peer`."""
         remote = self._make_peer(peer)
-        for is_request in (True, False):
-            if remote.moves_host(is_request):
-                self.host_moves.add((remote.id, is_request))
-            else:
-                self.host_moves.discard((remote.id, is_request))
         with self._lock:
             known = self._peers.get(remote.id)
             if known is not None and known.incarnation >= remote.incarnation:
                 return
             self._peers[remote.id] = remote
             self._remember(known)
+            remote.note_host_moves(self.host_moves)
         if known is not None:
             known.remove()
         for guest in self._running().door.kept(remote.id):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rpc.errors import FrameError
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind
+from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_shared import (
-    SHARED_FROM,
     HostMemory,
     SharedTensors,
     nothing_shared,

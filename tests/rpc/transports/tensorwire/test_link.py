@@ -7,9 +7,9 @@ import torch
 
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.frame_table import look_at
-from rpc.transports.shared_memory import Budget, SendPool, Slot
+from rpc.transports.shared_memory import SHARED_FROM, Budget, SendPool, Slot
 from rpc.transports.tensorwire.devices import DeviceMap
-from rpc.transports.tensorwire.link import SHARED_FROM, Link, Resources
+from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LIMIT = 1 << 30
