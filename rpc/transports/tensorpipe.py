@@ -10,7 +10,7 @@ How a broken pipe is noticed: each carries one call, its lifeline, that the othe
 side answers only when it leaves. A pipe whose lifeline breaks is replaced and all
 goes on (``tensorpipe_mender``), unless the peer is gone or takes too long: then it
 is lost. How a worker leaves: it answers every call and lifeline it holds and parts
-from each peer (``tensorpipe_links``), so that no pipe closes while someone reads
+from each peer (``tensorpipe_parting``), so that no pipe closes while someone reads
 from it.
 
 Identity is ours, not torch's (``tensorpipe_roster``): it numbers peers as they
@@ -56,6 +56,7 @@ from rpc.transports.tensorpipe_caller import Caller
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
+from rpc.transports.tensorpipe_parting import Exit, Parting
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_shared import HostMemory
 from rpc.transports.tensorpipe_torch import POOL_THREADS, PipeBrokenError, TorchAgent, available
@@ -106,16 +107,16 @@ class TensorPipeTransport:
     _late: LateReceipts
     _mender: Mender
     _memory: HostMemory
+    _parting: Parting
 
     def __init__(self, options: TensorPipeRpcBackendOptions, dynamic: bool = False) -> None:
         self._options = options
         self._transports = options._transports or (["uv"] if dynamic else None)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._exit = Exit(self._lock)
         self._state = _State.NEW
         self._life = secrets.token_hex(8)
         self._roster = Roster(self._life)
-        self._senders = 0
         self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
@@ -140,6 +141,9 @@ class TensorPipeTransport:
         self._caller = Caller(sender, self._lock, self._agent, self._broke)
         mending = f"tensorpipe-mend-{info.name}"
         self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
+        self._parting = Parting(
+            info.id, self._lock, self._exit, self._answers, self._caller, self._report
+        )
         wire.attach(self, self._agent.tensor_tables)
         self._state = _State.OPEN
         atexit.register(self._abandon)
@@ -180,13 +184,13 @@ class TensorPipeTransport:
             link.forget_contents()
             asked, lifelines = link.take_asked(), link.take_lifelines()
             route = link.route if link.watched and not link.broken else None
-            self._senders += 1
+            self._exit.hold()
         try:
             if route is not None:
                 self._agent.abandon(route)
             self._answers.turn_away(asked, lifelines, REMOVED)
         finally:
-            self._sent()
+            self._exit.release()
 
     def device_map(self, worker_id: int) -> DeviceMap:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
@@ -215,11 +219,11 @@ class TensorPipeTransport:
         """
         with self._lock:
             link = self._usable(worker_id)
-            self._senders += 1
+            self._exit.hold()
         try:
             self._open_lifeline(link)
         finally:
-            self._sent()
+            self._exit.release()
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
@@ -240,11 +244,11 @@ class TensorPipeTransport:
                 return
             self._state = _State.CLOSING
             self._roster.open = False
-            self._wait_until(lambda: self._senders == 0, None)
-            self._wait_until(self._roster.is_flushed, deadline)
+            self._exit.wait_for_senders()
+            self._exit.wait_until(self._roster.is_flushed, deadline)
         self._late.close()
         self._mender.close()
-        self._part(deadline)
+        self._parting.leave(self._roster, deadline)
         if flush_seconds:  # otherwise the process ends, or never began to take calls
             self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
         self._agent.stop()
@@ -267,7 +271,7 @@ class TensorPipeTransport:
         with self._lock:
             link = self._usable(to)
             begun = self._caller.begin(link, frame.kind, frame)
-            self._senders += 1
+            self._exit.hold()
         try:
             self._open_lifeline(link)
             self._caller.carry(begun, frame)
@@ -279,19 +283,19 @@ class TensorPipeTransport:
             self._caller.void(link, begun)
             raise
         finally:
-            self._sent()
+            self._exit.release()
 
     def _queue(self, to: int, frame: Frame) -> None:
         with self._lock:
             link = self._usable(to)
             link.outbox.append(frame)
             batch = link.take_batch()
-            self._senders += 1
+            self._exit.hold()
         try:
             self._open_lifeline(link)
             self._caller.send_batch(link, batch)
         finally:
-            self._sent()
+            self._exit.release()
 
     def _reply(self, to: int, frame: Frame) -> None:
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
@@ -309,7 +313,7 @@ class TensorPipeTransport:
             held = link.served.reply(frame)
             if held is None and not (link.take_loose(frame.correlation) and self._is_open()):
                 return
-            self._senders += 1
+            self._exit.hold()
         try:
             if held is None:
                 self._open_lifeline(link)
@@ -319,7 +323,7 @@ class TensorPipeTransport:
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         finally:
-            self._sent()
+            self._exit.release()
 
     def acknowledge(self) -> None:
         """Tells peers which of their replies, and of their large requests, have arrived."""
@@ -335,11 +339,11 @@ class TensorPipeTransport:
             receipt = self._caller.take_receipt(link)
             if receipt is None:
                 return
-            self._senders += 1
+            self._exit.hold()
         try:
             self._caller.carry_or_break(link, *receipt)
         finally:
-            self._sent()
+            self._exit.release()
 
     def _open_lifeline(self, link: Link) -> None:
         if link.watched or link.peer.info.id == self._info.id:
@@ -368,11 +372,6 @@ class TensorPipeTransport:
     def _check_open(self) -> None:
         if not self._is_open():
             raise AgentClosedError("this worker's TensorPipe transport is not running")
-
-    def _sent(self) -> None:
-        with self._lock:
-            self._senders -= 1
-            self._tell_closer()
 
     # Receiving: torch's threads come in here, through ``tensorpipe_wire``.
 
@@ -423,11 +422,11 @@ class TensorPipeTransport:
             elif link.mending is not None and kind == wire.REFUSED:
                 link.mending.end(payload.decode())
             self._mender.look()
-            self._tell_closer()
+            self._exit.look()
         if lifeline:
             self._report(link)
         elif kind == wire.FAREWELL:
-            self._farewell_confirmed(link, payload)
+            self._parting.confirmed(link, payload)
 
     def came_back(self, link: Link, kind: int, frame: Frame) -> None:
         """A call was taken, but its answer was lost with the pipe."""
@@ -443,11 +442,11 @@ class TensorPipeTransport:
                 link.batch_under_way = False
                 batch = link.take_batch()
             parting = link.farewell is not None
-            self._tell_closer()
+            self._exit.look()
         if batch:
             self._caller.send_batch(link, batch)
         if parting:
-            self._settle(link)
+            self._parting.settle(link)
         if due:
             self._send_receipt(link)
         elif reply:
@@ -456,7 +455,9 @@ class TensorPipeTransport:
     def _take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
         if envelope.kind == wire.FAREWELL and future is not None:
-            self._take_farewell(envelope, frame, future)
+            with self._lock:
+                leaver = self._roster.of_sender(envelope)
+            self._parting.take_farewell(leaver, int(bytes(frame.payload)), future)
             return None
         fresh, refusal = False, None
         with self._lock:
@@ -505,7 +506,7 @@ class TensorPipeTransport:
             link.served.delivered += 1
             parting = link.farewell is not None
         if parting:
-            self._settle(link)
+            self._parting.settle(link)
         if link.served.arrived:
             self._late.add(self)
 
@@ -518,39 +519,11 @@ class TensorPipeTransport:
             taken = outcome.encode()
         return self._answers.make(wire.RESUMED, taken, attempt=envelope.attempt)
 
-    def _take_farewell(self, envelope: Envelope, frame: Frame, future: AnswerFuture) -> None:
-        with self._lock:
-            link = self._roster.of_sender(envelope)
-            if link is not None:
-                link.lose(SHUT_DOWN)
-                if link.mending is not None:
-                    link.abandon_pipe()
-                link.farewell, link.announced = future, int(bytes(frame.payload))
-                asked, lifelines = link.take_asked(), link.take_lifelines()
-            self._senders += 1
-        if link is None:
-            self._answers.give_visibly(future, wire.FAREWELL, b"")
-        else:
-            self._answers.give_asked(asked, wire.DONE)
-            self._answers.give(lifelines, wire.LIFELINE)
-            self._settle(link)
-        self._sent()
-
-    def _farewell_confirmed(self, link: Link, message: bytes) -> None:
-        with self._lock:
-            link.farewell_confirmed(message)
-            lifelines = link.take_lifelines()
-            self._senders += 1
-        for lifeline in lifelines:
-            self._answers.give_visibly(lifeline, wire.LIFELINE, SHUT_DOWN.encode())
-        self._settle(link)
-        self._sent()
-
     def _take_segment(self, link: Link, kind: int, payload: wire.Payload) -> None:
         with self._lock:
             if self._state is not _State.OPEN:
                 return
-            self._senders += 1
+            self._exit.hold()
         try:
             if kind == wire.SEGMENT:
                 self._caller.answer_offer(link, payload)
@@ -559,7 +532,7 @@ class TensorPipeTransport:
         except FrameError as error:
             self._refuse(link, error)
         finally:
-            self._sent()
+            self._exit.release()
 
     def _deliver(self, link: Link, frame: Frame, in_batch: bool = False) -> None:
         if type(frame) is wire.PlacedFrame:
@@ -580,22 +553,10 @@ class TensorPipeTransport:
         """Gives up a peer that sent what cannot be read, and tells it why."""
         with self._lock:
             asked, lifelines = link.take_asked(), link.take_lifelines()
-            self._senders += 1
+            self._exit.hold()
         self._answers.turn_away(asked, lifelines, f"it cannot read what this worker sent: {error}")
         self.give_up(link, f"what it sent cannot be read: {error}")
-        self._sent()
-
-    def _settle(self, link: Link) -> None:
-        """Confirms a peer's farewell, and reports its loss, if now is the time."""
-        with self._lock:
-            due = link.take_due_confirmation()
-            self._senders += due is not None
-            self._tell_closer()
-        if due is not None:
-            future, message = due
-            self._answers.give_visibly(future, wire.FAREWELL, message)
-            self._sent()
-            self._report(link)
+        self._exit.release()
 
     def _refused(self, link: Link, reason: str) -> None:
         """A peer that leaves is reported when it says so, after the frames that it sent."""
@@ -613,12 +574,12 @@ class TensorPipeTransport:
         """A pipe broke and is not replaced."""
         with self._lock:
             link.break_off(reason)
-            self._tell_closer()
+            self._exit.look()
         self._report(link)
 
     def mended(self) -> None:
         """A pipe was replaced. Needs the lock."""
-        self._tell_closer()
+        self._exit.look()
 
     def _report(self, link: Link) -> None:
         worker_id = link.peer.info.id
@@ -631,43 +592,6 @@ class TensorPipeTransport:
             self._receiver.peer_lost(worker_id, link.lost or "")
         except Exception:
             _log.exception("%r could not take the loss of %r", self._info, link.peer.info)
-
-    def _part(self, deadline: float) -> None:
-        """Answers everything, says farewell, and waits until nobody reads from us."""
-        with self._lock:
-            early = self._roster.early
-            asked = [(each[0], each[2]) for each in early if each[2] is not None]
-            links = self._roster.everyone()
-            asked += [each for link in links for each in link.take_asked()]
-            for link in self._roster.sendable():
-                if link.route is None:
-                    link.break_off("its connection broke, and this worker leaves")
-            parting = [link for link in self._roster.sendable() if link.watched]
-            for link in parting:
-                link.say_farewell()
-        self._answers.give_asked(asked, wire.REFUSED, SHUT_DOWN)
-        for link in parting:
-            self._caller.say_farewell(link)
-        with self._lock:
-            self._wait_until(lambda: all(link.is_finished() for link in links), deadline)
-            itself = [link for link in links if link.peer.info.id == self._info.id]
-            self._wait_until(lambda: not any(each.calls.under_way for each in itself), deadline)
-            lifelines = [lifeline for link in links for lifeline in link.take_lifelines()]
-        for lifeline in lifelines:
-            self._answers.give_visibly(lifeline, wire.LIFELINE, SHUT_DOWN.encode())
-        with self._lock:
-            self._wait_until(lambda: self._senders == 0, None)
-        self._answers.wait(deadline)
-
-    def _wait_until(self, holds: Callable[[], bool], deadline: float | None) -> None:
-        """Waits for a change that makes it so. Needs the lock, which it lets go meanwhile."""
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        self._changed.wait_for(holds, left)
-
-    def _tell_closer(self) -> None:
-        """Needs the lock."""
-        if self._state is _State.CLOSING:
-            self._changed.notify_all()
 
     def _abandon(self) -> None:
         """The process ends without ``close``, or ``start`` failed half-way."""
