@@ -65,6 +65,7 @@ from rpc.membership_events import MembershipChange, MembershipEvent
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.retry import Retry
 from rpc.rref import RRef
+from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
 
@@ -102,6 +103,7 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "TensorWireRpcBackendOptions",
     "UnknownWorkerError",
+    "WhenFull",
     "WorkerInfo",
     "WorkerLostError",
     "_set_rpc_timeout",

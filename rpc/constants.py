@@ -29,4 +29,5 @@ DEFAULT_LINK_RESUME_TIMEOUT_SEC: Final = 5.0
 """Seconds within which a connection that broke is opened again."""
 
 DEFAULT_SHARED_MEMORY_BYTES: Final = 1 << 30
+DEFAULT_MAX_BYTES_IN_FLIGHT: Final = 32 << 20
 """Bound on the shared memory that a worker holds for tensors sent to others on its host."""

@@ -16,11 +16,13 @@ from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
+    DEFAULT_MAX_BYTES_IN_FLIGHT,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
+from rpc.transports.flow import WhenFull
 
 
 class RpcBackendOptions:
@@ -134,6 +136,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers of
             this host; what finds no room there goes through torch. 0: everything does, in
             both directions. Default 1 GiB.
+        max_bytes_in_flight: bound, in bytes, on the requests to one worker that were not
+            replied to. Each counts for at least 4096; those below and above 64 KiB are
+            counted apart, and one that is larger than the bound travels alone. Default 32 MiB.
+        when_full: what a call does at that bound. Default wait.
         _transports: torch's names, best first. Default torch's choice; in a dynamic group
             ``["uv"]``, which is TCP, as torch keeps what a peer in shared memory took.
         _channels: torch's names, best first. Default torch's choice.
@@ -164,6 +170,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
         link_resume_timeout: float = DEFAULT_LINK_RESUME_TIMEOUT_SEC,
         shared_memory: int = DEFAULT_SHARED_MEMORY_BYTES,
+        max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
+        when_full: WhenFull = WhenFull.BLOCK,
     ) -> None:
         super().__init__(
             rpc_timeout,
@@ -179,6 +187,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self._channels = _names("_channels", _channels)
         self.link_resume_timeout = link_resume_timeout
         self.shared_memory = shared_memory
+        self.max_bytes_in_flight = max_bytes_in_flight
+        self.when_full = when_full
 
     @property
     def shared_memory(self) -> int:
@@ -187,11 +197,27 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     @shared_memory.setter
     def shared_memory(self, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise _wrong_type("shared_memory", size, "a whole number of bytes")
-        if size < 0:
-            raise ValueError(f"shared_memory={size} must be 0 or more bytes")
-        self._shared_memory = size
+        self._shared_memory = _bytes("shared_memory", size, 0)
+
+    @property
+    def max_bytes_in_flight(self) -> int:
+        """Bound, in bytes, on the requests to one worker that were not replied to."""
+        return self._max_bytes_in_flight
+
+    @max_bytes_in_flight.setter
+    def max_bytes_in_flight(self, size: int) -> None:
+        self._max_bytes_in_flight = _bytes("max_bytes_in_flight", size, 1)
+
+    @property
+    def when_full(self) -> WhenFull:
+        """What a call does at that bound."""
+        return self._when_full
+
+    @when_full.setter
+    def when_full(self, choice: WhenFull) -> None:
+        if not isinstance(choice, WhenFull):
+            raise _wrong_type("when_full", choice, "WhenFull.BLOCK or WhenFull.RAISE")
+        self._when_full = choice
 
     @property
     def link_resume_timeout(self) -> float:
@@ -271,6 +297,14 @@ def _seconds(argument: str, value: float) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{argument}={value!r} must be a finite number of seconds, 0 or more")
     return float(value)
+
+
+def _bytes(argument: str, size: int, least: int) -> int:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise _wrong_type(argument, size, "a whole number of bytes")
+    if size < least:
+        raise ValueError(f"{argument}={size} must be {least} or more bytes")
+    return size
 
 
 def _names(argument: str, value: Sequence[str] | None) -> list[str] | None:

@@ -46,14 +46,16 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.executor import in_handler
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
+from rpc.transports.flow import FlowWindow
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_answers import Answers
 from rpc.transports.tensorpipe_caller import Caller
-from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
+from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt, size
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
 from rpc.transports.tensorpipe_parting import Exit, Parting
@@ -205,10 +207,15 @@ class TensorPipeTransport:
         """
         if frame.kind is FrameKind.REPLY:
             self._reply(to, frame)
-        elif self._caller.may_wait(self._roster.links.get(to), frame):
-            self._queue(to, frame)
+        elif frame.kind is FrameKind.NOTICE:
+            self._call_or_queue(to, frame)
         else:
-            self._call(to, frame)
+            window = self._admit(to, frame)
+            try:
+                self._call_or_queue(to, frame)
+            except BaseException:
+                window.release(frame.correlation)
+                raise
 
     def watch(self, worker_id: int) -> None:
         """Connects to a peer, if need be, so that its loss is noticed without traffic.
@@ -244,6 +251,8 @@ class TensorPipeTransport:
                 return
             self._state = _State.CLOSING
             self._roster.open = False
+            for link in self._roster.everyone():
+                link.window.close()
             self._exit.wait_for_senders()
             self._exit.wait_until(self._roster.is_flushed, deadline)
         self._late.close()
@@ -261,6 +270,27 @@ class TensorPipeTransport:
         atexit.unregister(self._abandon)
 
     # Sending
+
+    def _admit(self, to: int, frame: Frame) -> FlowWindow:
+        """Counts a request among those under way, and waits until it may be."""
+        nbytes = size(frame)
+        while True:
+            with self._lock:
+                window = self._usable(to).window
+            if window.try_charge(frame.correlation, nbytes) or window.charge(
+                frame.correlation, nbytes, self._may_wait
+            ):
+                return window
+
+    def _may_wait(self) -> bool:
+        """Whether the running thread may; of torch's, only those that are lent may."""
+        return in_handler() or not self._agent.threads.is_here()
+
+    def _call_or_queue(self, to: int, frame: Frame) -> None:
+        if self._caller.may_wait(self._roster.links.get(to), frame):
+            self._queue(to, frame)
+        else:
+            self._call(to, frame)
 
     def _call(self, to: int, frame: Frame) -> None:
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
@@ -541,6 +571,8 @@ class TensorPipeTransport:
             except FrameError as error:
                 self._refuse(link, error)
                 return
+        if frame.kind is FrameKind.REPLY:
+            link.window.release(frame.correlation)
         sender = link.peer.info.id
         try:
             self._receiver.deliver(sender, frame, in_batch)

@@ -17,6 +17,7 @@ import torch
 from rpc.devices import moves_host, reverse
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_ledger import Call, Calls, Served, encode_receipt
 from rpc.transports.tensorpipe_links import Link
@@ -80,8 +81,11 @@ class Caller:
             route = self._agent.reach(peer.info.name, address.url.encode(), replies)
         calls, served = Calls(bool(seconds)), Served(bool(seconds))
         shared = memory.shared_with(peer.info.name, host)
+        window = FlowWindow(peer.info.name, options.max_bytes_in_flight, options.when_full)
         precedes = peer.info.id < me
-        return Link(peer, route, precedes, requests, replies, calls, served, seconds, shared)
+        return Link(
+            peer, route, precedes, requests, replies, calls, served, seconds, shared, window
+        )
 
     def begin(self, link: Link, kind: int, frame: Frame) -> Begun:
         """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
 from rpc.transports.base import Frame, Peer
+from rpc.transports.flow import FlowWindow
 from rpc.transports.resumption import Seam
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Calls, Mending, Served
 from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
@@ -55,6 +56,7 @@ class Link:
         served: what it calls us with.
         seconds: how long its pipe may be broken; 0 if it may not.
         shared: large tensors, if it is on this host.
+        window: bounds the requests to it that are under way.
     """
 
     peer: Peer
@@ -66,6 +68,7 @@ class Link:
     served: Served
     seconds: float = 0.0
     shared: SharedTensors = field(default_factory=nothing_shared)
+    window: FlowWindow = field(default_factory=FlowWindow)
 
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
@@ -179,6 +182,7 @@ class Link:
         if self.lost is None:
             self.lost = reason
             self.shared.stop_sending()
+            self.window.close()
         self.outbox.clear()
 
     def break_off(self, reason: str) -> None:
@@ -221,6 +225,7 @@ class Link:
 
     def forget_contents(self) -> None:
         """It is no peer any more; what was kept for another pipe is not needed."""
+        self.window.close()
         self.mending = None
         self.seconds = 0.0
         self.calls.forget_contents()

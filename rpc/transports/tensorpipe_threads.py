@@ -38,6 +38,10 @@ class PoolThreads:
         self._over = False
         self._gate = threading.Barrier(count)
 
+    def is_here(self) -> bool:
+        """Whether the running thread is one of them."""
+        return self._here.kept
+
     def keep(self) -> None:
         """Keeps the state of the thread that calls, from the first time on."""
         if not (self._here.kept or self._over):

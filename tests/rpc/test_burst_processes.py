@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import rpc
-from tests.rpc.worker_processes import WorkerProcess, join, leave
+from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,16 +71,40 @@ def wait_in_callbacks(to: str) -> list[int]:
     return [future.wait() for future in futures]
 
 
+FLOOD = 200
+NARROW = {"num_worker_threads": 1, "max_bytes_in_flight": 64 << 10}
+
+
+def call_back(number: int) -> int:
+    return rpc.rpc_sync("worker0", operator.neg, args=(number,))
+
+
+def flood(to: str) -> list[int]:
+    """Calls many times more than may be under way, handlers that call this worker."""
+    futures = [rpc.rpc_async(to, call_back, args=(number,)) for number in range(FLOOD)]
+    return [future.wait() for future in futures]
+
+
 @pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
     """Two workers, each a process."""
+    yield from _pair(request.param)
+
+
+@pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
+def narrow_pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
+    """Two workers with one handler thread, that may have 16 requests under way."""
+    yield from _pair(request.param, **NARROW)
+
+
+def _pair(backend: str, **settings: object) -> Iterator[list[WorkerProcess]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     workers = [WorkerProcess(), WorkerProcess()]
     try:
         for rank, worker in enumerate(workers):
-            worker.begin(join, request.param, url, f"worker{rank}", rank, 2)
+            worker.begin(join, backend, url, f"worker{rank}", rank, 2, **settings)
         for worker in workers:
             worker.result()
         yield workers
@@ -105,3 +130,10 @@ def test_callbacks_on_replies_that_came_together_may_wait_for_each_other(
     pair: list[WorkerProcess],
 ) -> None:
     assert pair[0].do(wait_in_callbacks, "worker1") == list(range(MEETING))
+
+
+def test_a_handler_that_waits_for_room_is_called_meanwhile(
+    narrow_pair: list[WorkerProcess],
+) -> None:
+    asked = narrow_pair[1].do(call, "worker0", flood, "worker1")
+    assert asked == [-number for number in range(FLOOD)]

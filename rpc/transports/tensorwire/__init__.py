@@ -8,7 +8,7 @@ threads that read; ``mender`` replaces connections that break, ``strand`` by
 """
 
 from rpc.transports.tensorwire.options import TensorWireRpcBackendOptions
-from rpc.transports.tensorwire.settings import Settings, WhenFull
+from rpc.transports.tensorwire.settings import Settings
 from rpc.transports.tensorwire.transport import TensorWireTransport
 
-__all__ = ["Settings", "TensorWireRpcBackendOptions", "TensorWireTransport", "WhenFull"]
+__all__ = ["Settings", "TensorWireRpcBackendOptions", "TensorWireTransport"]

@@ -15,13 +15,15 @@ from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
+    DEFAULT_MAX_BYTES_IN_FLIGHT,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike
 from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports.tensorwire.settings import Settings, WhenFull
+from rpc.transports.flow import WhenFull
+from rpc.transports.tensorwire.settings import Settings
 
 _DEFAULT = Settings()
 
@@ -41,8 +43,10 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             can read the group's store can connect.
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers
             of this host; beyond it they go through sockets. Default 1 GiB.
-        max_bytes_in_flight: bound, in bytes, on what is under way to one worker.
-            Default 32 MiB.
+        max_bytes_in_flight: bound, in bytes, on the requests to one worker that were not
+            replied to, and on what waits for its sockets. Each request counts for at least
+            4096; those below and above 64 KiB are counted apart, and one that is larger
+            than the bound travels alone. Default 32 MiB.
         when_full: what a call does at that bound. Default wait.
         local_paths: use Unix sockets and shared memory on one host. Default True.
         tcp_connections: connections per peer and direction for large tensors. Default 2.
@@ -77,7 +81,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         bind_address: str | None = None,
         group_key: bytes = b"",
         shared_memory: int = DEFAULT_SHARED_MEMORY_BYTES,
-        max_bytes_in_flight: int = _DEFAULT.max_bytes_in_flight,
+        max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         when_full: WhenFull = WhenFull.BLOCK,
         local_paths: bool = True,
         tcp_connections: int = _DEFAULT.bulk_connections,
@@ -102,13 +106,13 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             liveness_timeout=liveness_timeout,
             link_resume_timeout=link_resume_timeout,
             shared_memory=shared_memory,
+            max_bytes_in_flight=max_bytes_in_flight,
+            when_full=when_full,
         )
         self._settings = Settings(
             bind_address=bind_address,
             group_key=group_key,
             local_paths=local_paths,
-            max_bytes_in_flight=max_bytes_in_flight,
-            when_full=when_full,
             bulk_connections=tcp_connections,
             max_message_bytes=max_message_bytes,
         )
@@ -119,6 +123,8 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             self._settings,
             resume_seconds=self.link_resume_timeout,
             shared_memory_bytes=self.shared_memory,
+            max_bytes_in_flight=self.max_bytes_in_flight,
+            when_full=self.when_full,
         )
         return settings.with_device_maps(self.device_maps)
 
@@ -138,4 +144,6 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             liveness_timeout=options.liveness_timeout,
             link_resume_timeout=options.link_resume_timeout,
             shared_memory=options.shared_memory,
+            max_bytes_in_flight=options.max_bytes_in_flight,
+            when_full=options.when_full,
         )

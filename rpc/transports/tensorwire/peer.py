@@ -19,8 +19,9 @@ from functools import partial
 import torch
 
 from rpc.devices import note_host_moves
-from rpc.errors import EncodeError, QueueFullError, WorkerLostError
+from rpc.errors import EncodeError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.resumption import MOST_MESSAGES
@@ -29,14 +30,12 @@ from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target
 from rpc.transports.tensorwire.devices import DeviceMap
-from rpc.transports.tensorwire.flow import FlowWindow
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.mender import Mender
 from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
-from rpc.transports.tensorwire.settings import WhenFull
 from rpc.transports.tensorwire.strand import Strand
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -112,7 +111,7 @@ class RemotePeer:
         self._devices_back = devices_back
         self._machinery = machinery
         self._deliver = machinery.deliver
-        self._window = FlowWindow(machinery.max_bytes_in_flight)
+        self._window = FlowWindow(self.name, machinery.max_bytes_in_flight, machinery.when_full)
         self._last_request = 0.0
         self._lock = threading.Lock()
         self._strands: dict[Sender, Strand] = {}
@@ -145,7 +144,7 @@ class RemotePeer:
         link = self._outgoing
         if frame.kind is FrameKind.REQUEST:
             if not self._window.try_charge(frame.correlation, size):
-                self._await_window(frame, size)
+                self._await_window(frame.correlation, size)
         elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
             self._await_sockets(frame, link)
         if link is None:
@@ -196,29 +195,16 @@ class RemotePeer:
             raise EncodeError(f"message of {size} bytes; the limit is {limit} (max_message_bytes)")
         return size
 
-    def _await_window(self, frame: Frame, size: int) -> None:
-        if self._machinery.when_full is WhenFull.RAISE:
-            raise self._full_error()
-        if not self._machinery.may_wait():
-            self._window.force_charge(frame.correlation, size)
-            return
-        while not self._window.try_charge(frame.correlation, size):
-            self._window.wait_for_room(size)
-            if self._reason is not None:
-                raise self._lost_error()
+    def _await_window(self, correlation: int, size: int) -> None:
+        if not self._window.charge(correlation, size, self._machinery.may_wait):
+            raise self._lost_error()
 
     def _await_sockets(self, frame: Frame, link: Link) -> None:
         """Waits until most of what was accepted has left; replies never raise here."""
         if frame.kind is FrameKind.NOTICE and self._machinery.when_full is WhenFull.RAISE:
-            raise self._full_error()
+            raise self._window.full_error()
         if self._machinery.may_wait():
             link.unsent.wait(self._machinery.max_bytes_in_flight // 2, None)
-
-    def _full_error(self) -> QueueFullError:
-        return QueueFullError(
-            f"{self._window.held} bytes are in flight to worker {self.name!r}; the bound is "
-            f"{self._machinery.max_bytes_in_flight} (max_bytes_in_flight)"
-        )
 
     def _lost_error(self) -> WorkerLostError:
         reason = self._reason or "there is no connection to reply on"

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field, replace
 
-from rpc.constants import DEFAULT_SHARED_MEMORY_BYTES
+from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_SHARED_MEMORY_BYTES
+from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire.devices import NamedMaps
-
-
-class WhenFull(enum.Enum):
-    """What ``send`` does when ``max_bytes_in_flight`` to a peer is reached."""
-
-    BLOCK = "block"
-    """Wait until replies have come back."""
-    RAISE = "raise"
-    """Raise :class:`rpc.errors.QueueFullError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +44,7 @@ class Settings:
     group_key: bytes = b""
     local_paths: bool = True
     shared_memory_bytes: int = DEFAULT_SHARED_MEMORY_BYTES
-    max_bytes_in_flight: int = 32 << 20
+    max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT
     when_full: WhenFull = WhenFull.BLOCK
     bulk_connections: int = 2
     connect_seconds: float = 20.0

@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from rpc.errors import RpcError
 from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
@@ -302,6 +303,21 @@ class _Bench:
         assert self.transport is not None
         return len(self.transport._roster.early)
 
+    def ask_until_it_fails(self, to: int) -> tuple[int, str]:
+        """Sends requests until one cannot be sent; returns how many could, and what was wrong."""
+        assert self.transport is not None
+        for number in itertools.count(1 << 40):
+            try:
+                self.transport.send(to, Frame(FrameKind.REQUEST, number, b"h"))
+            except RpcError as error:
+                return number - (1 << 40), f"{type(error).__name__}: {error}"
+        raise AssertionError
+
+    def in_flight(self, worker_id: int) -> int:
+        """Bytes of requests to a peer that were not replied to."""
+        assert self.transport is not None
+        return self.transport._roster.links[worker_id].window.held
+
     def remembers(self, worker_id: int) -> tuple[int, int]:
         """The bytes kept for another pipe to and from a peer: of requests, and of replies."""
         assert self.transport is not None
@@ -323,6 +339,9 @@ class _Bench:
         self.tell("result", number, value, error)
 
 
+_MAY_TAKE_LONG = frozenset({"close", "ask_until_it_fails"})
+
+
 def _work(connection: Connection, errors: str) -> None:
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
@@ -335,10 +354,15 @@ def _work(connection: Connection, errors: str) -> None:
             return
         if method == "exit":
             return
-        if method == "close":
+        if method in _MAY_TAKE_LONG:
             threading.Thread(target=bench.run, args=(number, method, arguments)).start()
         else:
             bench.run(number, method, arguments)
+
+
+def place_of(worker: Worker) -> Workplace:
+    assert isinstance(worker.transport, RemoteTransport)
+    return worker.transport.place
 
 
 def shares(worker: Worker) -> int:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.flow import WhenFull
 from rpc.transports.tensorpipe import available
 from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import TransportConformance, Worker, introduce
-from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, shares, workplaces
+from tests.rpc.transports.tensorpipe_process import (
+    RemoteTransport,
+    Workplace,
+    place_of,
+    shares,
+    workplaces,
+)
 from tests.waiting import until
 
 pytestmark = [
@@ -158,6 +168,73 @@ class TestMembership:
         with pytest.raises(BringUpError, match="one RPC agent per process"):
             a.transport.place.call("start_another")
         assert a.call(a, b"still here").header == b"still here"
+
+
+class TestBackPressure:
+    BOUND: ClassVar[dict[str, object]] = {"max_bytes_in_flight": 64 << 10}
+
+    @pytest.fixture
+    def pair(self, workers: Callable[..., list[Worker]]) -> tuple[Worker, Worker]:
+        a, b = workers(2, **self.BOUND)
+        b.answer = lambda *_: None
+        return a, b
+
+    def test_at_the_bound_a_request_is_refused_if_asked_for(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, when_full=WhenFull.RAISE, **self.BOUND)
+        b.answer = lambda *_: None
+        sent, error = place_of(a).call("ask_until_it_fails", 1)
+        assert sent == 16
+        assert error == (
+            "QueueFullError: 65536 bytes are in flight to worker 'worker1'; the bound is 65536 "
+            "(max_bytes_in_flight)"
+        )
+        b.until(lambda: len(b.received) == 16)
+
+    def test_at_the_bound_a_request_waits_for_replies(self, pair: tuple[Worker, Worker]) -> None:
+        a, b = pair
+        through = threading.Event()
+
+        def ask() -> None:
+            for _ in range(40):
+                a.ask(b, b"h")
+            through.set()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        for answered in range(40):
+            b.until(lambda seen=answered: len(b.received) > seen)  # type: ignore[misc]
+            assert len(b.received) <= answered + 16
+            sender, frame = b.received[answered]
+            b.transport.send(sender, frame._replace(kind=FrameKind.REPLY))
+        asking.join()
+        assert through.is_set()
+        until(lambda: place_of(a).call("in_flight", 1) == 0)
+
+    @pytest.mark.parametrize(
+        ("who", "error"), [(1, "WorkerLostError: .*worker1"), (0, "AgentClosedError")]
+    )
+    def test_a_request_that_waits_learns_that_somebody_leaves(
+        self, pair: tuple[Worker, Worker], who: int, error: str
+    ) -> None:
+        a, b = pair
+        outcome: list[tuple[int, str]] = []
+        asking = threading.Thread(
+            target=lambda: outcome.append(place_of(a).call("ask_until_it_fails", 1))
+        )
+        asking.start()
+        b.until(lambda: len(b.received) == 16)
+        pair[who].close(0.5)
+        asking.join()
+        assert outcome[0][0] == 16
+        assert re.match(error, outcome[0][1])
+
+    def test_a_request_that_cannot_be_sent_takes_no_room(self, pair: tuple[Worker, Worker]) -> None:
+        a, b = pair
+        with pytest.raises(DeviceMapError):
+            a.ask(b, b"h", b"", torch.empty(3, device="meta"))
+        assert place_of(a).call("in_flight", 1) == 0
 
 
 class TestDevices:

@@ -17,7 +17,13 @@ from rpc.transports.base import Frame
 from rpc.transports.tensorpipe import available
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
-from tests.rpc.transports.tensorpipe_process import RemoteTransport, Workplace, shares, workplaces
+from tests.rpc.transports.tensorpipe_process import (
+    RemoteTransport,
+    Workplace,
+    place_of,
+    shares,
+    workplaces,
+)
 from tests.waiting import until
 
 pytestmark = [
@@ -71,11 +77,6 @@ def make(places: list[Workplace]) -> Iterator[Maker]:
     yield workers
     for worker in made:
         worker.close(0.5)
-
-
-def place_of(worker: Worker) -> Workplace:
-    assert isinstance(worker.transport, RemoteTransport)
-    return worker.transport.place
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions, WhenFull
+from rpc.transports.flow import WhenFull
+from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions
 
 
 def test_the_defaults_are_those_of_the_settings() -> None:

@@ -16,7 +16,8 @@ import torch
 
 from rpc.errors import QueueFullError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
+from rpc.transports.flow import WhenFull
+from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import Worker
 from tests.rpc.transports.cutter import Cutter

@@ -23,7 +23,8 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorwire import Settings, TensorWireTransport, WhenFull
+from rpc.transports.flow import WhenFull
+from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity

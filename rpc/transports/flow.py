@@ -1,0 +1,154 @@
+"""Bounds what is under way to one peer: unanswered requests, by their bytes.
+
+A request counts from before it is sent until its reply is here, so the bound
+covers every queue on the way, the receiver's included. Small and large requests
+are counted apart, each against the bound, so that a small one never waits for
+a large one. Something larger than the bound may travel alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
+from rpc.errors import QueueFullError
+from rpc.executor import blocking
+
+_LEAST_CHARGE = 4096
+_LARGE_FROM = 1 << 16
+_LOW_WATER = 0.75
+
+
+class WhenFull(enum.Enum):
+    """What a call does when ``max_bytes_in_flight`` to a worker is reached."""
+
+    BLOCK = "block"
+    """Wait until replies have come back."""
+    RAISE = "raise"
+    """Raise :class:`rpc.QueueFullError`."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The requests of one size class that are under way: their charges by correlation."""
+
+    charges: dict[int, int] = field(default_factory=dict)
+    held: int = 0
+
+
+class FlowWindow:
+    """The requests under way to one peer.
+
+    Args:
+        name: the peer's.
+        limit: bytes, for each size class; a request counts for at least 4096.
+        when_full: what becomes of a request that finds no room.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        limit: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
+        when_full: WhenFull = WhenFull.BLOCK,
+    ) -> None:
+        self._name = name
+        self._limit = limit
+        self._when_full = when_full
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._small = _Lane()
+        self._large = _Lane()
+        self._waiters = 0
+        self._closed = False
+
+    def try_charge(self, correlation: int, size: int) -> bool:
+        """Counts a request if it fits, or if none of its class is under way."""
+        charge = size if size > _LEAST_CHARGE else _LEAST_CHARGE
+        lane = self._small if size < _LARGE_FROM else self._large
+        with self._lock:
+            if lane.held and lane.held + charge > self._limit:
+                return False
+            lane.held += charge
+            lane.charges[correlation] = charge
+            return True
+
+    def charge(self, correlation: int, size: int, may_wait: Callable[[], bool]) -> bool:
+        """Counts a request that did not fit, once it does.
+
+        Args:
+            correlation: the request's.
+            size: of the request, in bytes.
+            may_wait: whether the calling thread may; if not, the request is counted at once.
+
+        Returns:
+            False if the window was closed meanwhile. The request is not counted then.
+
+        Raises:
+            QueueFullError: nobody is to wait.
+        """
+        if self._when_full is WhenFull.RAISE:
+            raise self.full_error()
+        if not may_wait():
+            self._force(correlation, size)
+            return True
+        while not self.try_charge(correlation, size):
+            if self._wait_for_room(size):
+                return False
+        return True
+
+    def release(self, correlation: int) -> None:
+        """The reply to a request is here, or none will be."""
+        with self._lock:
+            lane = self._small if correlation in self._small.charges else self._large
+            lane.held -= lane.charges.pop(correlation, 0)
+            if self._waiters:
+                self._changed.notify_all()
+
+    @property
+    def small_under_way(self) -> int:
+        """Small requests that were not replied to."""
+        return len(self._small.charges)
+
+    @property
+    def held(self) -> int:
+        """Bytes under way."""
+        return self._small.held + self._large.held
+
+    def full_error(self) -> QueueFullError:
+        """What is wrong when nothing more may be sent."""
+        return QueueFullError(
+            f"{self.held} bytes are in flight to worker {self._name!r}; the bound is "
+            f"{self._limit} (max_bytes_in_flight)"
+        )
+
+    def close(self) -> None:
+        """Nothing will come back: wakes whoever waits for room."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _force(self, correlation: int, size: int) -> None:
+        lane = self._lane(size)
+        charge = max(size, _LEAST_CHARGE)
+        with self._lock:
+            lane.held += charge
+            lane.charges[correlation] = charge
+
+    def _wait_for_room(self, size: int) -> bool:
+        """Waits until a request of ``size`` bytes is likely to fit; True if closed instead."""
+        lane = self._lane(size)
+        room = min(size, self._limit)
+        enough = min(self._limit - room, int(self._limit * _LOW_WATER))
+        with blocking(), self._changed:
+            self._waiters += 1
+            try:
+                self._changed.wait_for(lambda: self._closed or lane.held <= enough)
+            finally:
+                self._waiters -= 1
+            return self._closed
+
+    def _lane(self, size: int) -> _Lane:
+        return self._small if size < _LARGE_FROM else self._large
