@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
 from rpc.bring_up import address_towards, form_group
-from rpc.devices import DeviceInfo, validate_device_maps
+from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.rendezvous import Record
 from rpc.transports.tensorpipe import TensorPipeTransport
@@ -82,6 +82,7 @@ def _init_tensorwire(
             "`rpc_backend_options` must be a `TensorWireRpcBackendOptions`, but got "
             f"{rpc_backend_options!r}"
         )
+    _check_own_devices(name, rpc_backend_options)
     rpc_backend_options = TensorWireRpcBackendOptions.adopted(rpc_backend_options)
     settings = rpc_backend_options.settings()
     if settings.bind_address is None:
@@ -94,7 +95,7 @@ def _init_tensorwire(
         world_size,
         rpc_backend_options,
         TensorWireTransport(settings),
-        lambda records: None,
+        _check_device_maps,
     )
 
 
@@ -110,6 +111,7 @@ def _init_tensorpipe(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, but got "
             f"{rpc_backend_options!r}"
         )
+    _check_own_devices(name, rpc_backend_options)
     transport = TensorPipeTransport(rpc_backend_options, dynamic=world_size is None)
     return form_group(
         TENSORPIPE,
@@ -122,6 +124,11 @@ def _init_tensorpipe(
         _check_device_maps,
         TensorPipeAgent,
     )
+
+
+def _check_own_devices(name: str, options: TensorPipeRpcBackendOptions) -> None:
+    own = local_device_info(options.device_maps, options.devices)
+    validate_device_maps({name: own}, all_known=False)
 
 
 def _check_device_maps(records: list[Record]) -> None:

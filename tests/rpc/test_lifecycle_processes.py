@@ -19,6 +19,7 @@ from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 BACKEND = "TENSORWIRE"
+DeviceMaps = dict[str, dict[str, str]]
 SECONDS = 60.0
 
 
@@ -136,3 +137,35 @@ def test_those_who_come_and_go_leave_no_descriptors(
         until(lambda: stays.do(names) == ["stays"])
     comes.do(join, backend, url, "comes", 1)
     until(lambda: stays.do(descriptors) <= min(held) + 2)
+
+
+def join_with_maps(backend: str, url: str, world_size: int | None, maps: DeviceMaps) -> str:
+    """What is wrong with the device maps; once that is told, this worker joins without them."""
+    try:
+        join(backend, url, "worker0", 0, world_size, device_maps=maps)
+    except ValueError as error:
+        join(backend, url, "worker0", 0, world_size)
+        rpc.shutdown()
+        return str(error)
+    raise AssertionError("it joined")
+
+
+@pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
+@pytest.mark.parametrize(
+    ("world_size", "maps", "wrong"),
+    [
+        (1, {"worker0": {"cuda:99": "cpu"}}, "source devices with invalid indices"),
+        (1, {"worker0": {"cpu": "cuda:99"}}, "target devices with invalid indices"),
+        (1, {"nobody": {"cpu": "cpu"}}, "invalid target node names"),
+        (None, {"somebody": {"cuda:99": "cuda:0"}}, "source devices with invalid indices"),
+    ],
+)
+def test_device_maps_that_cannot_be_are_refused_when_the_group_forms(
+    url: str,
+    workers: list[WorkerProcess],
+    backend: str,
+    world_size: int | None,
+    maps: DeviceMaps,
+    wrong: str,
+) -> None:
+    assert wrong in workers[0].do(join_with_maps, backend, url, world_size, maps)

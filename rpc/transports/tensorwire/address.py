@@ -11,10 +11,10 @@ import json
 import socket
 from dataclasses import dataclass, field
 
+from rpc.devices import DeviceInfo
 from rpc.errors import FrameError
-from rpc.transports.tensorwire.devices import unpack_maps
 
-_VERSION = 1
+_VERSION = 2
 _BACKLOG = 256
 
 
@@ -27,14 +27,14 @@ class Address:
         unix_name: of its abstract Unix socket, without the leading NUL; may be empty.
         tcp: ``(address, port)`` pairs, to be tried in order.
         secret: random; part of the key of its handshakes.
-        device_maps: the worker's, packed by ``devices``.
+        devices: the worker's, and its device maps.
     """
 
     host: str
     unix_name: str
     tcp: tuple[tuple[str, int], ...]
     secret: bytes
-    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    devices: DeviceInfo = field(default_factory=DeviceInfo)
 
     def encode(self) -> bytes:
         """The address as bytes for the rendezvous."""
@@ -44,7 +44,7 @@ class Address:
             "unix": self.unix_name,
             "tcp": self.tcp,
             "secret": self.secret.hex(),
-            "device_maps": self.device_maps,
+            "devices": self.devices.to_json(),
         }
         return json.dumps(fields).encode()
 
@@ -60,13 +60,12 @@ class Address:
             if fields["version"] != _VERSION:
                 raise FrameError(f"address of version {fields['version']!r}")
             tcp = tuple((str(host), int(port)) for host, port in fields["tcp"])
-            unpack_maps(fields["device_maps"])
             return cls(
                 str(fields["host"]),
                 str(fields["unix"]),
                 tcp,
                 bytes.fromhex(fields["secret"]),
-                fields["device_maps"],
+                DeviceInfo.from_json(fields["devices"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise FrameError(f"a peer's address cannot be read: {error!r}") from None

@@ -13,9 +13,6 @@ import torch
 from rpc.devices import moves_host
 from rpc.errors import DeviceMapError
 
-NamedMaps = Mapping[str, Mapping[torch.device, torch.device]]
-"""By name of the destination worker: its device for each of ours."""
-
 _HOST = torch.device("cpu")
 
 
@@ -67,23 +64,3 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     )
     staged.copy_(tensor)
     return staged
-
-
-def pack_maps(maps: NamedMaps) -> dict[str, dict[str, str]]:
-    """Device maps as plain values."""
-    return {
-        name: {str(here): str(there) for here, there in mapping.items()}
-        for name, mapping in maps.items()
-    }
-
-
-def unpack_maps(plain: dict[str, dict[str, str]]) -> dict[str, dict[torch.device, torch.device]]:
-    """What :func:`pack_maps` packed.
-
-    Raises:
-        RuntimeError: a string is not a device.
-    """
-    return {
-        name: {torch.device(here): torch.device(there) for here, there in mapping.items()}
-        for name, mapping in plain.items()
-    }

@@ -119,14 +119,15 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
 
     def settings(self) -> Settings:
         """What the transport is to be made with."""
-        settings = replace(
+        return replace(
             self._settings,
             resume_seconds=self.link_resume_timeout,
             shared_memory_bytes=self.shared_memory,
             max_bytes_in_flight=self.max_bytes_in_flight,
             when_full=self.when_full,
+            device_maps=self.device_maps,
+            devices=tuple(self.devices),
         )
-        return settings.with_device_maps(self.device_maps)
 
     @classmethod
     def adopted(cls, options: TensorPipeRpcBackendOptions) -> TensorWireRpcBackendOptions:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_SHARED_MEMORY_BYTES
+from rpc.devices import DeviceMap
 from rpc.transports.flow import WhenFull
-from rpc.transports.tensorwire.devices import NamedMaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class Settings:
         max_message_bytes: longer messages are refused by sender and receiver.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
+        devices: the CUDA devices that may be used; empty for those that the maps name.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -50,7 +54,8 @@ class Settings:
     connect_seconds: float = 20.0
     resume_seconds: float = 5.0
     max_message_bytes: int = 1 << 36
-    device_maps: NamedMaps = field(default_factory=dict)
+    device_maps: Mapping[str, DeviceMap] = field(default_factory=dict)
+    devices: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_key, bytes):
@@ -66,10 +71,6 @@ class Settings:
         if not self.connect_seconds > 0:
             raise ValueError(f"connect_seconds={self.connect_seconds} must be above 0")
         _check_seconds("link_resume_timeout", self.resume_seconds)
-
-    def with_device_maps(self, device_maps: NamedMaps) -> Settings:
-        """The same settings with other device maps."""
-        return replace(self, device_maps=device_maps)
 
 
 def _check_seconds(name: str, value: object) -> None:

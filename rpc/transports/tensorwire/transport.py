@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.host import host_identity
@@ -30,7 +31,7 @@ from rpc.transports.tensorwire.address import (
 )
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.connector import Target
-from rpc.transports.tensorwire.devices import DeviceMap, pack_maps, unpack_maps
+from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.handshake import Identity, derive_key
 from rpc.transports.tensorwire.link import Resources
 from rpc.transports.tensorwire.peer import Machinery, RemotePeer
@@ -123,8 +124,8 @@ class TensorWireTransport:
             else:
                 listeners.append(unix)
                 unix_name = unix.getsockname()[1:].decode()
-        maps = pack_maps(self._settings.device_maps)
-        return listeners, Address(host, unix_name, tcp, os.urandom(_SECRET_BYTES), maps)
+        devices = local_device_info(self._settings.device_maps, self._settings.devices)
+        return listeners, Address(host, unix_name, tcp, os.urandom(_SECRET_BYTES), devices)
 
     def _running(self) -> _Running:
         now = self._now
@@ -170,7 +171,7 @@ class TensorWireTransport:
             settings.connect_seconds,
             settings.resume_seconds,
         )
-        theirs = unpack_maps(address.device_maps).get(now.info.name, {})
+        theirs = address.devices.maps.get(now.info.name, {})
         return RemotePeer(
             peer,
             target,

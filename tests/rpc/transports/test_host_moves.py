@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rpc.devices import DeviceInfo
+from rpc.options import TensorPipeRpcBackendOptions
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe import available
@@ -75,12 +76,12 @@ def test_over_tensorpipe_torch_carries_what_moves(
     from rpc.transports.tensorpipe_wire import Sender
 
     agent = SimpleNamespace(reach=lambda name, url, replies: None)
-    options = SimpleNamespace(device_maps={"bob": device_map}, link_resume_timeout=5.0)
+    options = TensorPipeRpcBackendOptions(device_maps={"bob": device_map})
     memory = HostMemory(64 << 20)
     address = Address("uv://127.0.0.1:5", DeviceInfo(0), "life", memory.host).encode()
     caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), lambda *_: None)
     peer = Peer(WorkerInfo("bob", 1), 1, address)
-    link = caller.link_to(peer, "alice", cast(Any, options), memory)
+    link = caller.link_to(peer, "alice", options, memory)
     assert link.shared.place(LARGE) is LARGE
     assert link.shared.has_offer is (device_map.get(HOST, HOST) == HOST)
     link.shared.close()

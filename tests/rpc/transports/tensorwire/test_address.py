@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpc.devices import DeviceInfo, as_device_map
 from rpc.errors import FrameError
 from rpc.transports.tensorwire.address import (
     Address,
@@ -17,6 +18,9 @@ from rpc.transports.tensorwire.address import (
     reachable_at,
     unix_path,
 )
+
+DEVICES = DeviceInfo(2, (), {"worker1": as_device_map({0: 1})})
+NONE = b'{"count": 0, "devices": [], "maps": {}}'
 
 
 @given(
@@ -28,7 +32,7 @@ from rpc.transports.tensorwire.address import (
 def test_an_address_is_read_as_it_was_written(
     host: str, unix: str, tcp: list[tuple[str, int]], secret: bytes
 ) -> None:
-    address = Address(host, unix, tuple(tcp), secret, {"worker1": {"cuda:0": "cuda:1"}})
+    address = Address(host, unix, tuple(tcp), secret, DEVICES)
     assert Address.decode(address.encode()) == address
 
 
@@ -44,9 +48,9 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         b"{}",
         b"[]",
         b'{"version": 2}',
-        b'{"version": 1, "host": "", "unix": "", "tcp": 5, "secret": "", "device_maps": {}}',
-        b'{"version": 1, "host": "", "unix": "", "tcp": [], "secret": "x", "device_maps": {}}',
-        b'{"version": 1, "host": "", "unix": "", "tcp": [], "secret": "", "device_maps": []}',
+        b'{"version": 2, "host": "", "unix": "", "tcp": 5, "secret": "", "devices": %b}' % NONE,
+        b'{"version": 2, "host": "", "unix": "", "tcp": [], "secret": "x", "devices": %b}' % NONE,
+        b'{"version": 2, "host": "", "unix": "", "tcp": [], "secret": "", "devices": []}',
     ],
 )
 def test_what_is_not_an_address_is_refused(data: bytes) -> None:
