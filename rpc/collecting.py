@@ -8,13 +8,12 @@ while this process is a worker; futures that are none of ours it leaves to torch
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
 
-from rpc.futures import Future, TakesError
+from rpc.futures import Future, collect
 
 _torchs: Final = torch._C._collect_all
 
@@ -26,9 +25,7 @@ def collect_all(futures: Sequence[torch._C.Future[Any]]) -> torch._C.Future[Any]
     if not ours:
         return all_done
     together = _Together(list(futures), ours[0])
-    fail: TakesError = weakref.WeakMethod(together.fail)  # one for all: lists are long
-    for future in ours:
-        future.tell_failure(fail)
+    collect(ours, together)
     all_done.add_done_callback(together.end)
     return together
 
@@ -49,9 +46,14 @@ class _Together(Future[Any]):
     def __init__(self, futures: list[torch._C.Future[Any]], model: Future[Any]) -> None:
         super().__init__(description="a list of calls", waiter=model._waiter, waker=model._waker)
         self._futures = futures
+        self._members = {id(future) for future in futures}
         self._first = threading.Lock()
 
-    def fail(self, error: BaseException) -> None:
+    def waits_for(self, future: Future[Any]) -> bool:
+        """Whether a future is one of them."""
+        return id(future) in self._members
+
+    def failed(self, error: BaseException) -> None:
         """One of them failed."""
         if self._first.acquire(blocking=False):
             self.set_exception(error)

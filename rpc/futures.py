@@ -12,8 +12,8 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -36,7 +36,48 @@ Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
 _logger = logging.getLogger("rpc")
 
 
-TakesError = weakref.WeakMethod[Callable[[BaseException], None]]
+class Collector(Protocol):
+    """Waits for several futures."""
+
+    def waits_for(self, future: Future[Any]) -> bool:
+        """Whether a future is one of them."""
+
+    def failed(self, error: BaseException) -> None:
+        """One of them failed."""
+
+
+class _Collectors:
+    """All that live.
+
+    Futures fail seldom, and may be waited for together by the thousand; so a future that
+    fails looks for who waits for it, and one that is waited for is told nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._living: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+    def add(self, collector: Collector) -> None:
+        with self._lock:
+            self._living.add(collector)
+
+    def of(self, future: Future[Any]) -> list[Collector]:
+        with self._lock:
+            living = [*self._living]
+        return [each for each in living if each.waits_for(future)]
+
+
+_collectors = _Collectors()
+
+
+def collect(futures: Iterable[Future[Any]], collector: Collector) -> None:
+    """Tells ``collector``, while it lives, if one of ``futures`` fails or has failed."""
+    _collectors.add(collector)
+    for future in futures:
+        with future._lock:  # it may have looked for collectors just before
+            error = future._error
+        if error is not None:
+            future._tell_failure()
 
 
 class _Failure:
@@ -80,8 +121,6 @@ class Future(_TorchFuture[T]):
             else meanwhile looks at it.
         canceller: gives up the call that this is the result of.
     """
-
-    _told: tuple[TakesError, ...] = ()
 
     def __init__(
         self,
@@ -171,12 +210,12 @@ class Future(_TorchFuture[T]):
     def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
         """Completes the future if that runs no callback; False, and nothing done, if it would."""
         with self._lock:
-            if self._watched or (self._told and error is not None):
+            if self._watched or (error is not None and _collectors.of(self)):
                 return False
             if error is None:
                 self.set_result(cast(T, value))
             else:
-                self.set_exception(error)
+                self._fail(error)  # whoever collects it from now on looks at it first
             return True
 
     def set_result(self, result: T) -> None:
@@ -189,25 +228,23 @@ class Future(_TorchFuture[T]):
         """Completes the future with an error, which ``wait`` and ``value`` raise."""
         if not isinstance(result, BaseException):
             raise TypeError(f"set_exception() needs an exception, but got {result!r}")
+        self._fail(result)
+        self._tell_failure()
+
+    def _fail(self, error: BaseException) -> None:
         if not self.done():
-            self._error = result
+            self._error = error
             self._failure = _Failure(self, self._watched)
             super()._set_unwrap_func(self._failure.reveal)
         self.set_result(cast(T, None))
-        for told in self._told:
-            self._tell(told())
 
-    def tell_failure(self, method: TakesError) -> None:
-        """Calls a bound method, while its object lives, with the error if there will be one."""
-        with self._lock:
-            self._told = (*self._told, method)
-        if self._error is not None:  # it might not have seen the method any more
-            self._tell(method())
-
-    def _tell(self, method: Callable[[BaseException], None] | None) -> None:
-        if method is not None and self._error is not None and self._failure is not None:
-            self._failure.seen = True
-            method(self._error)
+    def _tell_failure(self) -> None:
+        error, failure = self._error, self._failure
+        if error is None or failure is None:
+            return
+        for collector in _collectors.of(self):
+            failure.seen = True
+            collector.failed(error)
 
     def complete_from(self, get: Callable[[], T]) -> None:
         """Completes the future with what ``get()`` returns or raises."""

@@ -55,7 +55,8 @@ def pack(
     encoded = codec.encode(value)
     tensors = encoded.tensors
     extensions = attach(tensors) if attach is not None else ()
-    table, slots = b"", tuple[torch.Tensor, ...]()
+    table: bytes = b""
+    slots: tuple[torch.Tensor, ...] = ()
     if tensors:
         moves = keeper.agent.host_moves
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT

@@ -87,6 +87,23 @@ def test_futures_of_torch_alone_are_left_to_torch() -> None:
     assert torch.futures.wait_all([]) == []
 
 
+def test_all_who_wait_for_a_future_are_told_of_its_error_and_nobody_else() -> None:
+    shared: Future[int] = Future()
+    told = [torch.futures.collect_all([Future(), shared]) for _ in range(2)]
+    others = torch.futures.collect_all([Future()])
+    shared.set_exception(ValueError("no"))
+    assert [together.done() for together in told] == [True, True]
+    assert not others.done()
+
+
+def test_an_error_that_was_set_where_replies_are_delivered_is_raised_for_all() -> None:
+    failed: Future[int] = Future()
+    assert failed.complete_unless_watched(None, ValueError("no"))
+    together = torch.futures.collect_all([Future(), failed])
+    with pytest.raises(ValueError, match="no"):
+        together.wait()
+
+
 def test_a_callback_is_called_although_nobody_keeps_the_future_of_all() -> None:
     called = threading.Event()
     given: Future[int] = Future()
