@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rpc.errors import AgentClosedError
-from rpc.executor import Executor
+from rpc.executor import Executor, share_this_thread
 
 _SECONDS_TO_CANCEL = 2.0
 
@@ -116,6 +116,7 @@ def _report(
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    share_this_thread()
     while True:
         try:
             loop.run_forever()

@@ -51,6 +51,8 @@ class _CurrentThread(threading.local):
 
     executor: Executor | None = None
     waiting: bool = False
+    is_shared: bool = False
+    """It runs several handlers in turns."""
     takes_part: bool = False
     """It knows how many threads torch may use for one operation."""
 
@@ -90,6 +92,16 @@ def _take_part() -> None:
 def in_handler() -> bool:
     """True if the running thread is one of an executor's."""
     return _current.executor is not None
+
+
+def share_this_thread() -> None:
+    """The running thread will run several handlers in turns, as an event loop does."""
+    _current.is_shared = True
+
+
+def is_shared_thread() -> bool:
+    """True if other handlers could not go on while the running thread waits."""
+    return _current.is_shared
 
 
 class Executor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
 from rpc.errors import QueueFullError
-from rpc.executor import blocking
+from rpc.executor import blocking, is_shared_thread
 
 _LEAST_CHARGE = 4096
 _LARGE_FROM = 1 << 16
@@ -81,7 +81,8 @@ class FlowWindow:
         Args:
             correlation: the request's.
             size: of the request, in bytes.
-            may_wait: whether the calling thread may; if not, the request is counted at once.
+            may_wait: whether the calling thread may; if not, or if it runs other handlers,
+                too, the request is counted at once.
 
         Returns:
             False if the window was closed meanwhile. The request is not counted then.
@@ -91,7 +92,7 @@ class FlowWindow:
         """
         if self._when_full is WhenFull.RAISE:
             raise self.full_error()
-        if not may_wait():
+        if is_shared_thread() or not may_wait():
             self._force(correlation, size)
             return True
         while not self.try_charge(correlation, size):

@@ -6,7 +6,7 @@ import itertools
 import operator
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -85,6 +85,20 @@ def flood(to: str) -> list[int]:
     return [future.wait() for future in futures]
 
 
+async def negated(number: int) -> int:
+    return -number
+
+
+async def call_coroutine_back(number: int) -> int:
+    return await rpc.rpc_async("worker0", negated, args=(number,))
+
+
+async def flood_from_coroutine(to: str) -> list[int]:
+    """As :func:`flood`, and all that runs here runs on one thread."""
+    futures = [rpc.rpc_async(to, call_coroutine_back, args=(number,)) for number in range(FLOOD)]
+    return [await future for future in futures]
+
+
 @pytest.fixture(params=["TENSORWIRE", "TENSORPIPE"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]:
     """Two workers, each a process."""
@@ -132,8 +146,9 @@ def test_callbacks_on_replies_that_came_together_may_wait_for_each_other(
     assert pair[0].do(wait_in_callbacks, "worker1") == list(range(MEETING))
 
 
-def test_a_handler_that_waits_for_room_is_called_meanwhile(
-    narrow_pair: list[WorkerProcess],
+@pytest.mark.parametrize("flood", [flood, flood_from_coroutine])
+def test_a_worker_whose_handler_runs_ahead_is_called_meanwhile(
+    narrow_pair: list[WorkerProcess], flood: Callable[[str], list[int]]
 ) -> None:
     asked = narrow_pair[1].do(call, "worker0", flood, "worker1")
     assert asked == [-number for number in range(FLOOD)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import QueueFullError
-from rpc.executor import Executor
+from rpc.executor import Executor, share_this_thread
 from rpc.transports.flow import FlowWindow, WhenFull
 
 
@@ -57,6 +57,22 @@ def test_who_may_not_wait_is_counted_at_once() -> None:
     window.release(1)
     window.release(1)
     assert window.held == 8192
+
+
+def test_a_thread_that_runs_other_handlers_too_does_not_wait() -> None:
+    window = FlowWindow("w", 8192)
+    assert window.try_charge(1, 8192)
+    outcome: list[bool] = []
+
+    def ask() -> None:
+        share_this_thread()
+        outcome.append(window.charge(2, 8192, always))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(10)
+    assert outcome == [True]
+    assert window.held == 16384
 
 
 def test_nobody_waits_where_the_bound_raises() -> None:
