@@ -38,13 +38,13 @@ class SentTensor:
         hooks: the tensor's hooks, present and future.
         device: where its gradients have to be.
         owner: keeps the graph alive where an edge does not: of a sparse tensor, and in older
-            releases of torch.
+            releases of torch, where not even a node of a Python function does.
     """
 
     edge: GradientEdge
     hooks: Hooks
     device: torch.device
-    owner: Node = None
+    owner: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SentTensor:
@@ -54,7 +54,7 @@ class SentTensor:
         hooks: Hooks | None = handle.hooks_dict_ref()
         handle.remove()
         owner = _owner_of(tensor)
-        edge = _edge_behind(owner) if tensor.is_sparse else get_gradient_edge(tensor)
+        edge = get_gradient_edge(tensor) if owner is None else _edge_behind(owner)
         return cls(edge, {} if hooks is None else hooks, tensor.device, owner)
 
 
@@ -67,16 +67,18 @@ class _User(torch.autograd.Function):
         return torch.empty(())
 
 
-def _owner_of(tensor: torch.Tensor) -> Node:
-    """A node that keeps the graph alive; None if the edge does."""
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that keeps the graph alive; None if the edge does."""
     if not tensor.is_sparse and ("ownership_token" in GradientEdge._fields or tensor.is_leaf):
         return None
     with torch.enable_grad():
-        return _User.apply(tensor).grad_fn  # type: ignore[no-untyped-call]
+        owner: torch.Tensor = _User.apply(tensor)  # type: ignore[no-untyped-call]
+    return owner
 
 
-def _edge_behind(user: Node) -> GradientEdge:
-    """Where gradients enter for what ``user`` uses; torch asks for a view, not all layouts have."""
+def _edge_behind(owner: torch.Tensor) -> GradientEdge:
+    """Where gradients enter for what is used; torch asks for a view, which not all layouts have."""
+    user: Node = owner.grad_fn
     return GradientEdge(*user.next_functions[0])
 
 

@@ -8,6 +8,8 @@ to whatever thread executes a node. This module owns that one slot.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,17 +50,41 @@ class running:
 
     def __enter__(self) -> None:
         self._outer = current_run()
-        torch._C._stash_obj_in_tls(_SLOT, self._run)
+        _stash(self._run)
 
     def __exit__(self, *_: object) -> None:
         _restore(self._outer)
 
 
 def _restore(outer: EngineRun | None) -> None:
-    remove = getattr(torch._C, "_remove_obj_from_tls", None)
-    if outer is None and remove is not None:
+    if outer is None and _remove is not None:
         # An object left in a thread's slot is destroyed at thread exit, which
         # can deadlock on the interpreter lock.
-        remove(_SLOT)
+        _remove(_SLOT)
     else:
-        torch._C._stash_obj_in_tls(_SLOT, outer)
+        _stash(outer)
+
+
+def _stash(value: object) -> None:
+    if not _counts:
+        _increment(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(_SLOT, value)
+
+
+def _slot_counts() -> bool:
+    """Whether torch counts the reference that a slot holds; up to some release it forgot to."""
+    value = object()
+    _increment(ctypes.py_object(value))
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(_SLOT, value)
+    counted = sys.getrefcount(value) > before
+    if counted:
+        _decrement(ctypes.py_object(value))
+    return counted
+
+
+_remove = getattr(torch._C, "_remove_obj_from_tls", None)
+_increment = ctypes.pythonapi.Py_IncRef
+_decrement = ctypes.pythonapi.Py_DecRef
+_counts = _slot_counts()
+_restore(None)

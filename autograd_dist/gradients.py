@@ -85,8 +85,11 @@ class _Yardstick:
     def __init__(self) -> None:
         alone = [object()]
         self.listed = sys.getrefcount(alone[0])
-        self._base = _base_references(torch.empty(1).view(1, 1))
+        view = torch.empty(1).view(1, 1)
+        self._base = _base_references(view)
         self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
+        self._own = self._uses_of_memory(torch.empty(1))
+        self._seen = self._uses_of_memory(view)
         self._values = self._uses_of_values(torch.ones(1).to_sparse())
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
@@ -97,18 +100,21 @@ class _Yardstick:
             return self._uses_of_values(tensor) == self._values
         if not _is_plain(tensor):
             return False
-        uses = self._count_uses(tensor.untyped_storage()._cdata)
+        uses = self._uses_of_memory(tensor)
         if not tensor._is_view():
-            # The tensor and the handle made for the count.
-            return bool(uses == 2)
+            return uses == self._own
         # A transposed weight gradient: its base is one use more, and must be nobody else's.
-        return bool(uses == 3) and _base_references(tensor) == self._base
+        return uses == self._seen and _base_references(tensor) == self._base
 
     def _uses_of_values(self, tensor: torch.Tensor) -> tuple[bool, int]:
         values = tensor._values()
+        return values.is_contiguous(), self._uses_of_memory(values)
+
+    def _uses_of_memory(self, tensor: torch.Tensor) -> int:
         if self._count_uses is None:
-            return False, 0
-        return values.is_contiguous(), self._count_uses(values.untyped_storage()._cdata)
+            return 0
+        uses: int = self._count_uses(tensor.untyped_storage()._cdata)
+        return uses
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
@@ -127,15 +128,7 @@ class StoreProber:
             listener.bind((self._host, 0))
             listener.listen(_BACKLOG)
             port: int = listener.getsockname()[1]
-            self._server = TCPStore(
-                self._host,
-                port,
-                None,
-                True,
-                timedelta(seconds=_OWN_SERVER_SECONDS),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+            self._server = _serve(self._host, port, listener.detach())
         self._client = self._server
         self._client.set(_life_key(self._token), "")
         return _Address(self._host, port, self._token).encode()
@@ -205,6 +198,23 @@ class StoreProber:
         except RuntimeError as error:
             _log.error("this worker cannot reach its own server for signs of life: %s", error)
             return None
+
+
+def _serve(host: str, port: int, descriptor: int) -> TCPStore:
+    start = partial(
+        TCPStore,
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=_OWN_SERVER_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
+    try:
+        return start()
+    except NotImplementedError:  # the newer one of torch's two servers took none at first
+        return start(use_libuv=False)
 
 
 @dataclass(slots=True)

@@ -400,6 +400,18 @@ def test_gradient_of_a_large_leaf_is_not_copied():
     assert [node.gradient(weight).data_ptr()] == addresses
 
 
+def test_a_gradient_whose_memory_something_else_sees_is_copied():
+    node, weight = Node(), torch.zeros(3, 4, requires_grad=True)
+    kept = []
+    out = torch.nn.functional.linear(torch.ones(2, 4), weight)
+    out.grad_fn.next_functions[-1][0].register_hook(
+        lambda outgoing, _: kept.append(outgoing[0].detach())
+    )
+    node.start(out.sum())
+    assert node.gradient(weight).data_ptr() != kept[0].data_ptr()
+    assert node.gradient(weight).equal(kept[0])
+
+
 def seen_by(node, weight, keep=lambda gradient: None):
     """Addresses of the values of a sparse gradient before and after the pass that made it."""
     addresses, index = [], torch.tensor([1, 3])

@@ -59,16 +59,17 @@ def test_what_gradients_that_came_back_set_off_is_in_the_profile(group: list[Age
     assert "ExpBackward0" in {event.name for event in profile.function_events}
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("simulated")
+
+
 def test_a_pass_that_fails_elsewhere_ends_in_a_profile_too(group: list[Agent]) -> None:
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            raise ValueError("simulated")
-
     x = torch.ones(3, requires_grad=True)
     with autograd_dist.context() as context, profiler.profile():
         loss = rpc.rpc_sync("there", Failing.apply, (x,)).sum()

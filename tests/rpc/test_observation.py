@@ -22,6 +22,7 @@ from rpc import caller, observation, profiler_spans
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
 from tests.rpc.gates import gate, wait_at_the_gate
+from tests.torch_features import needs_profiles_of_all_threads
 
 Profile = Any
 
@@ -48,7 +49,9 @@ def all_threads() -> AbstractContextManager[Profile]:
     )
 
 
-profiles = pytest.mark.parametrize("make", [kineto, autograd, all_threads])
+profiles = pytest.mark.parametrize(
+    "make", [kineto, autograd, pytest.param(all_threads, marks=needs_profiles_of_all_threads)]
+)
 
 
 def events(profile: Profile) -> dict[str, Any]:
@@ -105,6 +108,7 @@ def test_the_span_of_an_asynchronous_call_lasts_until_it_is_done(
     assert span.end >= found["meanwhile"].time_range.end
 
 
+@needs_profiles_of_all_threads
 def test_a_handler_is_a_span_with_its_operators_beneath(group: list[Agent]) -> None:
     with all_threads() as profile:
         rpc.rpc_sync("worker1", add_up, (torch.ones(2),))

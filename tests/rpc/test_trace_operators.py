@@ -9,8 +9,10 @@ import torch
 
 from rpc.clock import MonotonicClock
 from rpc.trace_operators import OperatorRecorder
+from tests.torch_features import needs_profiles_of_all_threads
 
 
+@needs_profiles_of_all_threads
 def test_operators_of_all_threads_are_recorded_at_their_time() -> None:
     recorder = OperatorRecorder(MonotonicClock())
     times = [time.monotonic()]
@@ -28,6 +30,7 @@ def test_operators_of_all_threads_are_recorded_at_their_time() -> None:
     assert found["aten::mul"].device == ""
 
 
+@needs_profiles_of_all_threads
 def test_our_own_marks_are_not_shown() -> None:
     assert OperatorRecorder(MonotonicClock()).stop() == []
 
@@ -40,6 +43,7 @@ def test_a_running_profiler_keeps_its_operators() -> None:
     assert "aten::ones" in {event.name for event in profile.events()}
 
 
+@needs_profiles_of_all_threads
 def test_a_profiler_that_takes_over_ends_the_recording() -> None:
     recorder = OperatorRecorder(MonotonicClock())
     with torch.profiler.profile():

@@ -26,6 +26,7 @@ from rpc.testing import as_worker, local_group
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord, WorkerTrace
 from rpc.tracing import MAX_RECORDS, Trace, Tracing, trace
 from tests.rpc.gates import gate, wait_at_the_gate
+from tests.torch_features import needs_profiles_of_all_threads
 from tests.waiting import until
 
 Group = list[Agent]
@@ -290,6 +291,7 @@ class TestResult:
         times = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
         assert max(times) < 20e6
 
+    @needs_profiles_of_all_threads
     def test_operators_lie_beneath_the_handlers_that_ran_them(self, group: Group) -> None:
         with trace(operators=True) as found:
             rpc.rpc_sync("bob", add_up, (3,))
