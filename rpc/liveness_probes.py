@@ -20,9 +20,9 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Final, Protocol, TypeVar
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rpc.ids import Life
@@ -201,8 +201,7 @@ class StoreProber:
 
 
 def _serve(host: str, port: int, descriptor: int) -> TCPStore:
-    start = partial(
-        TCPStore,
+    return TCPStore(
         host,
         port,
         None,
@@ -210,11 +209,8 @@ def _serve(host: str, port: int, descriptor: int) -> TCPStore:
         timedelta(seconds=_OWN_SERVER_SECONDS),
         wait_for_workers=False,
         master_listen_fd=descriptor,
+        use_libuv=torch.__version__ >= "2.8",  # before, that server takes no descriptor
     )
-    try:
-        return start()
-    except NotImplementedError:  # the newer one of torch's two servers took none at first
-        return start(use_libuv=False)
 
 
 @dataclass(slots=True)

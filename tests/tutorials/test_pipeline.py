@@ -10,6 +10,7 @@ from torch import nn
 
 import rpc
 from rpc.testing import as_worker, local_group
+from tests.torch_features import needs_profiles_of_all_threads
 from tests.tutorials.jobs import assert_pictures, number_after, run_tutorial
 from tutorials.pipeline.train import Pipeline, Stage, layers
 
@@ -33,6 +34,7 @@ def test_three_stages_give_what_the_whole_network_gives_however_a_batch_is_cut()
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("pipeline")
+@needs_profiles_of_all_threads
 def test_two_stages_learn_and_are_less_idle_with_micro_batches(tmp_path: Path) -> None:
     arguments = ["--epochs", "2", "--width", "16", "--batch-size", "64", "--rounds", "2"]
     output = run_tutorial(tmp_path, "pipeline.train", *arguments)

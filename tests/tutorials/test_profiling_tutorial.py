@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.torch_features import needs_profiles_of_all_threads
 from tests.tutorials.jobs import assert_pictures, number_after, run_tutorial
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("profiling")
+@needs_profiles_of_all_threads
 def test_one_step_is_seen_by_profiler_trace_and_metrics(tmp_path: Path) -> None:
     output = run_tutorial(tmp_path, "profiling.profile", "--epochs", "2")
     assert number_after("final test accuracy:", output) > 60.0
