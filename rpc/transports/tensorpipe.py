@@ -214,7 +214,8 @@ class TensorPipeTransport:
             try:
                 self._call_or_queue(to, frame)
             except BaseException:
-                window.release(frame.correlation)
+                if window is not None:
+                    window.release(frame.correlation)
                 raise
 
     def watch(self, worker_id: int) -> None:
@@ -271,16 +272,22 @@ class TensorPipeTransport:
 
     # Sending
 
-    def _admit(self, to: int, frame: Frame) -> FlowWindow:
-        """Counts a request among those under way, and waits until it may be."""
+    def _admit(self, to: int, frame: Frame) -> FlowWindow | None:
+        """Counts a request among those under way, and waits until it may be.
+
+        None if it cannot be sent, which whoever sends it finds out with the lock held.
+        """
         nbytes = size(frame)
-        while True:
-            with self._lock:
-                window = self._usable(to).window
+        while self._is_open():
+            link = self._roster.links.get(to)
+            if link is None or link.lost is not None:
+                break
+            window = link.window
             if window.try_charge(frame.correlation, nbytes) or window.charge(
                 frame.correlation, nbytes, self._may_wait
             ):
                 return window
+        return None
 
     def _may_wait(self) -> bool:
         """Whether the running thread may; of torch's, only those that are lent may."""
