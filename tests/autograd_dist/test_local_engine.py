@@ -389,27 +389,26 @@ def test_gradient_kept_by_a_hook_does_not_change_when_more_is_added():
     assert [g.tolist() for g in kept] == [[2.0, 4.0], [2.0, 4.0]]
 
 
-def test_gradient_of_a_large_leaf_is_not_copied():
+def gradient_of_a_weight(note):
+    """The gradient of a linear layer's weight, after ``note`` saw what the engine computed."""
     node, weight = Node(), torch.zeros(3, 4, requires_grad=True)
-    addresses = []
     out = torch.nn.functional.linear(torch.ones(2, 4), weight)
-    out.grad_fn.next_functions[-1][0].register_hook(
-        lambda outgoing, _: addresses.append(outgoing[0].data_ptr())
-    )
+    out.grad_fn.next_functions[-1][0].register_hook(lambda outgoing, _: note(outgoing[0]))
     node.start(out.sum())
-    assert [node.gradient(weight).data_ptr()] == addresses
+    return node.gradient(weight)
+
+
+def test_gradient_of_a_large_leaf_is_not_copied():
+    addresses = []
+    gradient = gradient_of_a_weight(lambda computed: addresses.append(computed.data_ptr()))
+    assert [gradient.data_ptr()] == addresses
 
 
 def test_a_gradient_whose_memory_something_else_sees_is_copied():
-    node, weight = Node(), torch.zeros(3, 4, requires_grad=True)
     kept = []
-    out = torch.nn.functional.linear(torch.ones(2, 4), weight)
-    out.grad_fn.next_functions[-1][0].register_hook(
-        lambda outgoing, _: kept.append(outgoing[0].detach())
-    )
-    node.start(out.sum())
-    assert node.gradient(weight).data_ptr() != kept[0].data_ptr()
-    assert node.gradient(weight).equal(kept[0])
+    gradient = gradient_of_a_weight(lambda computed: kept.append(computed.detach()))
+    assert gradient.data_ptr() != kept[0].data_ptr()
+    assert gradient.equal(kept[0])
 
 
 def seen_by(node, weight, keep=lambda gradient: None):

@@ -139,6 +139,30 @@ def introduce(workers: Sequence[Worker]) -> None:
             worker.transport.add_peer(other.peer())
 
 
+def check_that_requests_wait(a: Worker, b: Worker, room: int) -> None:
+    """``a`` asks ``b`` more often than there is room for: each answer lets one more leave."""
+    b.answer = lambda *_: None
+    count = 2 * room + 8
+    through = threading.Event()
+
+    def ask() -> None:
+        for _ in range(count):
+            a.ask(b, b"h")
+        through.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    b.until(lambda: len(b.received) == room)
+    assert not through.wait(0.1)
+    assert len(b.received) == room
+    for answered in range(count):
+        b.until(lambda seen=answered: len(b.received) > seen)  # type: ignore[misc]
+        assert len(b.received) <= answered + room
+        echo(b, *b.received[answered])
+    asking.join()
+    assert through.is_set()
+
+
 def _memory(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in the order of its strides."""
     flat = tensor.as_strided((tensor.numel(),), (1,)).contiguous()

@@ -19,7 +19,12 @@ from rpc.transports.flow import WhenFull
 from rpc.transports.tensorpipe import available
 from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
-from tests.rpc.transports.conformance import TransportConformance, Worker, introduce
+from tests.rpc.transports.conformance import (
+    TransportConformance,
+    Worker,
+    check_that_requests_wait,
+    introduce,
+)
 from tests.rpc.transports.tensorpipe_process import (
     RemoteTransport,
     Workplace,
@@ -194,22 +199,7 @@ class TestBackPressure:
 
     def test_at_the_bound_a_request_waits_for_replies(self, pair: tuple[Worker, Worker]) -> None:
         a, b = pair
-        through = threading.Event()
-
-        def ask() -> None:
-            for _ in range(40):
-                a.ask(b, b"h")
-            through.set()
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        for answered in range(40):
-            b.until(lambda seen=answered: len(b.received) > seen)  # type: ignore[misc]
-            assert len(b.received) <= answered + 16
-            sender, frame = b.received[answered]
-            b.transport.send(sender, frame._replace(kind=FrameKind.REPLY))
-        asking.join()
-        assert through.is_set()
+        check_that_requests_wait(a, b, room=16)
         until(lambda: place_of(a).call("in_flight", 1) == 0)
 
     @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
 from rpc.worker_info import WorkerInfo
 from tests import waiting
-from tests.rpc.transports.conformance import SECONDS, Worker, introduce
+from tests.rpc.transports.conformance import SECONDS, Worker, check_that_requests_wait, introduce
 from tests.rpc.transports.tensorwire.strangers import connect, shake
 
 Maker = Callable[..., list[Worker]]
@@ -371,25 +371,7 @@ def test_at_the_bound_a_request_is_refused_if_asked_for(make: Maker) -> None:
 
 def test_at_the_bound_a_request_waits_for_replies(make: Maker) -> None:
     a, b = make(Settings(max_bytes_in_flight=64 << 10), Settings())
-    b.answer = lambda *_: None
-    through = threading.Event()
-
-    def ask() -> None:
-        for _ in range(40):
-            a.ask(b, b"h")
-        through.set()
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    b.until(lambda: len(b.received) == 16)
-    assert not through.wait(0.1)
-    assert len(b.received) == 16
-    for answered in range(40):
-        b.until(lambda seen=answered: len(b.received) > seen)  # type: ignore[misc]
-        sender, frame = b.received[answered]
-        b.transport.send(sender, frame._replace(kind=FrameKind.REPLY))
-    asking.join()
-    assert through.is_set()
+    check_that_requests_wait(a, b, room=16)
 
 
 def test_a_request_that_waits_at_the_bound_learns_of_the_loss(make: Maker) -> None:
