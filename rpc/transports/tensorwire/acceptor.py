@@ -102,8 +102,9 @@ class Door:
             self._listen(listener)
 
     def _listen(self, listener: socket.socket) -> None:
-        if self._requests is not None:
-            self._requests.add(listener, lambda _: self._accept(listener))
+        with self._lock:  # whoever closes it sets ``_closed`` first
+            if self._requests is not None and not self._closed:
+                self._requests.add(listener, lambda _: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -118,13 +119,13 @@ class Door:
         guest = _Guest(sock, side, time.monotonic() + self._seconds)
         with self._lock:
             crowded = self._closed or len(self._guests) >= _MAX_UNPROVEN
-            if not crowded:
+            if not crowded and self._requests is not None:
                 self._guests[sock.fileno()] = guest
-        if crowded or self._requests is None:
+                # With the lock held: whoever dismisses it, and closes it, takes it out first.
+                self._requests.add(sock, lambda _: self._receive(guest))
+                self._requests.sweeping = True
+        if crowded:
             sock.close()
-            return
-        self._requests.add(sock, lambda _: self._receive(guest))
-        self._requests.sweeping = True
 
     def _pause(self, listener: socket.socket) -> None:
         """Stops accepting until the next sweep: there are no descriptors left."""
@@ -208,14 +209,14 @@ class Door:
 
     def close(self) -> None:
         """Stops listening and dismisses all guests."""
-        for listener in self._listeners:
-            if self._requests is not None:
-                self._requests.remove(listener)
-            listener.close()
         with self._lock:
             self._closed = True
             guests = list(self._guests.values())
             kept, self._kept = self._kept, []
+        for listener in self._listeners:
+            if self._requests is not None:
+                self._requests.remove(listener)
+            listener.close()
         for guest in guests:
             self._dismiss(guest, None)
         for proven, _ in kept:

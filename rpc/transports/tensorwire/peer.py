@@ -310,7 +310,7 @@ class RemotePeer:
         """Takes a connection that the peer opened."""
         kind = proven.hello.kind
         if self._reason is not None:
-            proven.reject(f"this life of worker {self.name!r} was declared lost")
+            self._reject_lost(proven)
         elif kind is ChannelKind.MAIN:
             self._accept_main(proven)
         elif kind is ChannelKind.BULK:
@@ -319,6 +319,9 @@ class RemotePeer:
             self._accept_again(proven)
         else:
             self._answer_knock(proven)
+
+    def _reject_lost(self, proven: Proven) -> None:
+        proven.reject(f"this life of worker {self.name!r} was declared lost")
 
     def _accept_main(self, proven: Proven) -> None:
         machinery = self._machinery
@@ -332,15 +335,26 @@ class RemotePeer:
         )
         listen = partial(machinery.requests.add_main, sock, reader, events)
         remove = machinery.requests.remove
+        strand = Strand(token, 0, None, main, reader, listen, remove)
         with self._lock:
-            former, retired = self._incoming, self._take_incoming()
-            self._incoming = link
-            self._incoming_token = token
-            self._strands[main] = Strand(token, 0, None, main, reader, listen, remove)
+            wanted = self._reason is None
+            if wanted:
+                former, retired = self._incoming, self._take_incoming()
+                self._incoming = link
+                self._incoming_token = token
+                self._add_strand(strand)
+        if not wanted:
+            self._reject_lost(proven)
+            link.close()
+            return
         if former is not None:
             self._retire(former, retired)
-        listen()
         proven.accept()
+
+    def _add_strand(self, strand: Strand) -> None:
+        """Begins to read a connection. Needs the lock: whoever closes it takes it out first."""
+        self._strands[strand.sender] = strand
+        strand.listen()
 
     def _accept_bulk(self, proven: Proven) -> None:
         hello = proven.hello
@@ -352,13 +366,12 @@ class RemotePeer:
             return
         strand = self._bulk_strand(link, proven.sock, hello.token, hello.channel, None)
         with self._lock:
-            known = self._incoming is link
+            known = self._incoming is link and self._reason is None
             if known:
-                self._strands[strand.sender] = strand
+                self._add_strand(strand)
         if not known:
             proven.reject("a bulk connection of a link that is not there any more")
             return
-        strand.listen()
         link.bulk = [*link.bulk, strand.sender]
         proven.accept()
 

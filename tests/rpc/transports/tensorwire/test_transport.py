@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
+from rpc.transports.tensorwire.link import Link
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import SECONDS, Worker, check_that_requests_wait, introduce
@@ -133,6 +135,20 @@ def test_a_life_that_was_lost_is_refused(make: Maker) -> None:
     a.call(b, b"h")
     b.close()
     a.until(lambda: bool(a.lost))
+    with connect(a) as sock, pytest.raises(HandshakeError, match="declared lost"):
+        shake(sock, a, Identity(1, 1))
+
+
+def test_a_worker_that_is_removed_while_it_connects_is_refused(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+
+    def remove_first(*args: Any, **kwargs: Any) -> Link:
+        a.transport.remove_peer(b.info.id)
+        return Link(*args, **kwargs)
+
+    monkeypatch.setattr("rpc.transports.tensorwire.peer.Link", remove_first)
     with connect(a) as sock, pytest.raises(HandshakeError, match="declared lost"):
         shake(sock, a, Identity(1, 1))
 
