@@ -21,6 +21,7 @@ from rpc.errors import FrameError
 from rpc.transports.base import Frame
 from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
+from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
 from rpc.transports.tensorwire.link import Link
@@ -178,8 +179,8 @@ class BulkMover:
     def __init__(self, name: str) -> None:
         self._name = name
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._bell = Bell()
+        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
         self._channels: dict[int, BulkChannel] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -224,8 +225,8 @@ class BulkMover:
         with self._lock:
             self._closed = True
             thread = self._thread
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._epoll.close()
-        os.close(self._bell)
+        self._bell.close()

@@ -16,7 +16,6 @@ millisecond while requests are being held.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.transports.base import Frame
+from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.spinning import Lookout
@@ -110,12 +110,12 @@ class ReplySide:
         self._name = name
         self._epoll = select.epoll()
         self._lookout = Lookout(self._epoll, _EVENTS)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._bell = Bell()
+        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
         self._background = select.epoll()
         self._background.register(self._epoll.fileno(), select.EPOLLIN)
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._background.register(self._alarm, select.EPOLLIN | select.EPOLLET)
+        self._alarm = Bell()
+        self._background.register(self._alarm.descriptor, select.EPOLLIN | select.EPOLLET)
         self._held: dict[Sender, None] = {}
         self._ticking = False
         self._channels: dict[int, _Channel] = {}
@@ -160,7 +160,7 @@ class ReplySide:
         self._held[sender] = None
         if not self._ticking:
             self._ticking = True
-            os.eventfd_write(self._alarm, 1)
+            self._alarm.ring()
 
     def let_go(self) -> None:
         """Sends the requests that were held."""
@@ -177,20 +177,27 @@ class ReplySide:
                 self.start()
             block()
             return
-        channels = self._epoll.fileno()
         self._leader_thread = threading.get_ident()
         self._leader_done = done
+        try:
+            if not self._closed:
+                self._lead(done)
+        finally:
+            self._leader_done = None
+            self._leader_thread = 0
+            self._leading.release()
+        if not done():
+            block()
+
+    def _lead(self, done: Callable[[], bool]) -> None:
+        channels = self._epoll.fileno()
         try:
             self._background.modify(channels, 0)
             while not (done() or self._closed):
                 self._dispatch(self._lookout.wait(_RECHECK_SECONDS))
         finally:
-            self._leader_done = None
-            self._leader_thread = 0
-            self._background.modify(channels, select.EPOLLIN)
-            self._leading.release()
-        if not done():
-            block()
+            with contextlib.suppress(ValueError):  # a reply's callback closed us
+                self._background.modify(channels, select.EPOLLIN)
 
     def wake(self) -> None:
         """Makes the leader look at its ``done()`` again; after what it delivers, it does anyway."""
@@ -198,7 +205,7 @@ class ReplySide:
             return  # a bell that nobody waits for would wake the background thread
         done = self._leader_done
         if done is not None and done():
-            os.eventfd_write(self._bell, 1)
+            self._bell.ring()
 
     def _serve(self) -> None:
         me = threading.get_ident()
@@ -223,21 +230,21 @@ class ReplySide:
             channel = self._channels.get(descriptor)
             if channel is not None:
                 channel.handle(events)
-            elif descriptor == self._bell and self._leader_thread in (0, threading.get_ident()):
+            elif descriptor == self._bell.descriptor:
                 self._silence_bell()
         if self._held:
             self.let_go()
 
     def _silence_bell(self) -> None:
-        if not self._closed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+        """Unless it rings for another thread, which leads, or for all to end."""
+        if self._leader_thread in (0, threading.get_ident()) and not self._closed:
+            self._bell.silence()
 
     def close(self) -> None:
         """Stops reading; joins the background reader."""
         self._closed = True
-        os.eventfd_write(self._bell, 1)
-        os.eventfd_write(self._alarm, 1)
+        self._bell.ring()
+        self._alarm.ring()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -245,5 +252,5 @@ class ReplySide:
         with contextlib.nullcontext() if here else self._leading:
             self._background.close()
             self._epoll.close()
-            os.close(self._bell)
-            os.close(self._alarm)
+            self._bell.close()
+            self._alarm.close()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import threading
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
@@ -70,8 +70,8 @@ class RequestSide:
         self.sweeping = False
         self._epoll = select.epoll()
         self._lookout = Lookout(self._epoll, _EVENTS)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._bell = Bell()
+        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._backlog: deque[Work] = deque()
         self._lock = threading.Lock()
@@ -132,8 +132,7 @@ class RequestSide:
     def push(self, work: Work) -> None:
         """Has the thread with the baton do ``work``, which may run a handler."""
         self._backlog.append(work)
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def about_to_block(self) -> None:
         """To be called before waiting: passes the baton on if this thread holds it."""
@@ -216,9 +215,8 @@ class RequestSide:
             handler = self._handlers.get(descriptor)
             if handler is not None:
                 handler(events)
-            elif descriptor == self._bell and not self._closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+            elif descriptor == self._bell.descriptor and not self._closed:
+                self._bell.silence()
         if self.sweeping:
             self._sweep()
 
@@ -277,7 +275,7 @@ class RequestSide:
             self._closed = True
             servers = [*self._idle, *([self._holder] if self._holder else [])]
             threads = list(self._threads)
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         self._watch_gate.put(None)
         for server in servers:
             server.gate.put(None)
@@ -291,4 +289,4 @@ class RequestSide:
             _log.error("%d handlers do not end, and are abandoned", len(stuck))
             return
         self._epoll.close()
-        os.close(self._bell)
+        self._bell.close()

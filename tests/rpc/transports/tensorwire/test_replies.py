@@ -232,3 +232,39 @@ def test_closing_releases_a_waiting_thread(side: Side) -> None:
     waiter.join(SECONDS)
     assert not waiter.is_alive()
     side.replies = ReplySide("unused")
+
+
+def test_who_waits_after_the_end_blocks_as_asked(side: Side) -> None:
+    side.replies.close()
+    blocked: list[bool] = []
+    side.replies.wait(lambda: False, lambda: blocked.append(True))
+    assert blocked == [True]
+    side.replies = ReplySide("unused")
+
+
+def test_the_reading_thread_may_close(side: Side) -> None:
+    began, plain, errors = threading.Event(), side.deliver, list[BaseException]()
+
+    def done() -> bool:
+        began.set()
+        return 1 in side.arrived
+
+    def deliver(frame: Frame) -> None:
+        side.replies.close()
+        plain(frame)
+
+    def wait() -> None:
+        try:
+            side.replies.wait(done, lambda: side.block(1))
+        except BaseException as error:
+            errors.append(error)
+
+    side.replies._channels[side.mine.fileno()]._deliver = deliver
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert began.wait(SECONDS)
+    side.reply(1)
+    waiter.join(SECONDS)
+    assert side.arrived[1] == waiter.ident
+    assert errors == []
+    side.replies = ReplySide("unused")

@@ -1,0 +1,41 @@
+"""What wakes a thread that waits in epoll."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+
+class Bell:
+    """An eventfd, to be registered with an epoll; may be rung at any time, also once closed.
+
+    The lock keeps a late ring from reaching whatever got the descriptor's number next.
+
+    Attributes:
+        descriptor: the eventfd's.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ring(self) -> None:
+        """Makes the descriptor readable."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def silence(self) -> None:
+        """Makes the descriptor unreadable again."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):  # nobody rang
+                    os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        with self._lock:
+            self._closed = True
+            os.close(self.descriptor)
