@@ -130,17 +130,19 @@ class Connector:
                 return self._open_link(self._roads(local=True)[0], _UNIX_BULK_CONNECTIONS)
             except (OSError, HandshakeError) as error:
                 problems.append(f"Unix socket: {error}")
-                _log.warning(
-                    "worker %s seems to be on this host, but its Unix socket does not lead to "
-                    "it (%s); using TCP",
-                    target.name,
-                    error,
-                )
         for road in self._roads(local=False):
             try:
-                return self._open_link(road, target.bulk_connections)
+                connections = self._open_link(road, target.bulk_connections)
             except (OSError, HandshakeError) as error:
                 problems.append(f"{road.where[0]} port {road.where[1]}: {error}")
+                continue
+            if target.use_unix:
+                _log.warning(
+                    "worker %s is reached over TCP, although it seems to be on this host (%s)",
+                    target.name,
+                    "; ".join(problems),
+                )
+            return connections
         raise ConnectError("; ".join(problems) or "it published no address")
 
     def replace(

@@ -246,8 +246,20 @@ def test_a_unix_socket_that_leads_elsewhere_falls_back_to_tcp_with_one_line(
         for _ in range(3):
             assert torch.equal(a.call(b, b"h", b"", large).tensors[0], large)
     (record,) = caplog.records
-    assert "using TCP" in record.getMessage()
+    assert "reached over TCP, although it seems to be on this host" in record.getMessage()
     assert a.lost == b.lost == []
+
+
+def test_a_neighbour_that_is_gone_is_no_matter_of_roads(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make(Settings(), Settings())
+    b.close()
+    with caplog.at_level(logging.WARNING, "rpc.transports.tensorwire"):
+        a.notify(b, b"h")
+        a.until(lambda: bool(a.lost))
+    assert caplog.records == []
+    assert "Unix socket" in a.lost[0][1]
 
 
 def test_another_host_is_reached_by_tcp_without_a_word(
