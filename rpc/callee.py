@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import sys
 import threading
 import traceback
@@ -26,7 +27,14 @@ from rpc import codec, deadlines, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
 from rpc.cancellation import EarlyCancellations
 from rpc.control import PASSED_BYTES
-from rpc.errors import CallCancelledError, RpcError, RpcTimeoutError
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.holdings import Adopted
 from rpc.ids import GlobalId
 from rpc.messages import Extensions, Operation, Reply, Request, Status
@@ -40,9 +48,12 @@ from rpc.transports.base import Frame, FrameKind
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
+_logger = logging.getLogger("rpc")
+
 _USER_CODE = (Operation.CALL, Operation.CREATE)
 _UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
+_NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
 class Callee:
@@ -413,7 +424,11 @@ class _Service:
     def _reply_created(self, constant: object) -> None:
         """Tells that the function of a ``remote()`` ran, and what it made if that is small."""
         assert isinstance(constant, bytes)
-        self._send(Reply(Status.OK, extensions=self._metadata(())), constant)
+        reply = Reply(Status.OK, extensions=self._metadata(()))
+        try:
+            self._send(reply, constant)
+        except _NOBODY_THERE as error:
+            self._drop_reply(error)
 
     def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
         """What extensions have to say about a reply that carries no value."""
@@ -438,7 +453,9 @@ class _Service:
             self._send(reply, packed.payload, packed.slots)
         except BaseException as error:
             agent.references.unsent(packed.loan, str(error))
-            raise
+            if not isinstance(error, _NOBODY_THERE):
+                raise
+            self._drop_reply(error)
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
@@ -485,8 +502,13 @@ class _Service:
         """Sends what must not fail again; a caller that is gone needs no reply."""
         try:
             self._send(reply, payload)
-        except RuntimeError:
-            self._callee.finished(self)
+        except RuntimeError as error:
+            self._drop_reply(error)
+
+    def _drop_reply(self, error: BaseException) -> None:
+        """Ends a request whose caller is gone, or who learns from our end what became of it."""
+        _logger.debug("no reply to %s by worker %d: %s", text_of(self.method), self.sender, error)
+        self._callee.finished(self)
 
     def _send(
         self,
@@ -495,7 +517,7 @@ class _Service:
         slots: tuple[torch.Tensor, ...] = (),
     ) -> None:
         if self.orphaned:
-            raise RpcError(f"the life of worker {self.sender} that asked for this is over")
+            raise UnknownWorkerError(f"the life of worker {self.sender} that asked is over")
         header = reply.encode()
         self.sent = len(header) + len(payload)
         if slots:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +14,7 @@ import torch
 
 from rpc import deadlines
 from rpc.agent import Agent
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RpcError, RpcTimeoutError
 from rpc.testing import MemoryHub, connect, local_group
 from rpc.transports.base import Peer
 from tests import waiting
@@ -43,6 +45,13 @@ def serve_old() -> str:
 def serve_new() -> str:
     new_gate.pass_through()
     return "for the new life"
+
+
+gates: defaultdict[str, Gate] = defaultdict(Gate)
+
+
+def pass_gate(name: str) -> None:
+    gates[name].pass_through()
 
 
 until = partial(waiting.until, seconds=SECONDS)
@@ -85,6 +94,30 @@ def test_what_was_asked_by_an_earlier_life_is_not_answered_to_the_next() -> None
         until(lambda: bob.callee.handled() > served)
         new_gate.open.set()
         assert answer.wait() == "for the new life"
+
+
+@pytest.mark.parametrize("leaver", ["alice", "bob"])
+def test_a_function_whose_reply_nobody_takes_did_not_fail(
+    leaver: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alice, bob = connect("alice", "bob")
+    asked = alice.rpc_async("bob", pass_gate, (f"asked before {leaver} left",))
+    made = alice.remote("bob", pass_gate, (f"made before {leaver} left",))
+    passed = [gates[f"{what} before {leaver} left"] for what in ("asked", "made")]
+    assert all(gate.reached.wait(SECONDS) for gate in passed)
+    leaving = {"alice": alice, "bob": bob}[leaver]
+    with closing(alice, bob), ThreadPoolExecutor(1) as pool:
+        left = pool.submit(leaving.shutdown, graceful=False)
+        with pytest.raises(RpcError):
+            asked.wait()
+        if leaver == "alice":  # bob's shutdown waits for its handlers
+            left.result(SECONDS)
+        for gate in passed:
+            gate.open.set()
+        until(lambda: bob.callee.handled() == 2)
+        assert not any(series.errors for series in bob.callee.metrics())
+    del made
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes() -> None:
