@@ -138,7 +138,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             both directions. Default 1 GiB.
         max_bytes_in_flight: bound, in bytes, on the requests to one worker that were not
             replied to. Each counts for at least 4096; those below and above 64 KiB are
-            counted apart, and one that is larger than the bound travels alone. Default 32 MiB.
+            counted apart, and one that is larger than the bound travels alone. Likewise on
+            the replies to one worker that carry tensors or more than 16 KiB, do not go
+            through shared memory, and have not arrived: beyond it a function that ended
+            waits to reply, and keeps its thread. (Not where ``link_resume_timeout`` is 0.)
+            Default 32 MiB.
         when_full: what a call does at that bound. Default wait.
         _transports: torch's names, best first. Default torch's choice; in a dynamic group
             ``["uv"]``, which is TCP, as torch keeps what a peer in shared memory took.

@@ -3,14 +3,16 @@
 A request counts from before it is sent until its reply is here, so the bound
 covers every queue on the way, the receiver's included. Small and large requests
 are counted apart, each against the bound, so that a small one never waits for
-a large one. Something larger than the bound may travel alone.
+a large one. Something larger than the bound may travel alone. Replies may be
+counted likewise, from before they are sent until the peer says that it has them.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
@@ -44,8 +46,10 @@ class FlowWindow:
 
     Args:
         name: the peer's.
-        limit: bytes, for each size class; a request counts for at least 4096.
+        limit: bytes, for each size class; something counts for at least 4096.
         when_full: what becomes of a request that finds no room.
+        gives_way: whether another handler runs while one waits for room. Not if the waiting
+            one holds what it would send: each would add to that.
     """
 
     def __init__(
@@ -53,10 +57,12 @@ class FlowWindow:
         name: str = "",
         limit: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         when_full: WhenFull = WhenFull.BLOCK,
+        gives_way: bool = True,
     ) -> None:
         self._name = name
         self._limit = limit
         self._when_full = when_full
+        self._waiting = blocking if gives_way else nullcontext
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._small = _Lane()
@@ -108,6 +114,12 @@ class FlowWindow:
             if self._waiters:
                 self._changed.notify_all()
 
+    def release_all(self, correlations: Iterable[int]) -> None:
+        """As :meth:`release`, for many."""
+        if self._small.charges or self._large.charges:
+            for correlation in correlations:
+                self.release(correlation)
+
     @property
     def small_under_way(self) -> int:
         """Small requests that were not replied to."""
@@ -143,7 +155,7 @@ class FlowWindow:
         lane = self._lane(size)
         room = min(size, self._limit)
         enough = min(self._limit - room, int(self._limit * _LOW_WATER))
-        with blocking(), self._changed:
+        with self._waiting(), self._changed:
             self._waiters += 1
             try:
                 self._changed.wait_for(lambda: self._closed or lane.held <= enough)

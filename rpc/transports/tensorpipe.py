@@ -54,7 +54,7 @@ from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_answers import Answers
-from rpc.transports.tensorpipe_caller import Caller
+from rpc.transports.tensorpipe_caller import Caller, is_large
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt, size
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
@@ -253,7 +253,7 @@ class TensorPipeTransport:
             self._state = _State.CLOSING
             self._roster.open = False
             for link in self._roster.everyone():
-                link.window.close()
+                link.close_windows()
             self._exit.wait_for_senders()
             self._exit.wait_until(self._roster.is_flushed, deadline)
         self._late.close()
@@ -335,7 +335,7 @@ class TensorPipeTransport:
             self._exit.release()
 
     def _reply(self, to: int, frame: Frame) -> None:
-        if frame.tensors or len(frame.payload) >= SHARED_FROM:
+        if is_large(frame):
             with self._lock:
                 link = self._roster.links.get(to)
                 awaited = link is not None and link.awaits(frame.correlation)
@@ -343,12 +343,15 @@ class TensorPipeTransport:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
             frame = link.shared.place(frame)
+            self._await_room(link, frame)
         with self._lock:
             link = self._roster.links.get(to)
             if link is None:
                 return
+            key = link.key_of_reply(frame.correlation)
             held = link.served.reply(frame)
             if held is None and not (link.take_loose(frame.correlation) and self._is_open()):
+                link.reply_window.release(key)
                 return
             self._exit.hold()
         try:
@@ -359,8 +362,25 @@ class TensorPipeTransport:
                 self._answers.give_reply(*held, frame)
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
+        except BaseException:
+            link.reply_window.release(key)
+            raise
         finally:
             self._exit.release()
+
+    def _await_room(self, link: Link, frame: Frame) -> None:
+        """Counts a reply that travels through torch, and waits until it may leave.
+
+        The peer's receipts make room. Without them, where its pipe is not to be replaced,
+        nothing is counted.
+        """
+        if not link.seconds or not is_large(frame):
+            return
+        nbytes = size(frame)
+        with self._lock:
+            key = link.key_of_reply(frame.correlation)
+        if not link.reply_window.try_charge(key, nbytes):
+            link.reply_window.charge(key, nbytes, self._may_wait)
 
     def acknowledge(self) -> None:
         """Tells peers which of their replies, and of their large requests, have arrived."""
@@ -438,7 +458,8 @@ class TensorPipeTransport:
             return
         if not envelope.number:
             self._take_uncounted(link, envelope, bytes(frame.payload))
-        elif link.calls.came_back(envelope.number):
+        elif (call := link.calls.came_back(envelope.number)) is not None:
+            link.took(call)
             kind = envelope.kind
             if kind == FrameKind.REPLY:
                 self._deliver(link, frame)
@@ -467,6 +488,7 @@ class TensorPipeTransport:
 
     def came_back(self, link: Link, kind: int, frame: Frame) -> None:
         """A call was taken, but its answer was lost with the pipe."""
+        link.took((kind, frame))
         self._came_back(link, self._sender.envelope(kind), frame)
 
     def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:
@@ -539,6 +561,7 @@ class TensorPipeTransport:
             with self._lock:
                 link.served.acknowledged(received)
                 link.calls.arrived(arrived)
+            link.reply_window.release_all(received)
         with self._lock:
             link.served.delivered += 1
             parting = link.farewell is not None

@@ -19,7 +19,13 @@ from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorpipe_address import Address
-from rpc.transports.tensorpipe_ledger import Call, Calls, Served, encode_receipt
+from rpc.transports.tensorpipe_ledger import (
+    RECEIPT_AFTER_BYTES,
+    Call,
+    Calls,
+    Served,
+    encode_receipt,
+)
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_shared import HostMemory
 from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of
@@ -79,12 +85,19 @@ class Caller:
             route, seconds, host = self._agent.myself(), 0.0, ""
         else:
             route = self._agent.reach(peer.info.name, address.url.encode(), replies)
-        calls, served = Calls(bool(seconds)), Served(bool(seconds))
-        shared = memory.shared_with(peer.info.name, host)
-        window = FlowWindow(peer.info.name, options.max_bytes_in_flight, options.when_full)
-        precedes = peer.info.id < me
+        most = options.max_bytes_in_flight
         return Link(
-            peer, route, precedes, requests, replies, calls, served, seconds, shared, window
+            peer,
+            route,
+            precedes_me=peer.info.id < me,
+            requests=requests,
+            replies=replies,
+            calls=Calls(bool(seconds), min(most // 4, RECEIPT_AFTER_BYTES)),
+            served=Served(bool(seconds)),
+            seconds=seconds,
+            shared=memory.shared_with(peer.info.name, host),
+            window=FlowWindow(peer.info.name, most, options.when_full),
+            reply_window=FlowWindow(peer.info.name, most, gives_way=False),
         )
 
     def begin(self, link: Link, kind: int, frame: Frame) -> Begun:
@@ -137,7 +150,7 @@ class Caller:
 
     def may_wait(self, link: Link | None, frame: Frame) -> bool:
         """Whether a frame need not leave at once, but with others in a batch."""
-        if _is_large(frame):
+        if is_large(frame):
             return False
         if frame.kind is FrameKind.NOTICE:
             return True
@@ -145,7 +158,7 @@ class Caller:
 
     def reply_in_frame(self, link: Link, frame: Frame) -> None:
         """Answers a request that came in a batch, and has no call to be answered."""
-        alone = type(frame) is wire.PlacedFrame or _is_large(frame)
+        alone = type(frame) is wire.PlacedFrame or is_large(frame)
         with self._lock:
             if alone:
                 begun = self.begin(link, frame.kind, frame)
@@ -225,5 +238,6 @@ class Caller:
         return self.pickle(self._sender.envelope(wire.RESUME, attempt=attempt), token.encode())
 
 
-def _is_large(frame: Frame) -> bool:
-    return bool(frame.tensors) or len(frame.payload) > _MOST_IN_BATCH
+def is_large(frame: Frame) -> bool:
+    """Whether a frame never travels in a batch."""
+    return bool(frame.tensors) or len(frame.header) + len(frame.payload) > _MOST_IN_BATCH

@@ -56,9 +56,10 @@ Call = tuple[int, Frame]
 
 def size(frame: Frame) -> int:
     """About how much memory a frame takes, in bytes."""
-    if not frame.tensors:
-        return len(frame.payload)
-    return len(frame.payload) + sum(tensor.nbytes for tensor in frame.tensors)
+    nbytes = len(frame.header) + len(frame.payload)  # small tensors are in the header
+    if frame.tensors:
+        nbytes += sum(tensor.nbytes for tensor in frame.tensors)
+    return nbytes
 
 
 class Calls:
@@ -66,6 +67,7 @@ class Calls:
 
     Args:
         remembers: whether what they carry is kept to be sent again.
+        receipt_after: the bytes of replies after which a receipt is due at once.
 
     Attributes:
         sent: how many there were.
@@ -73,10 +75,19 @@ class Calls:
         unanswered: those that have not come back, by number and in its order.
     """
 
-    __slots__ = ("_received", "_received_bytes", "remembers", "sent", "unanswered", "under_way")
+    __slots__ = (
+        "_receipt_after",
+        "_received",
+        "_received_bytes",
+        "remembers",
+        "sent",
+        "unanswered",
+        "under_way",
+    )
 
-    def __init__(self, remembers: bool) -> None:
+    def __init__(self, remembers: bool, receipt_after: int = RECEIPT_AFTER_BYTES) -> None:
         self.remembers = remembers
+        self._receipt_after = receipt_after
         self.sent = 0
         self.under_way = 0
         self.unanswered: dict[int, Call] = {}
@@ -97,15 +108,15 @@ class Calls:
         self.unanswered[number] = VOID, _NOTHING
         return True
 
-    def came_back(self, number: int) -> bool:
-        """An answer came; True if it is the first. The call stays under way until told."""
-        return self.unanswered.pop(number, None) is not None
+    def came_back(self, number: int) -> Call | None:
+        """An answer came; the call if it is the first, which stays under way until told."""
+        return self.unanswered.pop(number, None)
 
     def received(self, number: int, frame: Frame) -> bool:
         """The answer was a reply; True if a receipt is due at once."""
         self._received.append(number)
         self._received_bytes += size(frame)
-        return len(self._received) >= RECEIPT_AFTER or self._received_bytes >= RECEIPT_AFTER_BYTES
+        return len(self._received) >= RECEIPT_AFTER or self._received_bytes >= self._receipt_after
 
     def take_received(self) -> list[int]:
         """The replies that no receipt has named yet, to be named in one."""

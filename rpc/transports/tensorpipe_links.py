@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
-from rpc.transports.base import Frame, Peer
+from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.resumption import Seam
-from rpc.transports.tensorpipe_ledger import AnswerFuture, Calls, Mending, Served
+from rpc.transports.tensorpipe_ledger import AnswerFuture, Call, Calls, Mending, Served
 from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
 from rpc.transports.tensorpipe_wire import AGAIN, LIFELINE, Envelope
 
@@ -57,6 +57,7 @@ class Link:
         seconds: how long its pipe may be broken; 0 if it may not.
         shared: large tensors, if it is on this host.
         window: bounds the requests to it that are under way.
+        reply_window: bounds the replies to it that no receipt has named yet.
     """
 
     peer: Peer
@@ -69,6 +70,7 @@ class Link:
     seconds: float = 0.0
     shared: SharedTensors = field(default_factory=nothing_shared)
     window: FlowWindow = field(default_factory=FlowWindow)
+    reply_window: FlowWindow = field(default_factory=FlowWindow)
 
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
@@ -136,6 +138,26 @@ class Link:
         """Whether a request of it waits for our reply."""
         return correlation in self.served.asked or correlation in self.loose
 
+    def key_of_reply(self, correlation: int) -> int:
+        """What a reply counts under: the number of its request, which a receipt will name.
+
+        A request that came in a batch has none. Its reply is a call of our own, and counts
+        until that has come back.
+        """
+        held = self.served.asked.get(correlation)
+        return ~correlation if held is None else held[0].number
+
+    def took(self, call: Call) -> None:
+        """It took a call of ours."""
+        kind, frame = call
+        if kind == FrameKind.REPLY:
+            self.reply_window.release(~frame.correlation)
+
+    def close_windows(self) -> None:
+        """Nothing comes back any more: nobody is to wait for it."""
+        self.window.close()
+        self.reply_window.close()
+
     def take_loose(self, correlation: int) -> bool:
         """Whether a frame of ours is to answer a request; at most once."""
         owed = correlation in self.loose and self.lost is None
@@ -182,7 +204,7 @@ class Link:
         if self.lost is None:
             self.lost = reason
             self.shared.stop_sending()
-            self.window.close()
+            self.close_windows()
         self.outbox.clear()
 
     def break_off(self, reason: str) -> None:
@@ -225,7 +247,7 @@ class Link:
 
     def forget_contents(self) -> None:
         """It is no peer any more; what was kept for another pipe is not needed."""
-        self.window.close()
+        self.close_windows()
         self.mending = None
         self.seconds = 0.0
         self.calls.forget_contents()

@@ -48,7 +48,8 @@ KINDS = (FrameKind.REQUEST, FrameKind.REQUEST, FrameKind.NOTICE, VOID)
 
 def weight(frame: Frame) -> int:
     """What a frame takes, in bytes."""
-    return len(frame.payload) + sum(4 * tensor.numel() for tensor in frame.tensors)
+    tensors = sum(4 * tensor.numel() for tensor in frame.tensors)
+    return len(frame.header) + len(frame.payload) + tensors
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Game:
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.calls, self.served = Calls(self.lasting), Served(self.lasting)
+        self.calls = Calls(self.lasting, ledger.RECEIPT_AFTER_BYTES)
+        self.served = Served(self.lasting)
 
     def play(self, steps: Iterable[tuple[str, int]]) -> None:
         for name, argument in steps:
@@ -202,8 +204,8 @@ class Game:
             return
         number, frame = self.answers.pop(place % len(self.answers))
         first = self.said.pop(number, None) is not None
-        assert self.calls.came_back(number) is first
-        assert not self.calls.came_back(number)
+        assert (self.calls.came_back(number) is not None) is first
+        assert self.calls.came_back(number) is None
         assert not self.calls.void(number)
         if not first:
             return

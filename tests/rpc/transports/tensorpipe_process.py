@@ -318,6 +318,16 @@ class _Bench:
         assert self.transport is not None
         return self.transport._roster.links[worker_id].window.held
 
+    def replies_in_flight(self, worker_id: int) -> int:
+        """Bytes of replies to a peer that it has not said it has."""
+        assert self.transport is not None
+        return self.transport._roster.links[worker_id].reply_window.held
+
+    def reply(self, to: int, correlation: int, nbytes: int) -> None:
+        """Answers a request."""
+        assert self.transport is not None
+        self.transport.send(to, Frame(FrameKind.REPLY, correlation, b"", bytes(nbytes)))
+
     def remembers(self, worker_id: int) -> tuple[int, int]:
         """The bytes kept for another pipe to and from a peer: of requests, and of replies."""
         assert self.transport is not None
@@ -339,7 +349,7 @@ class _Bench:
         self.tell("result", number, value, error)
 
 
-_MAY_TAKE_LONG = frozenset({"close", "ask_until_it_fails"})
+_MAY_TAKE_LONG = frozenset({"close", "ask_until_it_fails", "reply"})
 
 
 def _work(connection: Connection, errors: str) -> None:

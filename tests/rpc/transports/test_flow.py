@@ -101,23 +101,32 @@ def test_a_waiter_goes_on_when_there_is_room_or_never_will_be() -> None:
         assert outcome == [counted]
 
 
-def test_another_handler_runs_while_one_waits_for_room(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_another_handler_runs_while_one_waits_for_room_if_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, gives_way: bool
 ) -> None:
     monkeypatch.setattr("rpc.executor._STALL_SECONDS", 60.0)  # nobody else notices that it waits
     executor = Executor("test", 1, contextvars.copy_context())
-    window = FlowWindow("w", 8192)
+    window = FlowWindow("w", 8192, gives_way=gives_way)
     assert window.try_charge(1, 8192)
     over: list[str] = []
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     def flood() -> None:
+        begun.set()
         window.charge(2, 8192, always)
         over.append("flood")
         done.set()
 
+    def other() -> None:
+        over.append("other")
+        window.release(1)
+
     executor.submit(flood)
-    executor.submit(lambda: (over.append("other"), window.release(1)))
+    assert begun.wait(10)
+    executor.submit(other)
+    if not gives_way:
+        window.release(1)
     assert done.wait(10)
     executor.close()
-    assert over == ["other", "flood"]
+    assert over == (["other", "flood"] if gives_way else ["flood", "other"])

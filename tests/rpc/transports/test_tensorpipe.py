@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from rpc.transports.tensorpipe import available
 from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import (
+    SECONDS,
     TransportConformance,
     Worker,
     check_that_requests_wait,
@@ -219,6 +222,37 @@ class TestBackPressure:
         asking.join()
         assert outcome[0][0] == 16
         assert re.match(error, outcome[0][1])
+
+    @pytest.mark.parametrize("end", ["goes on", "is removed"])
+    def test_at_the_bound_a_reply_waits_until_others_have_arrived(
+        self, workers: Callable[..., list[Worker]], end: str
+    ) -> None:
+        a, b = workers(2, when_full=WhenFull.RAISE, shared_memory=0, **self.BOUND)
+        b.answer = lambda *_: None
+        place_of(a).call("ask_until_it_fails", 1)
+        b.until(lambda: len(b.received) == 16)
+        os.kill(place_of(a).pid, signal.SIGSTOP)
+        answering = [
+            threading.Thread(target=place_of(b).call, args=("reply", 0, frame.correlation, 40_000))
+            for _, frame in b.received
+        ]
+        for thread in answering:
+            thread.start()
+        try:
+            until(lambda: sum(thread.is_alive() for thread in answering) == 15)
+            assert place_of(b).call("replies_in_flight", 0) == 40_000
+            if end == "is removed":
+                place_of(b).call("remove_peer", 0)
+                for thread in answering:
+                    thread.join(SECONDS)
+        finally:
+            os.kill(place_of(a).pid, signal.SIGCONT)
+        if end == "goes on":
+            a.until(lambda: len(a.replies) == 16)
+            until(lambda: place_of(b).call("replies_in_flight", 0) == 0)
+        for thread in answering:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
 
     def test_a_request_that_cannot_be_sent_takes_no_room(self, pair: tuple[Worker, Worker]) -> None:
         a, b = pair

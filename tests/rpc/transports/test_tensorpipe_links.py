@@ -56,6 +56,29 @@ class TestCalls:
         peer.lose("it shut down")
         assert not peer.take_loose(5)
 
+    def test_a_reply_counts_under_what_its_arrival_will_name(self) -> None:
+        peer = link(1, 0)
+        asked = Envelope(FrameKind.REQUEST, 1, 1, correlation=5, number=9)
+        peer.take(asked, Frame(FrameKind.REQUEST, 5, b""), future())
+        peer.loose.add(6)
+        assert peer.key_of_reply(5) == 9
+        for correlation in (5, 6):
+            assert peer.reply_window.try_charge(peer.key_of_reply(correlation), 10_000)
+        peer.took((FrameKind.REQUEST, Frame(FrameKind.REQUEST, 6, b"")))
+        assert peer.reply_window.held == 20_000
+        peer.took((FrameKind.REPLY, Frame(FrameKind.REPLY, 6, b"")))
+        peer.reply_window.release_all([8, 9, 10])
+        assert peer.reply_window.held == 0
+
+    @pytest.mark.parametrize("end", [lambda peer: peer.lose("eof"), Link.forget_contents])
+    def test_nobody_waits_for_a_peer_that_is_gone(self, end: Callable[[Link], None]) -> None:
+        peer = link(1, 0)
+        for window in (peer.window, peer.reply_window):
+            assert window.try_charge(1, 1 << 30)
+        end(peer)
+        for window in (peer.window, peer.reply_window):
+            assert not window.charge(2, 1 << 30, lambda: True)
+
     def test_what_is_held_is_handed_out_once(self) -> None:
         peer = link(1, 0)
         request, lifeline = future(), future()
