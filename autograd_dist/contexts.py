@@ -10,7 +10,7 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import ReferenceType, ref
 
 from autograd_dist.border import SentTensor
@@ -66,6 +66,16 @@ def highest_context_id(worker_id: int) -> int:
 def creator_of(context_id: int) -> int:
     """The worker that created a context."""
     return context_id >> _CREATOR_SHIFT
+
+
+def lives_after(context_id: int, incarnation: int) -> int:
+    """How many lives of its creator after that one a context was created; negative: before."""
+    after = ((context_id >> _LIFE_SHIFT) - incarnation) % _MOST_LIVES
+    return after if after < _MOST_LIVES // 2 else after - _MOST_LIVES
+
+
+def _always_lives(_: int) -> bool:
+    return True
 
 
 class SendFunction:
@@ -132,10 +142,12 @@ class DistAutogradContext:
             with self._lock:
                 self._workers.add(worker_id)
 
-    def remove_worker(self, worker_id: int) -> None:
-        """Forgets a worker that is gone."""
+    def remove_worker(self, worker_id: int) -> bool:
+        """Forgets a worker that is gone; True if it took part, as far as this one knew."""
         with self._lock:
+            known = worker_id in self._workers
             self._workers.discard(worker_id)
+        return known
 
     def workers(self) -> list[int]:
         """The workers that this one exchanged calls with in the context."""
@@ -164,9 +176,15 @@ class ContextTable:
         me: this worker's id.
         incarnation: which life of it. Other workers remember the contexts that are over, and
             must not take those of a later life for them.
+        lives: whether the creator of a context is not lost, as far as is known here. It is
+            not before :meth:`all` shows what it created, to be released.
     """
 
-    def __init__(self, me: int, incarnation: int = 0) -> None:
+    def __init__(
+        self, me: int, incarnation: int = 0, lives: Callable[[int], bool] = _always_lives
+    ) -> None:
+        self._me = me
+        self._lives = lives
         self._lock = threading.Lock()
         life = incarnation % _MOST_LIVES
         self._ids = itertools.count((me << _CREATOR_SHIFT) + (life << _LIFE_SHIFT))
@@ -193,12 +211,20 @@ class ContextTable:
         return context
 
     def join(self, context_id: int) -> DistAutogradContext | None:
-        """A context that another worker mentions; None if it was released."""
+        """A context that another worker mentions; None if it is over."""
         with self._lock:
             context = self._contexts.get(context_id)
-            if context is None and context_id not in self._released:
-                context = self._contexts[context_id] = DistAutogradContext(context_id)
-        return context
+            if context is not None or self._is_over(context_id):
+                return context
+            context = self._contexts[context_id] = DistAutogradContext(context_id)
+        if self._lives(context_id):
+            return context
+        self.release(context_id)  # of those of a lost worker, all that were here have been
+        return None
+
+    def _is_over(self, context_id: int) -> bool:
+        """Whether a context that is not here was. Needs the lock."""
+        return context_id in self._released or creator_of(context_id) == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:
         """Removes a context; a late call cannot bring it back. None if it was not here."""

@@ -8,9 +8,12 @@ passes are messages between the extensions, their acknowledgements the replies.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -23,15 +26,26 @@ from autograd_dist.contexts import (
     creator_of,
     current_context_id,
     entered,
+    lives_after,
 )
+from autograd_dist.errors import UnknownContextError
 from autograd_dist.recv_node import Origin, attach_recv
 from autograd_dist.releases import Releases
-from autograd_dist.wire import EXTENSION_NAME, CallMetadata, Release, decode_message
+from autograd_dist.wire import (
+    EXTENSION_NAME,
+    CallMetadata,
+    Inquiry,
+    Release,
+    decode_message,
+    decode_release,
+)
 from rpc.errors import RpcError
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.futures import Future
+
+_log = logging.getLogger("rpc")
 
 
 class AutogradExtension:
@@ -42,7 +56,7 @@ class AutogradExtension:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._me = agent.info.id
-        self.contexts = ContextTable(self._me, agent.life.incarnation)
+        self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
         # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
@@ -93,6 +107,8 @@ class AutogradExtension:
             # Its context ended before the call arrived.
             return tensors, nullcontext()
         context.add_worker(sender)
+        if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
+            self._lost_a_neighbour([context], sender)
         return _attach_received(context, received, sender, tensors), entered(context.context_id)
 
     def outgoing_reply(
@@ -121,19 +137,67 @@ class AutogradExtension:
         """Takes a request of a pass, or news that a context is over."""
         message = decode_message(body)
         if isinstance(message, Release):
-            for context_id in message.context_ids:
-                self._release(context_id, sender)
+            self._released(message, sender)
             return b""
+        if isinstance(message, Inquiry):
+            return Release(tuple(self._take_in(sender, message.context_ids))).encode()
         return self._passes.request_arrived(message, tensors)
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
         """Drops what belonged to the lost worker: its contexts and its passes."""
-        for context in self.contexts.all():
-            context.remove_worker(worker_id)
+        contexts = self.contexts.all()
+        for context in contexts:
             if creator_of(context.context_id) == worker_id:
                 self.contexts.release(context.context_id)
                 self._passes.drop(context.context_id, f"worker {worker_id} was lost: {reason}")
         self._passes.root_lost(worker_id)
+        self._lost_a_neighbour(contexts, worker_id)
+
+    def _lost_a_neighbour(self, contexts: Iterable[DistAutogradContext], worker_id: int) -> None:
+        """Asks about contexts of whose end a lost worker may have been the one to tell."""
+        inquiries: defaultdict[int, list[int]] = defaultdict(list)
+        for context in contexts:
+            creator = creator_of(context.context_id)
+            if context.remove_worker(worker_id) and creator not in (self._me, worker_id):
+                inquiries[creator].append(context.context_id)
+        for creator, context_ids in inquiries.items():
+            self._inquire(creator, context_ids)
+
+    def _inquire(self, creator: int, context_ids: Sequence[int]) -> None:
+        body = Inquiry(tuple(context_ids)).encode()
+        try:
+            future = self._agent.send_extension_message(creator, self.name, body, timeout=0)
+        except RpcError:
+            return  # it is gone, and its contexts with it
+        future.add_done_callback(partial(self._answered, creator))
+
+    def _answered(self, creator: int, future: Future[bytes]) -> None:
+        try:
+            self._released(decode_release(future.value()), creator)
+        except RpcError as error:
+            _log.debug("worker %d does not say which contexts are over: %s", creator, error)
+
+    def _released(self, message: Release, told_by: int) -> None:
+        for context_id in message.context_ids:
+            self._release(context_id, told_by)
+
+    def _take_in(self, worker: int, context_ids: Sequence[int]) -> Iterator[int]:
+        """Will tell a worker when contexts of ours are over; those that are already."""
+        for context_id in context_ids:
+            try:
+                self.contexts.find(context_id).add_worker(worker)
+                self.contexts.find(context_id)  # whoever ended it since may not have seen that
+            except UnknownContextError:
+                yield context_id
+
+    def _creator_lives(self, context_id: int) -> bool:
+        """False if that life of the creator is over; one that is not known yet may not be."""
+        creator, group = creator_of(context_id), self._agent.group
+        latest = group.latest(creator)
+        if latest is None:
+            return True
+        later = lives_after(context_id, latest.incarnation)
+        return later > 0 or (later == 0 and group.lives(creator))
 
     def debug_info(self) -> dict[str, int]:
         """How many contexts and passes there are."""

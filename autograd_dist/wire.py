@@ -20,7 +20,7 @@ _FIELDS: Final = struct.Struct("<QQ")
 _ACK: Final = struct.Struct("<iI")
 _POSITION: Final = "I"
 
-_RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE = range(5)
+_RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,22 @@ class Release:
 
     def encode(self) -> bytes:
         """The message as bytes."""
-        ids = struct.pack(f"<{len(self.context_ids)}Q", *self.context_ids)
-        return _HEAD.pack(_RELEASE, 0, len(self.context_ids), 0, 0, 0) + ids
+        return _pack_ids(_RELEASE, self.context_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Contexts that the receiver created, to which the sender was led by a worker that is gone.
+
+    Answered with a :class:`Release` of those that are over; of the others the sender is to be
+    told when they are.
+    """
+
+    context_ids: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        return _pack_ids(_INQUIRY, self.context_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,7 @@ class PassMessage:
         return (_SURVEY if isinstance(request, Survey) else _SETTLE), request.round, 0, b""
 
 
-def decode_message(body: bytes) -> Release | PassMessage:
+def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
     """Reads a message between the autograd extensions of two workers.
 
     Raises:
@@ -123,6 +137,8 @@ def decode_message(body: bytes) -> Release | PassMessage:
     kind, retain_graph, context_id, root, number, oldest = _HEAD.unpack_from(body)
     if kind == _RELEASE:
         return Release(_context_ids(body, context_id))
+    if kind == _INQUIRY:
+        return Inquiry(_context_ids(body, context_id))
     if len(body) < _HEAD.size + _FIELDS.size:
         raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
     first, second = _FIELDS.unpack_from(body, _HEAD.size)
@@ -131,6 +147,23 @@ def decode_message(body: bytes) -> Release | PassMessage:
     request = _request(kind, first, second, body, end)
     pass_id = PassId(context_id, root, number)
     return PassMessage(pass_id, oldest, request, bool(retain_graph), present)
+
+
+def decode_release(body: bytes) -> Release:
+    """Reads the answer to an inquiry.
+
+    Raises:
+        FrameError: it is malformed.
+    """
+    message = decode_message(body)
+    if not isinstance(message, Release):
+        raise FrameError(f"an inquiry was answered with {type(message).__name__}")
+    return message
+
+
+def _pack_ids(kind: int, context_ids: Sequence[int]) -> bytes:
+    ids = struct.pack(f"<{len(context_ids)}Q", *context_ids)
+    return _HEAD.pack(kind, 0, len(context_ids), 0, 0, 0) + ids
 
 
 def _context_ids(body: bytes, count: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from autograd_dist.contexts import (
     current_context_id,
     entered,
     highest_context_id,
+    lives_after,
 )
 from autograd_dist.errors import UnknownContextError
 
@@ -58,6 +59,36 @@ def test_release_may_overtake_the_first_mention():
     assert table.join(77) is None
 
 
+def test_no_mention_brings_back_an_own_context_however_long_ago_it_was_released():
+    table = ContextTable(5)
+    first = table.create().context_id
+    for _ in range(5000):
+        table.release(table.create().context_id)
+    table.release(first)
+    for context_id in range(5000):
+        table.release(context_id)
+    assert table.join(first) is None
+
+
+def test_contexts_of_a_life_that_is_over_do_not_come_into_being():
+    gone = {(3 << 48) + 1}
+    table = ContextTable(5, lives=lambda context_id: context_id not in gone)
+    assert table.join((3 << 48) + 1) is None
+    assert table.join((3 << 48) + 2) is not None
+    assert [context.context_id for context in table.all()] == [(3 << 48) + 2]
+
+
+@pytest.mark.parametrize(
+    ("created_in", "latest", "after"),
+    [(4, 4, 0), (5, 4, 1), (3, 4, -1), (65_536, 65_535, 1), (65_535, 65_536, -1), (0, 65_535, 1)],
+)
+def test_lives_are_counted_across_the_turn_of_their_numbers(
+    created_in: int, latest: int, after: int
+):
+    context_id = ContextTable(5, created_in).create().context_id
+    assert lives_after(context_id, latest) == after
+
+
 def test_memory_of_released_contexts_is_bounded():
     table = ContextTable(5)
     for context_id in range(5000):
@@ -78,7 +109,8 @@ def test_workers_are_known_once_and_forgotten():
     for worker in (3, 1, 3):
         context.add_worker(worker)
     assert context.workers() == [1, 3]
-    context.remove_worker(3)
+    assert context.remove_worker(3)
+    assert not context.remove_worker(3)
     assert context.workers() == [1]
 
 

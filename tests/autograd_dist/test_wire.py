@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Settle, Survey
 from autograd_dist.wire import (
     CallMetadata,
+    Inquiry,
     PassMessage,
     Release,
     decode_ack,
     decode_message,
+    decode_release,
     encode_ack,
     spread,
 )
@@ -40,8 +42,15 @@ def test_requests_survive_the_wire(pass_id, oldest, request, retain_graph, prese
 
 
 @given(st.lists(WIDE, max_size=5).map(tuple))
-def test_release_survives_the_wire(context_ids):
-    assert decode_message(Release(context_ids).encode()) == Release(context_ids)
+def test_news_of_contexts_survives_the_wire(context_ids):
+    for message in (Release(context_ids), Inquiry(context_ids)):
+        assert decode_message(message.encode()) == message
+    assert decode_release(Release(context_ids).encode()) == Release(context_ids)
+
+
+def test_an_inquiry_is_answered_with_a_release():
+    with pytest.raises(FrameError, match="answered with Inquiry"):
+        decode_release(Inquiry((1,)).encode())
 
 
 @given(st.lists(WIDE, min_size=1, max_size=5).map(tuple), st.integers(1, 40))

@@ -116,6 +116,41 @@ def test_the_contexts_of_a_frozen_worker_are_dropped_everywhere(group: Group) ->
         context.__exit__()
 
 
+@pytest.mark.parametrize("ended", ["before the loss", "after the loss"])
+def test_who_was_led_into_a_context_by_a_lost_worker_learns_of_its_end(
+    group: Group, ended: str
+) -> None:
+    alice, _, carol = group.agents
+    context = autograd_dist.context()
+    context.__enter__()
+    rpc.rpc_sync("bob", square_at, ("carol", leaf()))
+    until(lambda: contexts(carol) == 1, SECONDS)
+    group.hub.freeze(1)
+    if ended == "before the loss":
+        context.__exit__()
+    until(lambda: not carol.group.lives("bob"), SECONDS, meanwhile=group.step)
+    if ended == "after the loss":
+        until(lambda: not alice.group.lives("bob"), SECONDS, meanwhile=group.step)
+        group.step()
+        assert contexts(carol) == 1
+        context.__exit__()
+    until(lambda: contexts(carol) == 0, SECONDS, meanwhile=group.step)
+    assert contexts(alice) == 0
+
+
+def test_a_late_mention_does_not_bring_a_context_of_a_lost_worker_into_being(
+    group: Group,
+) -> None:
+    _, bob, carol = group.agents
+    with as_worker(carol), autograd_dist.context() as context_id:
+        group.hub.freeze(2)
+        until(lambda: not bob.group.lives("carol"), SECONDS, meanwhile=group.step)
+    table = bob.extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
+    in_her_next_life = context_id + (1 << 32)
+    assert table.join(context_id) is None
+    assert table.join(in_her_next_life) is not None
+
+
 PARAMETERS: dict[str, torch.nn.Parameter] = {}
 
 
