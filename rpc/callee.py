@@ -40,6 +40,7 @@ from rpc.ids import GlobalId
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
+from rpc.raising import keep
 from rpc.remote_errors import encode_error, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
@@ -464,6 +465,8 @@ class _Service:
             return
         self.failed = True
         _print_traceback(error)
+        if self._creates is not None or self.number:
+            keep(error)
         if self._creates is not None:
             self._agent.references.creation_raised(self._creates, error)
             if self.number:

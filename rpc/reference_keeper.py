@@ -33,6 +33,7 @@ from rpc.futures import Future
 from rpc.holdings import NOTHING_LENT, Adopted, Countdown, Holding, Loan, Maker
 from rpc.ids import GlobalId, Life
 from rpc.messages import Operation, Reply, Status
+from rpc.raising import again
 from rpc.reaper import Reaper
 from rpc.reference_terms import (
     Carrier,
@@ -561,7 +562,7 @@ def _require_created(holding: Holding) -> None:
     """Raises if the call that should have made this worker's own value never did."""
     error = None if holding.value is None else holding.value.error()
     if isinstance(error, RRefCreationError):
-        raise error
+        raise again(error)
 
 
 def _creation(target: bytes) -> Passed:

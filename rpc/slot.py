@@ -13,6 +13,7 @@ from typing import Any
 from rpc.errors import RpcTimeoutError
 from rpc.executor import blocking
 from rpc.futures import Waiter
+from rpc.raising import again
 
 
 class Slot:
@@ -45,9 +46,9 @@ class Slot:
         return self._error
 
     def value(self) -> Any:
-        """The value of a slot that is done; raises its error."""
+        """The value of a slot that is done; raises a copy of its error."""
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return self._value
 
     def wait(self, timeout: float = 0.0) -> Any:

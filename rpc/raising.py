@@ -1,0 +1,56 @@
+"""Raising an error that is kept.
+
+An exception that is raised remembers the frames that it passed, and with them
+all their variables. If it is kept at a place that one of these variables keeps
+alive, nothing of that is ever freed: not by counting, nor, where the place is
+reached from a table, by collecting cycles. So what is kept is never raised
+itself, and what was raised is kept without the variables.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+
+from rpc.remote_errors import attributes_of
+
+_HEAP_TYPE_FLAG = 1 << 9
+_PLAIN_SIZE = Exception.__basicsize__
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of a kept error, to be raised; of one that cannot be copied, the error itself."""
+    try:
+        twin = _twin(error)
+    except Exception:
+        return error
+    twin.args = error.args
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
+
+
+def _twin(error: BaseException) -> BaseException:
+    kind = type(error)
+    builtin: type = kind
+    while builtin.__flags__ & _HEAP_TYPE_FLAG:
+        assert builtin.__base__ is not None
+        builtin = builtin.__base__  # the one whose layout it has
+    if builtin.__basicsize__ > _PLAIN_SIZE:  # it keeps more than arguments and attributes
+        return copy.copy(error)
+    twin: BaseException = kind.__new__(kind, *error.args)  # no constructor need take these
+    twin.__dict__.update(error.__dict__)
+    for name, value in attributes_of(error):
+        setattr(twin, name, value)
+    return twin
+
+
+def keep(error: BaseException) -> BaseException:
+    """The error, whose frames forget their variables; those that still run keep them."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    return error
