@@ -386,6 +386,7 @@ class Agent:
         counts = self.references.counts()
         info: dict[str, Any] = {name: getattr(counts, name) for name in counts.__slots__}
         info["calls"] = self.caller.outstanding()
+        info["retrying"] = self.retries.paused()
         info["serving"] = self.callee.serving()
         info["handler_threads"] = self.executor.thread_count()
         info["workers"] = [worker.name for worker in self.group.living()]

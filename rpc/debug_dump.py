@@ -32,6 +32,7 @@ def describe(agent: Agent) -> str:
     sections: tuple[tuple[str, Callable[[Agent], list[str]]], ...] = (
         ("workers", _workers),
         ("calls that wait for their reply", _calls),
+        ("calls that will be tried again", _paused),
         ("requests being served", _requests),
         ("values that others hold", lambda agent: agent.references.inventory()[0]),
         ("references to others' values", lambda agent: agent.references.inventory()[1]),
@@ -160,6 +161,13 @@ def _calls(agent: Agent) -> list[str]:
     return [
         f"{row['age']:9.3f} s  {row['call']} -> {_name(agent, row['to'])}"
         for row in agent.caller.outstanding()
+    ]
+
+
+def _paused(agent: Agent) -> list[str]:
+    return [
+        f"in {row['again_in']:6.3f} s  {row['call']} -> {row['to']}, after {row['after']}"
+        for row in agent.retries.paused()
     ]
 
 

@@ -66,10 +66,28 @@ class RetriedCall:
     kwargs: dict[str, Any]
     creation: Creation | None = None
 
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return getattr(self.func, "__qualname__", None) or repr(self.func)
+
     def may_succeed_after(self, error: Exception) -> bool:
         """True if a further attempt may end better; a value does not outlive its owner."""
         errors = _TRANSIENT if self.creation is None else RpcTimeoutError
         return isinstance(error, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The time between two attempts.
+
+    Args:
+        until: when the next begins, on the agent's clock.
+        reason: what became of the last one.
+    """
+
+    until: float
+    reason: str
 
 
 class Retries:
@@ -79,7 +97,7 @@ class Retries:
         self._agent = agent
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._open: dict[int, None] = {}
+        self._open: dict[int, RetriedSink] = {}
 
     def start(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         """Makes the first attempt; the outcome of the last goes to ``sink``.
@@ -101,11 +119,11 @@ class Retries:
 
     def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         limit = self._agent.timeout_of(timeout)
+        attempts = Attempts(retry, self._agent.clock.now(), limit)
         with self._lock:
             number = next(self._numbers)
-            self._open[number] = None
-        attempts = Attempts(retry, self._agent.clock.now(), limit)
-        return RetriedSink(self._agent, call, number, attempts, sink)
+            tried = self._open[number] = RetriedSink(self._agent, call, number, attempts, sink)
+        return tried
 
     def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
         """As :meth:`start`, for ``remote()``: returns the reference.
@@ -131,8 +149,7 @@ class Retries:
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
         """As :meth:`start`, with a future for the outcome."""
         agent = self._agent
-        name = getattr(call.func, "__qualname__", repr(call.func))
-        future = agent.caller.future(f"the call of {name} on {call.to}")
+        future = agent.caller.future(f"the call of {call.name} on {call.to}")
         tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
         future.canceller = tried.cancel
         return future
@@ -141,6 +158,22 @@ class Retries:
         """The oldest of the calls that are not over."""
         with self._lock:
             return next(iter(self._open), 0)
+
+    def paused(self) -> list[dict[str, Any]]:
+        """A dump of the calls between two attempts; ``again_in`` is in seconds."""
+        now = self._agent.clock.now()
+        with self._lock:
+            waiting = [(tried, tried.pause) for tried in self._open.values()]
+        return [
+            {
+                "call": tried.call.name,
+                "to": str(tried.call.to),
+                "again_in": pause.until - now,
+                "after": pause.reason,
+            }
+            for tried, pause in waiting
+            if pause is not None
+        ]
 
     def over(self, number: int) -> None:
         """A call has its outcome."""
@@ -154,20 +187,21 @@ class RetriedSink:
     __slots__ = (
         "_agent",
         "_attempts",
-        "_call",
         "_cancelled",
         "_context",
         "_number",
         "_sink",
+        "call",
         "expired",
         "goes_on",
+        "pause",
     )
 
     def __init__(
         self, agent: Agent, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
     ) -> None:
         self._agent = agent
-        self._call = call
+        self.call = call
         self._number = number
         self._attempts = attempts
         self._sink = sink
@@ -176,6 +210,8 @@ class RetriedSink:
         """True after an attempt that failed and was not the last."""
         self.expired: Call | None = None
         """The last attempt that timed out; what it asked for may still run."""
+        self.pause: Pause | None = None
+        """Set between two attempts."""
         self._context = contextvars.copy_context()
 
     def attempt(self) -> None:
@@ -192,8 +228,9 @@ class RetriedSink:
 
     def send(self) -> None:
         """Begins an attempt; raises what keeps its request from leaving."""
-        agent, call = self._agent, self._call
+        agent, call = self._agent, self.call
         now = agent.clock.now()
+        self.pause = None
         timeout = self._attempts.begin(now)
         try:
             worker = self._destination()
@@ -206,7 +243,7 @@ class RetriedSink:
         agent.caller.call(worker, call.func, call.args, call.kwargs, timeout, self, target, once)
 
     def _destination(self) -> WorkerInfo:
-        call, group = self._call, self._agent.group
+        call, group = self.call, self._agent.group
         if call.creation is None:
             return self._agent.find_now(call.to)
         owner = group.find(call.to)
@@ -225,12 +262,13 @@ class RetriedSink:
     def failed(self, error: Exception) -> None:
         """An attempt failed."""
         following = None
-        if self._call.may_succeed_after(error) and not self._cancelled:
+        if self.call.may_succeed_after(error) and not self._cancelled:
             following = self._attempts.next_after(self._agent.clock.now())
         if following is None:
             self._last().failed(error)
         else:
             self.goes_on = True
+            self.pause = Pause(following, f"{type(error).__name__}: {error}")
             self._agent.timers.at(following, self._attempt_again)
 
     def _attempt_again(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 import rpc
 from rpc import Retry, RpcTimeoutError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
+from rpc.debug_dump import describe
 from rpc.testing import MemoryHub, as_worker, connect
 from rpc.transports.base import Frame, FrameKind, Peer
 from tests import waiting
@@ -157,6 +158,21 @@ def test_a_lost_worker_is_tried_while_there_is_time(pair: Pair) -> None:
     assert pair.clock.now() - start > 10
     with pytest.raises(WorkerLostError):
         future.wait()
+
+
+def test_what_waits_between_two_attempts_is_told_with_its_reason(pair: Pair) -> None:
+    assert pair.alice.debug_info()["retrying"] == []
+    pair.hub.cut(1)
+    future = rpc.rpc_async("bob", double, (4,), timeout=30, retry=THREE)
+    pair.until(lambda: bool(pair.alice.debug_info()["retrying"]))
+    (waiting,) = pair.alice.debug_info()["retrying"]
+    assert (waiting["call"], waiting["to"]) == ("double", "bob")
+    assert 0 <= waiting["again_in"] <= 30
+    assert waiting["after"].startswith("WorkerLostError: worker 'bob'")
+    assert "double -> bob, after WorkerLostError: worker 'bob'" in describe(pair.alice)
+    future.cancel()
+    pair.until(future.done)
+    assert pair.alice.debug_info()["retrying"] == []
 
 
 def test_it_can_be_cancelled_between_two_attempts(pair: Pair) -> None:
