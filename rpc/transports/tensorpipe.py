@@ -1,10 +1,11 @@
 """torch's TensorPipe agent as a bus for our frames.
 
-Owns the links to peers and what is under way on each. A frame is one
-asynchronous Python call of torch's (``tensorpipe_wire`` makes and takes them,
-``tensorpipe_torch`` carries them), and a reply completes the call its request
-came with; but small frames that would only crowd each other share a call, and
-so do the replies (``tensorpipe_links``). Handlers and deadlines are the agent's.
+Owns the links to peers and takes what comes from them; ``tensorpipe_sending``
+sends. A frame is one asynchronous Python call of torch's (``tensorpipe_wire``
+makes and takes them, ``tensorpipe_torch`` carries them), and a reply completes
+the call its request came with; but small frames that would only crowd each other
+share a call, and so do the replies (``tensorpipe_links``). Handlers and deadlines
+are the agent's.
 
 How a broken pipe is noticed: each carries one call, its lifeline, that the other
 side answers only when it leaves. A pipe whose lifeline breaks is replaced and all
@@ -33,7 +34,6 @@ import torch
 
 from rpc.devices import (
     DeviceMap,
-    check_devices,
     local_device_info,
     moves_host,
     note_host_moves,
@@ -43,25 +43,21 @@ from rpc.errors import (
     AgentClosedError,
     BringUpError,
     FrameError,
-    UnknownWorkerError,
-    WorkerLostError,
 )
-from rpc.executor import in_handler
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
-from rpc.transports.flow import FlowWindow
 from rpc.transports.late_receipts import LateReceipts
-from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_answers import Answers
-from rpc.transports.tensorpipe_caller import Caller, is_large
-from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt, size
+from rpc.transports.tensorpipe_caller import Caller
+from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
 from rpc.transports.tensorpipe_parting import Exit, Parting
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
+from rpc.transports.tensorpipe_sending import Outgoing
 from rpc.transports.tensorpipe_shared import HostMemory
-from rpc.transports.tensorpipe_torch import POOL_THREADS, PipeBrokenError, TorchAgent, available
+from rpc.transports.tensorpipe_torch import POOL_THREADS, TorchAgent, available
 from rpc.transports.tensorpipe_wire import Answer, Envelope, Sender
 from rpc.worker_info import WorkerInfo
 
@@ -109,6 +105,7 @@ class TensorPipeTransport:
     _late: LateReceipts
     _mender: Mender
     _memory: HostMemory
+    _outgoing: Outgoing
     _parting: Parting
 
     def __init__(self, options: TensorPipeRpcBackendOptions, dynamic: bool = False) -> None:
@@ -143,6 +140,16 @@ class TensorPipeTransport:
         self._caller = Caller(sender, self._lock, self._agent, self._broke)
         mending = f"tensorpipe-mend-{info.name}"
         self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
+        self._outgoing = Outgoing(
+            info,
+            self._lock,
+            self._exit,
+            self._roster,
+            self._agent,
+            self._caller,
+            self._answers,
+            self._broke,
+        )
         self._parting = Parting(
             info.id, self._lock, self._exit, self._answers, self._caller, self._report
         )
@@ -159,7 +166,8 @@ class TensorPipeTransport:
 
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known, and takes what it sent before that."""
-        self._check_open()
+        if self._state is not _State.OPEN:
+            raise AgentClosedError("this worker's TensorPipe transport is not running")
         known = self._roster.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
@@ -205,18 +213,7 @@ class TensorPipeTransport:
 
         A reply to a worker that is gone is dropped.
         """
-        if frame.kind is FrameKind.REPLY:
-            self._reply(to, frame)
-        elif frame.kind is FrameKind.NOTICE:
-            self._call_or_queue(to, frame)
-        else:
-            window = self._admit(to, frame)
-            try:
-                self._call_or_queue(to, frame)
-            except BaseException:
-                if window is not None:
-                    window.release(frame.correlation)
-                raise
+        self._outgoing.send(to, frame)
 
     def watch(self, worker_id: int) -> None:
         """Connects to a peer, if need be, so that its loss is noticed without traffic.
@@ -225,13 +222,7 @@ class TensorPipeTransport:
             WorkerLostError: the peer was lost.
             UnknownWorkerError: the peer was never added.
         """
-        with self._lock:
-            link = self._usable(worker_id)
-            self._exit.hold()
-        try:
-            self._open_lifeline(link)
-        finally:
-            self._exit.release()
+        self._outgoing.watch(worker_id)
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
@@ -265,170 +256,10 @@ class TensorPipeTransport:
         wire.detach(self)
         with self._lock:
             self._state = _State.CLOSED
-            links, self._roster = self._roster.everyone(), Roster(self._life)
+            links = self._roster.clear()
         for link in links:
             link.shared.close()
         atexit.unregister(self._abandon)
-
-    # Sending
-
-    def _admit(self, to: int, frame: Frame) -> FlowWindow | None:
-        """Counts a request among those under way, and waits until it may be.
-
-        None if it cannot be sent, which whoever sends it finds out with the lock held.
-        """
-        nbytes = size(frame)
-        while self._is_open():
-            link = self._roster.links.get(to)
-            if link is None or link.lost is not None:
-                break
-            window = link.window
-            if window.try_charge(frame.correlation, nbytes) or window.charge(
-                frame.correlation, nbytes, self._may_wait
-            ):
-                return window
-        return None
-
-    def _may_wait(self) -> bool:
-        """Whether the running thread may; of torch's, only those that are lent may."""
-        return in_handler() or not self._agent.threads.is_here()
-
-    def _call_or_queue(self, to: int, frame: Frame) -> None:
-        if self._caller.may_wait(self._roster.links.get(to), frame):
-            self._queue(to, frame)
-        else:
-            self._call(to, frame)
-
-    def _call(self, to: int, frame: Frame) -> None:
-        if frame.tensors or len(frame.payload) >= SHARED_FROM:
-            with self._lock:
-                link = self._usable(to)
-            check_devices(frame.tensors, link.requests, "Request", link.name)
-            frame = link.shared.place(frame)
-        with self._lock:
-            link = self._usable(to)
-            begun = self._caller.begin(link, frame.kind, frame)
-            self._exit.hold()
-        try:
-            self._open_lifeline(link)
-            self._caller.carry(begun, frame)
-            if link.shared.has_offer:
-                self._caller.offer_segment(link)
-        except PipeBrokenError as error:
-            self._broke(link, begun[0].attempt, str(error))
-        except BaseException:
-            self._caller.void(link, begun)
-            raise
-        finally:
-            self._exit.release()
-
-    def _queue(self, to: int, frame: Frame) -> None:
-        with self._lock:
-            link = self._usable(to)
-            link.outbox.append(frame)
-            batch = link.take_batch()
-            self._exit.hold()
-        try:
-            self._open_lifeline(link)
-            self._caller.send_batch(link, batch)
-        finally:
-            self._exit.release()
-
-    def _reply(self, to: int, frame: Frame) -> None:
-        if is_large(frame):
-            with self._lock:
-                link = self._roster.links.get(to)
-                awaited = link is not None and link.awaits(frame.correlation)
-            if link is None or not awaited:
-                return
-            check_devices(frame.tensors, link.replies, "Response", link.name)
-            frame = link.shared.place(frame)
-            self._await_room(link, frame)
-        with self._lock:
-            link = self._roster.links.get(to)
-            if link is None:
-                return
-            key = link.key_of_reply(frame.correlation)
-            held = link.served.reply(frame)
-            if held is None and not (link.take_loose(frame.correlation) and self._is_open()):
-                link.reply_window.release(key)
-                return
-            self._exit.hold()
-        try:
-            if held is None:
-                self._open_lifeline(link)
-                self._caller.reply_in_frame(link, frame)
-            else:
-                self._answers.give_reply(*held, frame)
-            if link.shared.has_offer:
-                self._caller.offer_segment(link)
-        except BaseException:
-            link.reply_window.release(key)
-            raise
-        finally:
-            self._exit.release()
-
-    def _await_room(self, link: Link, frame: Frame) -> None:
-        """Counts a reply that travels through torch, and waits until it may leave.
-
-        The peer's receipts make room. Without them, where its pipe is not to be replaced,
-        nothing is counted.
-        """
-        if not link.seconds or not is_large(frame):
-            return
-        nbytes = size(frame)
-        with self._lock:
-            key = link.key_of_reply(frame.correlation)
-        if not link.reply_window.try_charge(key, nbytes):
-            link.reply_window.charge(key, nbytes, self._may_wait)
-
-    def acknowledge(self) -> None:
-        """Tells peers which of their replies, and of their large requests, have arrived."""
-        with self._lock:
-            links = self._roster.sendable()
-        for link in links:
-            self._send_receipt(link)
-
-    def _send_receipt(self, link: Link) -> None:
-        with self._lock:
-            if self._state is not _State.OPEN or link.lost is not None or not link.seconds:
-                return
-            receipt = self._caller.take_receipt(link)
-            if receipt is None:
-                return
-            self._exit.hold()
-        try:
-            self._caller.carry_or_break(link, *receipt)
-        finally:
-            self._exit.release()
-
-    def _open_lifeline(self, link: Link) -> None:
-        if link.watched or link.peer.info.id == self._info.id:
-            return
-        with self._lock:
-            if link.watched or link.lost is not None or self._state is not _State.OPEN:
-                return
-            link.watched = link.lifeline_open = True
-            route, attempt = link.route, link.seam.attempt
-        if route is not None:
-            self._caller.open_lifeline(link, route, attempt)
-
-    def _usable(self, to: int) -> Link:
-        """The link to a peer that can be sent to. Needs the lock."""
-        self._check_open()
-        link = self._roster.links.get(to)
-        if link is None:
-            raise UnknownWorkerError(f"{self._info!r} could not find destination id {to}")
-        if link.lost is not None:
-            raise WorkerLostError(link.name, link.peer.incarnation, link.lost)
-        return link
-
-    def _is_open(self) -> bool:
-        return self._state is _State.OPEN
-
-    def _check_open(self) -> None:
-        if not self._is_open():
-            raise AgentClosedError("this worker's TensorPipe transport is not running")
 
     # Receiving: torch's threads come in here, through ``tensorpipe_wire``.
 
@@ -507,9 +338,9 @@ class TensorPipeTransport:
         if parting:
             self._parting.settle(link)
         if due:
-            self._send_receipt(link)
+            self._outgoing.send_receipt(link)
         elif reply:
-            self._late.add(self)
+            self._late.add(self._outgoing)
 
     def _take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
@@ -546,7 +377,7 @@ class TensorPipeTransport:
         if kind < wire.LIFELINE:
             self._deliver(link, frame)
         elif kind == wire.LIFELINE:
-            self._open_lifeline(link)
+            self._outgoing.open_lifeline(link)
             return
         elif kind == wire.BATCH:
             batch = wire.split(frame.payload)
@@ -568,7 +399,7 @@ class TensorPipeTransport:
         if parting:
             self._parting.settle(link)
         if link.served.arrived:
-            self._late.add(self)
+            self._late.add(self._outgoing)
 
     def _resume(self, envelope: Envelope, frame: Frame) -> Answer:
         """A peer's pipe to us broke, and it asks to go on over this one."""

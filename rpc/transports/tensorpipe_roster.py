@@ -113,6 +113,15 @@ class Roster:
             return self.refusal(envelope) or Taken()
         return GIVEN_UP if link.broken or not link.seconds else link.served.taken
 
+    def clear(self) -> list[Link]:
+        """Takes nothing any more and forgets everyone; returns who was known."""
+        self.open = False
+        links = self.everyone()
+        self.links.clear()
+        self.removed.clear()
+        self.early.clear()
+        return links
+
     def is_flushed(self) -> bool:
         """Whether nothing waits to be sent."""
         return not any(link.outbox or link.route is None for link in self.sendable())

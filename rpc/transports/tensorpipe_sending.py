@@ -1,0 +1,239 @@
+"""What one TensorPipe transport sends: which frame takes which way, and when it may.
+
+Owns no state of its own: links are the roster's, calls the caller's. What comes
+back from a call, and what peers send, is taken by ``tensorpipe``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rpc.devices import check_devices
+from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
+from rpc.executor import in_handler
+from rpc.transports.base import Frame, FrameKind
+from rpc.transports.flow import FlowWindow
+from rpc.transports.shared_memory import SHARED_FROM
+from rpc.transports.tensorpipe_answers import Answers
+from rpc.transports.tensorpipe_caller import Caller, is_large
+from rpc.transports.tensorpipe_ledger import size
+from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_parting import Exit
+from rpc.transports.tensorpipe_roster import Roster
+from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent
+from rpc.worker_info import WorkerInfo
+
+
+class Outgoing:
+    """The sending half of a transport.
+
+    Args:
+        info: this worker.
+        lock: guards the roster and its links.
+        leaving: holds up an exit while something is being sent.
+        roster: whom it can send to.
+        agent: torch's.
+        caller: makes calls.
+        answers: gives answers.
+        broke: takes a link whose pipe broke, which attempt at one it was, and why.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        lock: threading.Lock,
+        leaving: Exit,
+        roster: Roster,
+        agent: TorchAgent,
+        caller: Caller,
+        answers: Answers,
+        broke: Callable[[Link, int, str], None],
+    ) -> None:
+        self._info = info
+        self._lock = lock
+        self._exit = leaving
+        self._roster = roster
+        self._agent = agent
+        self._caller = caller
+        self._answers = answers
+        self._broke = broke
+
+    def send(self, to: int, frame: Frame) -> None:
+        """Hands a frame to torch; a reply to a worker that is gone is dropped."""
+        if frame.kind is FrameKind.REPLY:
+            self._reply(to, frame)
+        elif frame.kind is FrameKind.NOTICE:
+            self._call_or_queue(to, frame)
+        else:
+            window = self._admit(to, frame)
+            try:
+                self._call_or_queue(to, frame)
+            except BaseException:
+                if window is not None:
+                    window.release(frame.correlation)
+                raise
+
+    def watch(self, worker_id: int) -> None:
+        """Opens the lifeline to a peer, if need be; see ``TensorPipeTransport.watch``."""
+        with self._lock:
+            link = self._usable(worker_id)
+            self._exit.hold()
+        try:
+            self.open_lifeline(link)
+        finally:
+            self._exit.release()
+
+    def _admit(self, to: int, frame: Frame) -> FlowWindow | None:
+        """Counts a request among those under way, and waits until it may be.
+
+        None if it cannot be sent, which whoever sends it finds out with the lock held.
+        """
+        nbytes = size(frame)
+        while self._roster.open:
+            link = self._roster.links.get(to)
+            if link is None or link.lost is not None:
+                break
+            window = link.window
+            if window.try_charge(frame.correlation, nbytes) or window.charge(
+                frame.correlation, nbytes, self._may_wait
+            ):
+                return window
+        return None
+
+    def _may_wait(self) -> bool:
+        """Whether the running thread may; of torch's, only those that are lent may."""
+        return in_handler() or not self._agent.threads.is_here()
+
+    def _call_or_queue(self, to: int, frame: Frame) -> None:
+        if self._caller.may_wait(self._roster.links.get(to), frame):
+            self._queue(to, frame)
+        else:
+            self._call(to, frame)
+
+    def _call(self, to: int, frame: Frame) -> None:
+        if frame.tensors or len(frame.payload) >= SHARED_FROM:
+            with self._lock:
+                link = self._usable(to)
+            check_devices(frame.tensors, link.requests, "Request", link.name)
+            frame = link.shared.place(frame)
+        with self._lock:
+            link = self._usable(to)
+            begun = self._caller.begin(link, frame.kind, frame)
+            self._exit.hold()
+        try:
+            self.open_lifeline(link)
+            self._caller.carry(begun, frame)
+            if link.shared.has_offer:
+                self._caller.offer_segment(link)
+        except PipeBrokenError as error:
+            self._broke(link, begun[0].attempt, str(error))
+        except BaseException:
+            self._caller.void(link, begun)
+            raise
+        finally:
+            self._exit.release()
+
+    def _queue(self, to: int, frame: Frame) -> None:
+        with self._lock:
+            link = self._usable(to)
+            link.outbox.append(frame)
+            batch = link.take_batch()
+            self._exit.hold()
+        try:
+            self.open_lifeline(link)
+            self._caller.send_batch(link, batch)
+        finally:
+            self._exit.release()
+
+    def _reply(self, to: int, frame: Frame) -> None:
+        if is_large(frame):
+            with self._lock:
+                link = self._roster.links.get(to)
+                awaited = link is not None and link.awaits(frame.correlation)
+            if link is None or not awaited:
+                return
+            check_devices(frame.tensors, link.replies, "Response", link.name)
+            frame = link.shared.place(frame)
+            self._await_room(link, frame)
+        with self._lock:
+            link = self._roster.links.get(to)
+            if link is None:
+                return
+            key = link.key_of_reply(frame.correlation)
+            held = link.served.reply(frame)
+            if held is None and not (link.take_loose(frame.correlation) and self._roster.open):
+                link.reply_window.release(key)
+                return
+            self._exit.hold()
+        try:
+            if held is None:
+                self.open_lifeline(link)
+                self._caller.reply_in_frame(link, frame)
+            else:
+                self._answers.give_reply(*held, frame)
+            if link.shared.has_offer:
+                self._caller.offer_segment(link)
+        except BaseException:
+            link.reply_window.release(key)
+            raise
+        finally:
+            self._exit.release()
+
+    def _await_room(self, link: Link, frame: Frame) -> None:
+        """Counts a reply that travels through torch, and waits until it may leave.
+
+        The peer's receipts make room. Without them, where its pipe is not to be replaced,
+        nothing is counted.
+        """
+        if not link.seconds or not is_large(frame):
+            return
+        nbytes = size(frame)
+        with self._lock:
+            key = link.key_of_reply(frame.correlation)
+        if not link.reply_window.try_charge(key, nbytes):
+            link.reply_window.charge(key, nbytes, self._may_wait)
+
+    def acknowledge(self) -> None:
+        """Tells peers which of their replies, and of their large requests, have arrived."""
+        with self._lock:
+            links = self._roster.sendable()
+        for link in links:
+            self.send_receipt(link)
+
+    def send_receipt(self, link: Link) -> None:
+        """Tells one peer what has arrived, if it has not been told."""
+        with self._lock:
+            if not self._roster.open or link.lost is not None or not link.seconds:
+                return
+            receipt = self._caller.take_receipt(link)
+            if receipt is None:
+                return
+            self._exit.hold()
+        try:
+            self._caller.carry_or_break(link, *receipt)
+        finally:
+            self._exit.release()
+
+    def open_lifeline(self, link: Link) -> None:
+        """Makes the call to a peer by which its loss is noticed, unless it was made before."""
+        if link.watched or link.peer.info.id == self._info.id:
+            return
+        with self._lock:
+            if link.watched or link.lost is not None or not self._roster.open:
+                return
+            link.watched = link.lifeline_open = True
+            route, attempt = link.route, link.seam.attempt
+        if route is not None:
+            self._caller.open_lifeline(link, route, attempt)
+
+    def _usable(self, to: int) -> Link:
+        """The link to a peer that can be sent to. Needs the lock."""
+        if not self._roster.open:
+            raise AgentClosedError("this worker's TensorPipe transport is not running")
+        link = self._roster.links.get(to)
+        if link is None:
+            raise UnknownWorkerError(f"{self._info!r} could not find destination id {to}")
+        if link.lost is not None:
+            raise WorkerLostError(link.name, link.peer.incarnation, link.lost)
+        return link
