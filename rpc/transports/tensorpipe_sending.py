@@ -147,6 +147,7 @@ class Outgoing:
             self._exit.release()
 
     def _reply(self, to: int, frame: Frame) -> None:
+        room: tuple[FlowWindow, int] | None = None
         if is_large(frame):
             with self._lock:
                 link = self._roster.links.get(to)
@@ -155,15 +156,14 @@ class Outgoing:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
             frame = link.shared.place(frame)
-            self._await_room(link, frame)
+            room = self._await_room(link, frame)
         with self._lock:
             link = self._roster.links.get(to)
             if link is None:
                 return
-            key = link.key_of_reply(frame.correlation)
             held = link.served.reply(frame)
             if held is None and not (link.take_loose(frame.correlation) and self._roster.open):
-                link.reply_window.release(key)
+                _give_up(room)
                 return
             self._exit.hold()
         try:
@@ -175,24 +175,28 @@ class Outgoing:
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         except BaseException:
-            link.reply_window.release(key)
+            _give_up(room)
             raise
         finally:
             self._exit.release()
 
-    def _await_room(self, link: Link, frame: Frame) -> None:
+    def _await_room(self, link: Link, frame: Frame) -> tuple[FlowWindow, int] | None:
         """Counts a reply that travels through torch, and waits until it may leave.
 
         The peer's receipts make room. Without them, where its pipe is not to be replaced,
         nothing is counted.
+
+        Returns:
+            Where it is counted, and as what.
         """
         if not link.seconds or not is_large(frame):
-            return
+            return None
         nbytes = size(frame)
         with self._lock:
             key = link.key_of_reply(frame.correlation)
         if not link.reply_window.try_charge(key, nbytes):
             link.reply_window.charge(key, nbytes, self._may_wait)
+        return link.reply_window, key
 
     def acknowledge(self) -> None:
         """Tells peers which of their replies, and of their large requests, have arrived."""
@@ -237,3 +241,10 @@ class Outgoing:
         if link.lost is not None:
             raise WorkerLostError(link.name, link.peer.incarnation, link.lost)
         return link
+
+
+def _give_up(room: tuple[FlowWindow, int] | None) -> None:
+    """A reply that was counted will not be sent."""
+    if room is not None:
+        window, key = room
+        window.release(key)
