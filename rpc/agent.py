@@ -211,8 +211,8 @@ class Agent:
         if self.membership is not None:
             self.membership.leave()
         self.caller.close("this worker shut down")
-        for attempt in self.timers.drop():
-            attempt()  # fails now that the caller is closed
+        self.retries.close("this worker shut down")
+        self.timers.drop()
         for extension in self.extensions.all():
             extension.close()
         self.event_loop.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpc.control import encode_passed
 from rpc.errors import (
+    AgentClosedError,
     CallCancelledError,
     RpcError,
     RpcTimeoutError,
@@ -98,6 +99,8 @@ class Retries:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, RetriedSink] = {}
+        self.closed = False
+        """Nothing is tried again any more."""
 
     def start(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         """Makes the first attempt; the outcome of the last goes to ``sink``.
@@ -114,7 +117,11 @@ class Retries:
         """
         _require_retriable(call, retry)
         tried = self._new(call, timeout, retry, sink)
-        tried.attempt()
+        try:
+            tried.attempt()
+        except BaseException:
+            tried.abandon()
+            raise
         return tried
 
     def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
@@ -159,6 +166,14 @@ class Retries:
         with self._lock:
             return next(iter(self._open), 0)
 
+    def close(self, reason: str) -> None:
+        """Fails the calls that wait for their next attempt; nothing is tried again from now on."""
+        with self._lock:
+            self.closed = True
+            left = list(self._open.values())
+        for tried in left:
+            tried.end(AgentClosedError(f"{tried.call.name}: {reason}"))
+
     def paused(self) -> list[dict[str, Any]]:
         """A dump of the calls between two attempts; ``again_in`` is in seconds."""
         now = self._agent.clock.now()
@@ -175,10 +190,10 @@ class Retries:
             if pause is not None
         ]
 
-    def over(self, number: int) -> None:
-        """A call has its outcome."""
+    def over(self, number: int) -> bool:
+        """A call has its outcome; True if it is the first."""
         with self._lock:
-            self._open.pop(number, None)
+            return self._open.pop(number, None) is not None
 
 
 class RetriedSink:
@@ -222,9 +237,6 @@ class RetriedSink:
             self.send()
         except _TRANSIENT as error:
             self.failed(error)
-        except BaseException:
-            self.abandon()
-            raise
 
     def send(self) -> None:
         """Begins an attempt; raises what keeps its request from leaving."""
@@ -262,7 +274,8 @@ class RetriedSink:
     def failed(self, error: Exception) -> None:
         """An attempt failed."""
         following = None
-        if self.call.may_succeed_after(error) and not self._cancelled:
+        again = not (self._cancelled or self._agent.retries.closed)
+        if again and self.call.may_succeed_after(error):
             following = self._attempts.next_after(self._agent.clock.now())
         if following is None:
             self._last().failed(error)
@@ -275,13 +288,18 @@ class RetriedSink:
         try:
             self._context.copy().run(self.attempt)
         except Exception as error:
-            self._last().failed(error)
+            self.end(error)
+
+    def end(self, error: Exception) -> None:
+        """There will be no further attempt: tells so, unless the outcome was told before."""
+        self._last().failed(error)
 
     def _last(self) -> Sink:
         """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
         self.goes_on = False
         self.expired = None
-        self.abandon()
+        if not self._agent.retries.over(self._number):
+            return _Nobody()
         sink, self._sink = self._sink, _Nobody()
         return sink
 
@@ -290,7 +308,7 @@ class RetriedSink:
         self._cancelled = True
         caller, expired = self._agent.caller, self.expired
         if not caller.cancel_where(lambda sink: leads_to(sink, self)):
-            self._last().failed(CallCancelledError("the call was cancelled by its caller"))
+            self.end(CallCancelledError("the call was cancelled by its caller"))
             if expired is not None:
                 caller.tell_cancelled([expired])
         return True

@@ -42,8 +42,7 @@ class Timers:
             self._submit(task)
         return following
 
-    def drop(self) -> list[Task]:
-        """Forgets what is not due yet, and returns it."""
+    def drop(self) -> None:
+        """Forgets what is not due yet."""
         with self._lock:
-            left, self._due = [task for _, _, task in self._due], []
-        return left
+            self._due.clear()

@@ -175,6 +175,17 @@ def test_what_waits_between_two_attempts_is_told_with_its_reason(pair: Pair) -> 
     assert pair.alice.debug_info()["retrying"] == []
 
 
+def test_shutting_down_ends_what_waits_between_two_attempts(pair: Pair) -> None:
+    pair.hub.cut(1)
+    before = rpc.rpc_async("bob", double, (4,), retry=THREE)
+    pair.until(lambda: bool(pair.alice.debug_info()["retrying"]))
+    pair.alice.shutdown(graceful=False)
+    with pytest.raises(rpc.AgentClosedError, match="double: this worker shut down"):
+        before.wait()
+    with pytest.raises((rpc.AgentClosedError, WorkerLostError)):
+        rpc.rpc_async("bob", double, (4,), retry=THREE).wait()
+
+
 def test_it_can_be_cancelled_between_two_attempts(pair: Pair) -> None:
     pair.hub.cut(1)
     future = rpc.rpc_async("bob", double, (4,), timeout=30, retry=THREE)
