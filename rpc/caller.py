@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -309,7 +310,7 @@ class Caller:
         for item in ended:
             self._agent.references.call_ended(item.call.loan)
             if item.ending is Ending.LOST:
-                item.call.sink.failed(error)
+                item.call.sink.failed(copy(error))  # who raises it adds frames to it
         self._agent.transport.wake()
         self._agent.activity_changed()
 

@@ -282,10 +282,8 @@ class Future(_TorchFuture[T]):
             return
         failure.stand_in = _stand_in(self._error)
         if not failure.seen:
-            kind = type(self._error).__name__
-            _logger.error(
-                "%s failed and nobody looked: %s: %s", self._description, kind, self._error
-            )
+            kind, text = type(self._error).__name__, failure.stand_in  # logs may be kept
+            _logger.error("%s failed and nobody looked: %s: %s", self._description, kind, text)
 
 
 def _stand_in(error: BaseException) -> BaseException:

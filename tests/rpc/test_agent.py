@@ -403,10 +403,14 @@ def test_a_lost_worker_fails_its_calls_at_once_and_no_others() -> None:
     hub = rpc.testing.MemoryHub()
     with local_group("alice", "bob", "carol", hub=hub) as (alice, _, _):
         doomed = alice.rpc_async("bob", _wait_for, (id(_keep(release)),))
+        also_doomed = alice.rpc_async("bob", _wait_for, (id(release),))
         spared = alice.rpc_async("carol", _wait_for, (id(release),))
         hub.cut(1, "its machine burned down")
-        with pytest.raises(WorkerLostError, match=r"'bob'.*its machine burned down"):
+        with pytest.raises(WorkerLostError, match=r"'bob'.*its machine burned down") as one:
             doomed.wait()
+        with pytest.raises(WorkerLostError, match=r"'bob'.*its machine burned down") as other:
+            also_doomed.wait()
+        assert one.value is not other.value  # each knows the frames of its own call only
         with pytest.raises(WorkerLostError, match="'bob'"):
             alice.rpc_sync("bob", whoami)
         with pytest.raises(WorkerLostError, match="'bob'"):

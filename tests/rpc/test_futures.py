@@ -372,8 +372,12 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_error_that_nobody_looked_at_is_logged_when_its_future_is_collected(
     caplog: pytest.LogCaptureFixture,
 ):
-    failed(ValueError("no"))
+    error = ValueError("no")
+    failed(error)
     assert messages(caplog) == ["the call of f on w1 failed and nobody looked: ValueError: no"]
+    (record,) = caplog.records
+    assert isinstance(record.args, tuple)
+    assert error not in record.args  # who keeps records is not to keep its frames
 
 
 def test_an_unseen_error_is_logged_although_a_waiting_caller_died(
