@@ -104,7 +104,8 @@ class AutogradExtension:
         received = CallMetadata.decode(metadata, len(tensors))
         context = self.contexts.join(received.context_id)
         if context is None:
-            # Its context ended before the call arrived.
+            self._require_creator(received.context_id)
+            # Its context ended before the call arrived: no gradient will be asked for.
             return tensors, nullcontext()
         context.add_worker(sender)
         if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
@@ -189,6 +190,16 @@ class AutogradExtension:
                 self.contexts.find(context_id)  # whoever ended it since may not have seen that
             except UnknownContextError:
                 yield context_id
+
+    def _require_creator(self, context_id: int) -> None:
+        """Refuses a call in a context of a lost worker, which may still live and ask for gradients.
+
+        Raises:
+            WorkerLostError: that life of its creator is over.
+        """
+        if not self._creator_lives(context_id):
+            error = self._agent.group.lost_error(creator_of(context_id))
+            raise error or UnknownContextError(context_id)
 
     def _creator_lives(self, context_id: int) -> bool:
         """False if that life of the creator is over; one that is not known yet may not be."""

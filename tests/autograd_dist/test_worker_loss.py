@@ -10,6 +10,7 @@ import torch
 
 import autograd_dist
 import rpc
+from autograd_dist.contexts import entered
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent, AgentOptions
 from rpc.testing import MemoryHub, as_worker, connect
@@ -136,6 +137,20 @@ def test_who_was_led_into_a_context_by_a_lost_worker_learns_of_its_end(
         context.__exit__()
     until(lambda: contexts(carol) == 0, SECONDS, meanwhile=group.step)
     assert contexts(alice) == 0
+
+
+def test_a_call_in_a_context_of_a_lost_worker_is_refused_rather_than_left_out_of_it(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """She may live, and would miss its gradients."""
+    alice, bob, carol = group.agents
+    with as_worker(carol), autograd_dist.context() as context_id:
+        group.hub.freeze(2)
+        until(lambda: not bob.group.lives("carol"), SECONDS, meanwhile=group.step)
+    table = alice.extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
+    monkeypatch.setattr(table, "_lives", lambda _: True)  # alice has not heard of it
+    with entered(context_id), pytest.raises(rpc.WorkerLostError, match="'carol'"):
+        rpc.rpc_sync("bob", square, (leaf(),))
 
 
 def test_a_late_mention_does_not_bring_a_context_of_a_lost_worker_into_being(
