@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from rpc.executor import blocking
+from rpc.raising import bare_copy
 from rpc.remote_errors import retell
 
 T = TypeVar("T")
@@ -288,14 +289,10 @@ class Future(_TorchFuture[T]):
 
 def _stand_in(error: BaseException) -> BaseException:
     """A copy of ``error`` that knows no frames; runs next to no code, for finalizers."""
-    kind = type(error)
     try:
-        copy = kind.__new__(kind, *error.args)
-        copy.args = error.args
-        copy.__dict__.update(error.__dict__)
+        return bare_copy(error)
     except Exception:
-        return RuntimeError(f"{kind.__name__}: {error}")
-    return copy
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _require_callable(method: str, callback: object) -> None:

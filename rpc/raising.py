@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import traceback
 
-from rpc.remote_errors import attributes_of
+from rpc.remote_errors import slots_of
 
 _HEAP_TYPE_FLAG = 1 << 9
 _PLAIN_SIZE = Exception.__basicsize__
@@ -24,7 +24,6 @@ def again(error: BaseException) -> BaseException:
         twin = _twin(error)
     except Exception:
         return error
-    twin.args = error.args
     twin.__cause__, twin.__context__ = error.__cause__, error.__context__
     twin.__suppress_context__ = error.__suppress_context__
     return twin.with_traceback(error.__traceback__)
@@ -37,11 +36,21 @@ def _twin(error: BaseException) -> BaseException:
         assert builtin.__base__ is not None
         builtin = builtin.__base__  # the one whose layout it has
     if builtin.__basicsize__ > _PLAIN_SIZE:  # it keeps more than arguments and attributes
-        return copy.copy(error)
-    twin: BaseException = kind.__new__(kind, *error.args)  # no constructor need take these
-    twin.__dict__.update(error.__dict__)
-    for name, value in attributes_of(error):
+        twin = copy.copy(error)
+        twin.args = error.args
+        return twin
+    twin = bare_copy(error)
+    for name, value in slots_of(error):
         setattr(twin, name, value)
+    return twin
+
+
+def bare_copy(error: BaseException) -> BaseException:
+    """An error with the same arguments and attributes; its constructor does not run."""
+    kind = type(error)
+    twin: BaseException = kind.__new__(kind, *error.args)  # no constructor need take these
+    twin.args = error.args
+    twin.__dict__.update(error.__dict__)
     return twin
 
 

@@ -161,7 +161,7 @@ def _pack(error: BaseException, report: _Report | None) -> _Parcel:
         type=_freeze(kind),
         is_exception=isinstance(error, Exception),
         args=tuple(_freeze(arg) or _attempt(repr, arg) for arg in _args_of(error)),
-        attributes=_freeze_items(attributes_of(error)),
+        attributes=_freeze_items(_attributes_of(error)),
         fields=_freeze_items(_fields_of(error)),
         members=tuple(_pack(member, _report_of(member)) for member in _members_of(error)),
         text=text,
@@ -179,9 +179,13 @@ def _members_of(error: BaseException) -> tuple[BaseException, ...]:
     return tuple(getattr(error, "exceptions", ())) if isinstance(error, _GROUP) else ()
 
 
-def attributes_of(error: BaseException) -> list[tuple[str, object]]:
-    """What an exception has besides its arguments, slots included; not where it came from."""
-    attributes = [item for item in error.__dict__.items() if item[0] != _REPORT]
+def _attributes_of(error: BaseException) -> list[tuple[str, object]]:
+    return [*(item for item in error.__dict__.items() if item[0] != _REPORT), *slots_of(error)]
+
+
+def slots_of(error: BaseException) -> list[tuple[str, object]]:
+    """The attributes that an exception keeps outside of its ``__dict__``."""
+    attributes = []
     for base in type(error).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):

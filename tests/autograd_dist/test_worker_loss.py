@@ -139,15 +139,21 @@ def test_who_was_led_into_a_context_by_a_lost_worker_learns_of_its_end(
     assert contexts(alice) == 0
 
 
+def begun_by_the_lost_carol(group: Group) -> int:
+    """A context whose creator bob takes for lost, and that nobody else has heard of."""
+    _, bob, carol = group.agents
+    with as_worker(carol), autograd_dist.context() as context_id:
+        group.hub.freeze(2)
+        until(lambda: not bob.group.lives("carol"), SECONDS, meanwhile=group.step)
+    return context_id
+
+
 def test_a_call_in_a_context_of_a_lost_worker_is_refused_rather_than_left_out_of_it(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """She may live, and would miss its gradients."""
-    alice, bob, carol = group.agents
-    with as_worker(carol), autograd_dist.context() as context_id:
-        group.hub.freeze(2)
-        until(lambda: not bob.group.lives("carol"), SECONDS, meanwhile=group.step)
-    table = alice.extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
+    context_id = begun_by_the_lost_carol(group)
+    table = group.agents[0].extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
     monkeypatch.setattr(table, "_lives", lambda _: True)  # alice has not heard of it
     with entered(context_id), pytest.raises(rpc.WorkerLostError, match="'carol'"):
         rpc.rpc_sync("bob", square, (leaf(),))
@@ -156,11 +162,8 @@ def test_a_call_in_a_context_of_a_lost_worker_is_refused_rather_than_left_out_of
 def test_a_late_mention_does_not_bring_a_context_of_a_lost_worker_into_being(
     group: Group,
 ) -> None:
-    _, bob, carol = group.agents
-    with as_worker(carol), autograd_dist.context() as context_id:
-        group.hub.freeze(2)
-        until(lambda: not bob.group.lives("carol"), SECONDS, meanwhile=group.step)
-    table = bob.extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
+    context_id = begun_by_the_lost_carol(group)
+    table = group.agents[1].extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
     in_her_next_life = context_id + (1 << 32)
     assert table.join(context_id) is None
     assert table.join(in_her_next_life) is not None
