@@ -28,6 +28,7 @@ from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.ids import Life
 from rpc.liveness_probes import Answer
 from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.loopback import copy
 from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
@@ -229,7 +230,7 @@ class MemoryTransport:
             raise WorkerLostError(link.peer.info.name, link.peer.incarnation, link.lost)
         delay = self._hub.script.delay(self.worker_id, to, frame)
         if end is not None and delay is not None:
-            self._hub._carry(self, end, _Arrival(self, _copy(frame)), delay)
+            self._hub._carry(self, end, _Arrival(self, copy(frame)), delay)
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
@@ -407,8 +408,3 @@ class MemoryProber:
 
 def _is_from(worker_id: int, event: _Event) -> bool:
     return isinstance(event, _Arrival) and event.origin.worker_id == worker_id
-
-
-def _copy(frame: Frame) -> Frame:
-    tensors = tuple(t.detach().clone() for t in frame.tensors)
-    return frame._replace(payload=bytes(frame.payload), tensors=tensors)

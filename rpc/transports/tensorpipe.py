@@ -47,6 +47,7 @@ from rpc.errors import (
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.loopback import Loopback
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_answers import Answers
 from rpc.transports.tensorpipe_caller import Caller
@@ -103,6 +104,7 @@ class TensorPipeTransport:
     _answers: Answers
     _caller: Caller
     _late: LateReceipts
+    _loopback: Loopback
     _mender: Mender
     _memory: HostMemory
     _outgoing: Outgoing
@@ -134,6 +136,7 @@ class TensorPipeTransport:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         self._agent = TorchAgent(info.name, self._options, self._transports, used)
         self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
+        self._loopback = Loopback(f"tensorpipe-loopback-{info.name}", self._take_own)
         sender = self._sender = Sender(info.id, incarnation)
         self._answers = Answers(sender)
         self._memory = HostMemory(self._options.shared_memory)
@@ -148,6 +151,7 @@ class TensorPipeTransport:
             self._agent,
             self._caller,
             self._answers,
+            self._loopback,
             self._broke,
         )
         self._parting = Parting(
@@ -171,7 +175,9 @@ class TensorPipeTransport:
         known = self._roster.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
-        link = self._caller.link_to(peer, self._info.name, self._options, self._memory)
+        link = self._caller.link_to(
+            peer, self._info.name, self._options, self._memory, self._loopback
+        )
         note_host_moves(
             self.host_moves,
             peer.info.id,
@@ -247,6 +253,7 @@ class TensorPipeTransport:
                 link.close_windows()
             self._exit.wait_for_senders()
             self._exit.wait_until(self._roster.is_flushed, deadline)
+        self._loopback.close(deadline)
         self._late.close()
         self._mender.close()
         self._parting.leave(self._roster, deadline)
@@ -400,6 +407,12 @@ class TensorPipeTransport:
             self._parting.settle(link)
         if link.served.arrived:
             self._late.add(self._outgoing)
+
+    def _take_own(self, frame: Frame) -> None:
+        """Takes a frame that this worker sent to itself."""
+        link = self._roster.links.get(self._info.id)
+        if link is not None and (self._roster.open or frame.kind is FrameKind.REPLY):
+            self._deliver(link, frame, in_batch=True)
 
     def _resume(self, envelope: Envelope, frame: Frame) -> Answer:
         """A peer's pipe to us broke, and it asks to go on over this one."""

@@ -18,6 +18,7 @@ from rpc.devices import moves_host, reverse
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
+from rpc.transports.loopback import Loopback
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_ledger import (
     RECEIPT_AFTER_BYTES,
@@ -65,7 +66,12 @@ class Caller:
         self._broke = broke
 
     def link_to(
-        self, peer: Peer, name: str, options: TensorPipeRpcBackendOptions, memory: HostMemory
+        self,
+        peer: Peer,
+        name: str,
+        options: TensorPipeRpcBackendOptions,
+        memory: HostMemory,
+        loopback: Loopback,
     ) -> Link:
         """Opens the way to a peer.
 
@@ -74,6 +80,7 @@ class Caller:
             name: this worker's name.
             options: this worker's.
             memory: this worker's.
+            loopback: this worker's way to itself, unless tensors change their device on it.
         """
         address = Address.decode(peer.address)
         replies = reverse(address.devices.maps.get(name, {}))
@@ -81,7 +88,8 @@ class Caller:
         seconds = options.link_resume_timeout if address.life else 0.0
         me = self._sender.worker_id
         host = "" if moves_host(requests) or moves_host(replies) else address.host
-        if peer.info.id == me:
+        itself = peer.info.id == me
+        if itself:
             route, seconds, host = self._agent.myself(), 0.0, ""
         else:
             route = self._agent.reach(peer.info.name, address.url.encode(), replies)
@@ -98,6 +106,7 @@ class Caller:
             shared=memory.shared_with(peer.info.name, host),
             window=FlowWindow(peer.info.name, most, options.when_full),
             reply_window=FlowWindow(peer.info.name, most, gives_way=False),
+            loopback=loopback if itself and not requests and not replies else None,
         )
 
     def begin(self, link: Link, kind: int, frame: Frame) -> Begun:

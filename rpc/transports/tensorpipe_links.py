@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from rpc.devices import DeviceMap
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
+from rpc.transports.loopback import Loopback
 from rpc.transports.resumption import Seam
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Call, Calls, Mending, Served
 from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
@@ -58,6 +59,7 @@ class Link:
         shared: large tensors, if it is on this host.
         window: bounds the requests to it that are under way.
         reply_window: bounds the replies to it that no receipt has named yet.
+        loopback: the way to it if it is this worker itself, and torch is not needed.
     """
 
     peer: Peer
@@ -71,6 +73,7 @@ class Link:
     shared: SharedTensors = field(default_factory=nothing_shared)
     window: FlowWindow = field(default_factory=FlowWindow)
     reply_window: FlowWindow = field(default_factory=FlowWindow)
+    loopback: Loopback | None = None
 
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""

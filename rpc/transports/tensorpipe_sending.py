@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 from rpc.devices import check_devices
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.executor import in_handler
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.flow import FlowWindow
+from rpc.transports.loopback import Loopback
 from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_answers import Answers
 from rpc.transports.tensorpipe_caller import Caller, is_large
@@ -36,6 +38,7 @@ class Outgoing:
         agent: torch's.
         caller: makes calls.
         answers: gives answers.
+        loopback: the way to this worker itself.
         broke: takes a link whose pipe broke, which attempt at one it was, and why.
     """
 
@@ -48,6 +51,7 @@ class Outgoing:
         agent: TorchAgent,
         caller: Caller,
         answers: Answers,
+        loopback: Loopback,
         broke: Callable[[Link, int, str], None],
     ) -> None:
         self._info = info
@@ -57,6 +61,7 @@ class Outgoing:
         self._agent = agent
         self._caller = caller
         self._answers = answers
+        self._loopback = loopback
         self._broke = broke
 
     def send(self, to: int, frame: Frame) -> None:
@@ -102,14 +107,24 @@ class Outgoing:
         return None
 
     def _may_wait(self) -> bool:
-        """Whether the running thread may; of torch's, only those that are lent may."""
-        return in_handler() or not self._agent.threads.is_here()
+        """Whether the running thread may; of those that deliver, only those that are lent may."""
+        return in_handler() or not (self._agent.threads.is_here() or self._loopback.is_here())
 
     def _call_or_queue(self, to: int, frame: Frame) -> None:
+        if to == self._info.id and self._loop_back(frame, "Request"):
+            return
         if self._caller.may_wait(self._roster.links.get(to), frame):
             self._queue(to, frame)
         else:
             self._call(to, frame)
+
+    def _loop_back(self, frame: Frame, kind: Literal["Request", "Response"]) -> bool:
+        """Takes a frame of this worker to itself; False if torch has to, or it cannot be sent."""
+        link = self._roster.links.get(self._info.id)
+        if link is None or link.loopback is None or not self._roster.open:
+            return False
+        check_devices(frame.tensors, {}, kind, link.name)
+        return link.loopback.send(frame)
 
     def _call(self, to: int, frame: Frame) -> None:
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
@@ -147,6 +162,8 @@ class Outgoing:
             self._exit.release()
 
     def _reply(self, to: int, frame: Frame) -> None:
+        if to == self._info.id and self._loop_back(frame, "Response"):
+            return
         room: tuple[FlowWindow, int] | None = None
         if is_large(frame):
             with self._lock:

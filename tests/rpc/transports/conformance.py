@@ -347,6 +347,8 @@ class TransportConformance:
         reply = a.call(a, b"self", b"payload", sent)
         assert (reply.header, bytes(reply.payload)) == (b"self", b"payload")
         assert _same(reply.tensors[0], sent)
+        reply.tensors[0].zero_()
+        assert sent.any()
 
     def test_replies_find_their_requests_among_thousands(
         self, group: Callable[[int], list[Worker]]

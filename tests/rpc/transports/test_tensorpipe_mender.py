@@ -110,6 +110,15 @@ def freeze(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("options", ROADS)
+def test_calls_to_oneself_need_no_pipe(make: Maker, options: Options) -> None:
+    a, b = make(options, options)
+    assert a.call(b, b"hello").header == b"hello"
+    cut(a)
+    assert a.call(a, b"myself", b"", torch.ones(50_000)).tensors[0].sum() == 50_000
+    assert a.call(b, b"hello").header == b"hello"
+
+
+@pytest.mark.parametrize("options", ROADS)
 def test_an_idle_link_that_breaks_is_whole_again(make: Maker, options: Options) -> None:
     a, b = make(options, options)
     a.call(b, b"h")
