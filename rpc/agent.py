@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from rpc.membership import Membership
 
 _logger = logging.getLogger("rpc")
+
+_LEFT = "it left the group"
 _SYSTEM_THREADS = 4
 
 Destination = WorkerInfo | str | int
@@ -446,11 +448,18 @@ class Agent:
         if self._lose(life, reason, MembershipChange.LOST):
             self.accusations.lost(life, reason, evidence)
 
-    def struck_off(self, life: Life) -> None:
-        """The group's store does not list a life any more: it left, or was declared lost."""
+    def struck_off(self, life: Life, left: bool) -> None:
+        """The group's store does not list a life any more.
+
+        Args:
+            life: which.
+            left: it left of its own accord, rather than that somebody declared it lost.
+        """
         if life == self.life:
             told = None if self.watch is None else self.watch.verdict()
             self.expelled(told or "somebody declared it lost: the group does not list it any more")
+        elif left:
+            self._lose(life, _LEFT, MembershipChange.LEFT)
         else:
             self._lose(life, "the group does not list it any more", MembershipChange.LOST)
 
@@ -498,7 +507,7 @@ class Agent:
         messages = self.notices.arrived(life, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                self._lose(life, "it left the group", MembershipChange.LEFT)
+                self._lose(life, _LEFT, MembershipChange.LEFT)
             elif isinstance(message, Cancel):
                 self.callee.cancel(sender, message.correlations)
             elif isinstance(message, Lost):

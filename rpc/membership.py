@@ -137,7 +137,7 @@ class Membership:
             self._look()  # who was itself declared lost meanwhile has no say any more
             record = self._lost.popleft()
             if not self._agent.is_expelled:
-                rendezvous.leave(self._store, record)
+                rendezvous.strike_off(self._store, record)
 
     def _look(self) -> None:
         """Asks the store who is there."""
@@ -148,7 +148,8 @@ class Membership:
         for rank, record in list(self._known.items()):
             if rank not in records:
                 del self._known[rank]
-                self._agent.struck_off(Life(rank, record.incarnation))
+                life = Life(rank, record.incarnation)
+                self._agent.struck_off(life, rendezvous.has_left(self._store, record))
         for rank, record in records.items():
             known = self._known.get(rank)
             if known is None or known.incarnation < record.incarnation:

@@ -10,7 +10,7 @@ for which all others wait. So a worker makes a fixed number of requests to the
 store and one bulk read, and an error reaches everyone at once.
 
 Members of a dynamic group come and go: each name has a key with its worker's
-record, which is empty once the worker left.
+record, in whose place it says later whether that worker left or was lost.
 
 Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` and
 ``incarnation-of-rank/RANK`` count lives; ``round/RANK`` a rank's meetings;
@@ -46,7 +46,9 @@ T = TypeVar("T")
 _PREFIX = "tensorwire"
 _COMPLETE = "complete"
 _STATIC, _DYNAMIC = "static", "dynamic"
-_LEFT = "-"
+_NOBODY = "!"
+"""In the place of the name that has a rank, and at the start of what follows a member's record."""
+_LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
 _NOT_GIVEN = "-1"
 _MUST_AGREE = ("world_size", "backend", "protocol")
 
@@ -356,17 +358,30 @@ def join(store: Store, me: Record) -> None:
         _check_rank_is_held(store, me)
 
 
-def leave(store: Store, member: Record) -> None:
-    """Ends a membership, one's own or that of a worker that was lost.
+def leave(store: Store, me: Record) -> None:
+    """Ends this worker's membership; does nothing if this life of it is no member any more."""
+    _end(store, me, _LEFT)
 
-    Does nothing if that life of the worker is no member any more.
-    """
+
+def strike_off(store: Store, lost: Record) -> None:
+    """Ends the membership of a worker that was lost, likewise."""
+    _end(store, lost, _LOST)
+
+
+def has_left(store: Store, member: Record) -> bool:
+    """Whether that life, the last of its name, left of its own accord."""
+    with _names_store_loss():
+        ours, key = _ours(store), f"member/{member.name}"
+        return bool(ours.check([key])) and _text(ours.get(key)) == _mark(_LEFT, member)
+
+
+def _end(store: Store, member: Record, how: str) -> None:
     with _names_store_loss():
         ours = _ours(store)
         record = member.encode().decode()
         if _value(ours, f"member/{member.name}") == record:
-            ours.compare_set(f"member/{member.name}", record, _LEFT)
-            ours.compare_set(f"id/{member.rank}", member.name, _LEFT)
+            ours.compare_set(f"member/{member.name}", record, _mark(how, member))
+            ours.compare_set(f"id/{member.rank}", member.name, _NOBODY)
             ours.add("changes", 1)
 
 
@@ -386,7 +401,7 @@ def members(store: Store) -> list[Record]:
         slots = range(1, ours.add("joined", 0) + 1)
         names = [_text(name) for name in _read(ours, "names/", slots)]
         found = [_text(record) for record in _read(ours, "member/", names)]
-        return [Record.decode(record.encode()) for record in found if record != _LEFT]
+        return [Record.decode(record.encode()) for record in found if _is_there(record)]
 
 
 def changes(store: Store) -> int:
@@ -399,7 +414,7 @@ def changes(store: Store) -> int:
 def _claim_rank(store: Store, me: Record) -> None:
     holder = _text(store.compare_set(f"id/{me.rank}", "", me.name))
     while holder != me.name:
-        member = _value(store, f"member/{holder}") if holder != _LEFT else None
+        member = _value(store, f"member/{holder}") if _is_there(holder) else None
         if member is not None and Record.decode(member.encode()).rank == me.rank:
             raise BringUpError(
                 f"rank {me.rank} is claimed by two workers, {Record.decode(member.encode())} "
@@ -426,10 +441,10 @@ def _claim_name(store: Store, me: Record) -> None:
             return
     found = _text(store.get(key))
     while found != record:
-        if found != _LEFT:
+        if _is_there(found):
             other = Record.decode(found.encode())
             if other.rank != me.rank:
-                store.compare_set(f"id/{me.rank}", me.name, _LEFT)
+                store.compare_set(f"id/{me.rank}", me.name, _NOBODY)
                 raise BringUpError(
                     f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
                 )
@@ -456,7 +471,7 @@ def _value(store: Store, key: str) -> str | None:
     if not store.check([key]):
         return None
     value = _text(store.get(key))
-    return None if value == _LEFT else value
+    return value if _is_there(value) else None
 
 
 def _read(store: Store, prefix: str, keys: Iterable[object]) -> list[bytes]:
@@ -484,3 +499,11 @@ def _names_store_loss() -> Iterator[None]:
             "the store was lost while workers were meeting; is the worker that hosts it, "
             f"usually rank 0, still running? ({error})"
         ) from error
+
+
+def _mark(how: str, member: Record) -> str:
+    return f"{how} {member.incarnation}"
+
+
+def _is_there(value: str) -> bool:
+    return not value.startswith(_NOBODY)

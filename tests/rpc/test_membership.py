@@ -27,6 +27,7 @@ class Agent:
         self.is_expelled = False
         self.peers: set[Life] = set()
         self.struck: list[Life] = []
+        self.left: list[Life] = []
         self.group = self
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -37,9 +38,9 @@ class Agent:
     def add_peer(self, peer: Peer) -> None:
         self.peers.add(Life(peer.info.id, peer.incarnation))
 
-    def struck_off(self, life: Life) -> None:
+    def struck_off(self, life: Life, left: bool) -> None:
         self.may_go_on.wait(20)
-        self.struck.append(life)
+        (self.left if left else self.struck).append(life)
         self.peers.discard(life)
         self.is_expelled = self.is_expelled or life == self.life
 
@@ -79,6 +80,8 @@ class View:
         self.lives: dict[int, int] = {}
         self.met: set[Life] = set()
         self.struck: set[Life] = set()
+        self.leavers: set[Life] = set()
+        self.last: dict[int, Life] = {}
 
     def add_peer(self, peer: Peer) -> None:
         life = Life(peer.info.id, peer.incarnation)
@@ -87,8 +90,9 @@ class View:
         self.met.add(life)
         self.lives[life.worker] = life.incarnation
 
-    def struck_off(self, life: Life) -> None:
+    def struck_off(self, life: Life, left: bool) -> None:
         assert life in self.met - self.struck, "struck off twice, or never met"
+        assert left == (life in self.leavers and self.last.get(life.worker, life) == life)
         self.struck.add(life)
         assert self.lives.pop(life.worker) == life.incarnation
         self.is_expelled = self.is_expelled or life == self.life
@@ -106,11 +110,13 @@ def check_look(seed: int) -> None:
     for _ in range(draw.randint(1, 25)):
         who = draw.randrange(1 if draw.random() < 0.95 else 0, 4)
         if who in listed and draw.random() < 0.5:
-            rendezvous.leave(store, listed.pop(who))
+            rendezvous.leave(store, listed[who])
+            view.leavers.add(Life(who, listed.pop(who).incarnation))
         elif who not in listed:
             born[who] += 1
             listed[who] = _record(who, born[who])
             rendezvous.join(store, listed[who])
+            view.last[who] = Life(who, born[who])
         if draw.random() < 0.3:
             _declare_lost(draw, member, view, listed)
         if draw.random() < 0.5:

@@ -263,6 +263,21 @@ class TestDynamicGroup:
         assert rendezvous.lookup(store, "worker5") is None
         assert rendezvous.lookup(store, 5) is None
 
+    def test_it_is_known_who_left_and_who_was_struck_off(self) -> None:
+        store = HashStore()
+        assert not rendezvous.has_left(store, record(5, None))
+        for number in (5, 6):
+            rendezvous.join(store, record(number, None))
+        assert not rendezvous.has_left(store, record(5, None))
+        rendezvous.leave(store, record(5, None))
+        rendezvous.strike_off(store, record(6, None))
+        assert rendezvous.members(store) == []
+        assert rendezvous.has_left(store, record(5, None))
+        assert not rendezvous.has_left(store, record(5, None, incarnation=2))
+        assert not rendezvous.has_left(store, record(6, None))
+        rendezvous.join(store, record(6, None, incarnation=2))
+        assert rendezvous.lookup(store, "worker6") == record(6, None, incarnation=2)
+
     def test_a_worker_that_died_comes_back_in_its_place(self) -> None:
         store = HashStore()
         first, second = record(1, None), record(1, None, incarnation=2, address=b"new")
@@ -291,12 +306,13 @@ class TestDynamicGroup:
             rendezvous.join(store, record(1, None, name="worker0"))
         assert rendezvous.lookup(store, 1) is None
 
-    def test_a_rank_belongs_to_one_name(self) -> None:
+    @pytest.mark.parametrize("name", ["worker0", "-"])
+    def test_a_rank_belongs_to_one_name(self, name: str) -> None:
         store = HashStore()
-        rendezvous.join(store, record(0, None))
+        rendezvous.join(store, record(0, None, name=name))
         with pytest.raises(BringUpError, match="rank 0 is claimed by two workers"):
             rendezvous.join(store, record(0, None, name="other"))
-        assert rendezvous.members(store) == [record(0, None)]
+        assert rendezvous.members(store) == [record(0, None, name=name)]
 
     def test_backends_must_agree(self) -> None:
         store = HashStore()

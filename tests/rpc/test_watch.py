@@ -279,3 +279,17 @@ class TestEvents:
             assert seen[0].change is MembershipChange.LEFT
             assert [worker.name for worker in rpc.workers()] == ["alice", "carol", "dave"]
             assert [worker.name for worker in rpc.workers("da")] == ["dave"]
+
+    @pytest.mark.parametrize(
+        ("left", "change"), [(True, MembershipChange.LEFT), (False, MembershipChange.LOST)]
+    )
+    def test_the_store_may_know_first_that_one_left(
+        self, group: Group, left: bool, change: MembershipChange
+    ) -> None:
+        seen: list[MembershipEvent] = []
+        group["carol"].events.subscribe(seen.append)
+        group["carol"].struck_off(group["bob"].life, left)
+        until(lambda: bool(seen))
+        assert (seen[0].change, seen[0].worker.name) == (change, "bob")
+        with pytest.raises(WorkerLostError, match="left" if left else "does not list"):
+            group["carol"].rpc_sync("bob", abs, (-1,))
