@@ -189,6 +189,8 @@ class Director:
             reader.join()
         self.problems += self._left_behind()
         self._log.close()
+        printed = self._settings.log.read_text(errors="replace")
+        self.problems += re.findall(r"Exception in thread .*|Fatal Python error.*", printed)
 
     def _left_behind(self) -> Iterator[str]:
         """Shared memory that the workers made, by the process id in its name, and children."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from chaos.events import Event, Vitals, What
@@ -110,6 +110,7 @@ def judge(
         *(problem for o in outcomes for problem in _problems(o, end, limits, called)),
         *_stalls(told[witness], end, limits),
         *_leaks(witness, held, limits),
+        *(f"{e.who}: {e.text}" for events in told.values() for e in events if e.what is What.WRONG),
     ]
     if growth > limits.rss:
         violations.append(f"{witness} grew by {growth / _MIB:.1f} MiB after the first fifth")
@@ -122,8 +123,8 @@ def _next_at(fault: Fault, faults: Sequence[Fault], end: float) -> float:
 
 
 def _outcome(fault: Fault, told: dict[str, list[Event]], until: float) -> Outcome:
-    def first(events: Iterable[Event], what: What, name: str) -> float | None:
-        found = (e.at - fault.at for e in events if e.what is what and e.name == name)
+    def first(events: Iterable[Event], what: Container[What], name: str) -> float | None:
+        found = (e.at - fault.at for e in events if e.what in what and e.name == name)
         return next((seconds for seconds in found if seconds >= 0), None)
 
     others = [
@@ -131,12 +132,12 @@ def _outcome(fault: Fault, told: dict[str, list[Event]], until: float) -> Outcom
         for who, events in told.items()
         if who != fault.victim
     ]
-    errors = [first(events, What.ERROR, fault.victim) for events in others]
-    losses = [first(events, What.LOST, fault.victim) for events in others]
+    errors = [first(events, (What.ERROR, What.FAILED), fault.victim) for events in others]
+    losses = [first(events, (What.LOST,), fault.victim) for events in others]
     seen = [seconds for seconds in errors if seconds is not None]
     noticed = [seconds for seconds in losses if seconds is not None]
-    back = first(told[fault.victim], What.JOINED, "")
-    steps = [first([e], What.STEP, "") for e in _steps(told, fault.victim)]
+    back = first(told[fault.victim], (What.JOINED,), "")
+    steps = [first([e], (What.STEP,), "") for e in _steps(told, fault.victim)]
     on = [seconds for seconds in steps if seconds is not None]
     lost = max(noticed, default=None)
     mended = fault.kind is Kind.CUT and lost is None

@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 import autograd_dist
 import optim_dist
 import rpc
+from chaos.errands import Errands, held, tally
 from chaos.events import Event, Vitals, What
 
 SERVER = "server"
@@ -29,34 +31,35 @@ _WIDTH = 64
 _BATCH = 512  # enough for shared memory where there is some
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LEAVE_SECONDS = 20.0
+_QUIET_SECONDS = 10.0
 
 
-class Model:
-    """What the server keeps."""
+class Models:
+    """What the server keeps: a model for each trainer, as they do not wait for each other."""
 
     _lock = threading.Lock()
-    _module: torch.nn.Module | None = None
+    _modules: ClassVar[dict[str, torch.nn.Module]] = {}
 
     @classmethod
-    def get(cls) -> torch.nn.Module:
+    def get(cls, trainer: str) -> torch.nn.Module:
         with cls._lock:
-            if cls._module is None:
+            if trainer not in cls._modules:
                 torch.manual_seed(0)
-                cls._module = torch.nn.Sequential(
+                cls._modules[trainer] = torch.nn.Sequential(
                     torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.ReLU(), torch.nn.Linear(_WIDTH, 1)
                 )
-            return cls._module
+            return cls._modules[trainer]
 
 
-def forward(inputs: torch.Tensor) -> torch.Tensor:
+def forward(trainer: str, inputs: torch.Tensor) -> torch.Tensor:
     """On the server."""
-    result: torch.Tensor = Model.get()(inputs)
+    result: torch.Tensor = Models.get(trainer)(inputs)
     return result
 
 
-def parameters() -> list[rpc.RRef[torch.nn.Parameter]]:
+def parameters(trainer: str) -> list[rpc.RRef[torch.nn.Parameter]]:
     """On the server."""
-    return [rpc.RRef(parameter) for parameter in Model.get().parameters()]
+    return [rpc.RRef(parameter) for parameter in Models.get(trainer).parameters()]
 
 
 class Worker:
@@ -76,6 +79,7 @@ class Worker:
             try:
                 self._join()
                 self._work()
+                self._look_for_remains()
             except RuntimeError as error:
                 self._tell_error(error)
             with contextlib.suppress(RuntimeError):
@@ -119,30 +123,51 @@ class Worker:
             while not (self._end.is_set() or self._failed.is_set()):
                 self._end.wait(0.1)
             return
-        while not (self._end.is_set() or self._failed.is_set()):
-            try:
-                self._train()
-            except (RuntimeError, ValueError) as error:
-                self._tell_error(error)
-                self._end.wait(0.1)
+        errands = Errands(self._name, self._tell_wrong, self._tell_failed, self._arguments.rank)
+        try:
+            while not (self._end.is_set() or self._failed.is_set()):
+                try:
+                    self._train()
+                except (RuntimeError, ValueError) as error:
+                    self._tell_error(error)
+                    self._end.wait(0.1)
+        finally:
+            errands.stop()
+
+    def _look_for_remains(self) -> None:
+        """Before leaving: nothing of what was called, shared or trained may still be here."""
+        deadline = time.monotonic() + _QUIET_SECONDS
+        while not self._failed.is_set() and (remains := held()):
+            if time.monotonic() > deadline:
+                self._tell_wrong(f"still holds {remains}")
+                break
+            threading.Event().wait(0.05)
+        if twice := tally.twice():
+            self._tell_wrong(f"{twice} calls ran twice")
 
     def _train(self) -> None:
-        owned = rpc.rpc_sync(SERVER, parameters, timeout=5)
+        owned = rpc.rpc_sync(SERVER, parameters, (self._name,), timeout=5)
         optimizer = optim_dist.DistributedOptimizer(torch.optim.SGD, owned, lr=0.01)
         inputs = torch.randn(_BATCH, _WIDTH)
         targets = inputs.sum(1, keepdim=True)
         while not (self._end.is_set() or self._failed.is_set()):
             with autograd_dist.context() as context:
-                outputs = rpc.rpc_sync(SERVER, forward, (inputs,))
+                outputs = rpc.rpc_sync(SERVER, forward, (self._name, inputs))
                 loss = torch.nn.functional.mse_loss(outputs, targets)
                 autograd_dist.backward(context, [loss])
                 optimizer.step(context)
             self._tell(What.STEP)
             self._end.wait(self._arguments.pause)
 
-    def _tell_error(self, error: Exception) -> None:
+    def _tell_failed(self, error: Exception) -> None:
+        self._tell_error(error, What.FAILED)
+
+    def _tell_error(self, error: Exception, what: What = What.ERROR) -> None:
         lost = getattr(error, "name", "") if isinstance(error, rpc.WorkerLostError) else ""
-        self._tell(What.ERROR, str(lost or ""), f"{type(error).__name__}: {error}"[:300])
+        self._tell(what, str(lost or ""), f"{type(error).__name__}: {error}"[:300])
+
+    def _tell_wrong(self, text: str) -> None:
+        self._tell(What.WRONG, text=text[:2000])
 
     def _tell(
         self, what: What, name: str = "", text: str = "", vitals: Vitals | None = None

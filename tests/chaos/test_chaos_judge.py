@@ -126,6 +126,19 @@ def test_a_call_to_the_one_that_all_call_must_fail() -> None:
     ]
 
 
+def test_calls_beside_the_training_that_fail_count_as_noticed() -> None:
+    beside = [replace(e, what=What.FAILED) if e.what is What.ERROR else e for e in good_run()]
+    report = judge([FAULT], beside, "w", END, LIMITS, called="server")
+    assert report.violations == []
+    assert report.outcomes[0].error == 1.5
+
+
+def test_what_must_not_happen_to_any_worker() -> None:
+    assert violations(
+        [*good_run(), Event(158.0, "other", What.WRONG, text="3 calls ran twice")]
+    ) == ["other: 3 calls ran twice"]
+
+
 def holding(threads: Callable[[float], int]) -> list[Event]:
     """The good run, with so many threads, descriptors and segments at each time."""
     return [
