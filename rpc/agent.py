@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc import deadlines, profiling
+from rpc import deadlines, finalizers, profiling
 from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
@@ -35,6 +35,7 @@ from rpc.futures import Future
 from rpc.gathering import Gatherings
 from rpc.group import Group
 from rpc.ids import Life
+from rpc.interrupts import restore, shut_out
 from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
@@ -143,6 +144,7 @@ class Agent:
 
     def start(self) -> bytes:
         """Begins to listen; returns the address for the other workers."""
+        finalizers.watch()
         address = self.transport.start(self.info, self.life.incarnation, self)
         self._start_watch()
         self.pulse.start()
@@ -240,6 +242,7 @@ class Agent:
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         _require_callable(func)
+        finalizers.refuse("rpc_sync")
         if retry is not None:
             waiting = WaitingCaller()
             tried = RetriedCall(to, func, args or (), kwargs or {})
@@ -248,8 +251,13 @@ class Agent:
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
-        self.caller.call(self.find(to, timeout), func, args or (), kwargs or {}, timeout, sink)
-        return self.caller.sync(sink)
+        peer = self.find(to, timeout)
+        before = shut_out()
+        try:
+            self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
+            return self.caller.sync(sink)
+        finally:
+            restore(before)
 
     def rpc_async(
         self,
@@ -262,6 +270,8 @@ class Agent:
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
         _require_callable(func)
+        if finalizers.running():
+            return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
         if retry is not None:
             return self.retries.future(
                 RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
@@ -272,7 +282,12 @@ class Agent:
         future = self.caller.future(f"the call of {name} on {to}")
         try:
             sink = FutureSink(future, self.completions)
-            self.caller.call(self.find(to, timeout), func, args or (), kwargs or {}, timeout, sink)
+            peer = self.find(to, timeout)
+            before = shut_out()
+            try:
+                self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
+            finally:
+                restore(before)
         except (WorkerLostError, RpcTimeoutError) as error:
             future.set_exception(error)
         return future
@@ -288,20 +303,40 @@ class Agent:
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
         _require_callable(func)
+        finalizers.refuse("remote")
         if retry is not None:
             tried = RetriedCall(to, func, args or (), kwargs or {})
             return self.retries.create(tried, timeout, retry)
         if profiling.wanted():
             return profiling.remote(self, to, func, args, kwargs, timeout)
         owner = self.find(to, timeout)
-        rref, passed, sink = self.references.create(owner, func, self.timeout_of(timeout))
-        target = encode_passed((passed,))
+        before = shut_out()
         try:
-            self.caller.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
-        except BaseException as error:
-            self.references.creation_not_sent(rref, passed, error)
-            raise
-        return rref
+            rref, passed, sink = self.references.create(owner, func, self.timeout_of(timeout))
+            target = encode_passed((passed,))
+            try:
+                self.caller.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
+            except BaseException as error:
+                self.references.creation_not_sent(rref, passed, error)
+                raise
+            return rref
+        finally:
+            restore(before)
+
+    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
+        """The outcome of a call that is made soon, on another thread; safe in finalizers."""
+        future = self.caller.future("a call made by a finalizer")
+
+        def begin() -> None:
+            try:
+                call = start()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                call.add_done_callback(lambda done: future.complete_from(done.value))
+
+        self.references.do_later(lambda: self.completions.submit(begin))
+        return future
 
     def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
         """The worker meant by a name, an id or a ``WorkerInfo``.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc import collecting, deadlines
+from rpc import collecting, deadlines, interrupts
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
 from rpc.builtin_backends import default_backend, register_builtin_backends
@@ -152,6 +152,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         set_process_agent(None)
         collecting.stop_using()
+        interrupts.stop()
 
 
 def rpc_sync(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from rpc import codec, deadlines, packing, tracing
+from rpc import codec, deadlines, finalizers, packing, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
@@ -31,12 +31,14 @@ from rpc.errors import (
 )
 from rpc.futures import Future
 from rpc.holdings import Loan
+from rpc.interrupts import restore, shut_out
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import (
     WatchedSink,
     feeds,
     goes_on,
+    leads_to,
     profiler_enabled,
     tell_expired,
     traced,
@@ -183,12 +185,16 @@ class Caller:
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._agent.rpc_timeout
-        if traced() is None or extension == tracing.Tracing.name:
-            self._message(to, extension, (body, tuple(tensors)), timeout, sink)
-        else:
-            name = f"{extension} message"
-            with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
-                self._message(to, extension, (body, tuple(tensors)), timeout, watched)
+        before = shut_out()
+        try:
+            if traced() is None or extension == tracing.Tracing.name:
+                self._message(to, extension, (body, tuple(tensors)), timeout, sink)
+            else:
+                name = f"{extension} message"
+                with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
+                    self._message(to, extension, (body, tuple(tensors)), timeout, watched)
+        finally:
+            restore(before)
 
     def _message(
         self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
@@ -219,8 +225,21 @@ class Caller:
         )
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Gives up the call whose outcome ``future`` waits for; False if it is over."""
-        return self.cancel_where(lambda sink: feeds(sink, future))
+        """Gives up the call whose outcome ``future`` waits for; False if it is over.
+
+        In a finalizer that is not known yet: it is done later.
+        """
+        if finalizers.running():
+            self._agent.references.do_later(lambda: self._cancel_in_time(future))
+            return True
+        before = shut_out()
+        try:
+            return self.cancel_where(lambda sink: feeds(sink, future))
+        finally:
+            restore(before)
+
+    def _cancel_in_time(self, future: Future[Any]) -> None:
+        self.cancel_where(lambda sink: feeds(sink, future))
 
     def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
         """Gives up the call whose sink is wanted; False if there is none."""
@@ -247,8 +266,13 @@ class Caller:
             agent.notices.tell(agent.group.life(to), Cancel(tuple(theirs)))
 
     def sync(self, sink: WaitingCaller) -> Any:
-        """Waits for a sink's outcome."""
-        return sink.result(self._agent.transport.wait)
+        """Waits for a sink's outcome; gives the call up if something ends the wait itself."""
+        try:
+            return sink.result(self._agent.transport.wait)
+        except BaseException:
+            if sink.is_waiting:
+                self.cancel_where(lambda each: leads_to(each, sink))
+            raise
 
     def reply_arrived(self, sender: int, frame: Frame) -> None:
         """Matches a reply to its call and hands it to the call's sink."""
@@ -391,7 +415,7 @@ class Caller:
             lost = agent.group.lost_error(to.id)
             if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
                 raise lost from None  # the transport was told to forget it
-            if withdrawn:
+            if withdrawn or not isinstance(error, Exception):
                 raise
 
     def _arm(self, expiry: float) -> bool:

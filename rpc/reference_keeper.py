@@ -32,6 +32,7 @@ from rpc.errors import (
 from rpc.futures import Future
 from rpc.holdings import NOTHING_LENT, Adopted, Countdown, Holding, Loan, Maker
 from rpc.ids import GlobalId, Life
+from rpc.interrupts import restore, shut_out
 from rpc.messages import Operation, Reply, Status
 from rpc.raising import again
 from rpc.reaper import Reaper
@@ -347,8 +348,12 @@ class ReferenceKeeper:
         caller = self.agent.caller
         sink = WaitingCaller()
         owner = self.owner_of(holding)
-        caller.request(Operation.FETCH, owner, rref, timeout, sink, b"", "to_here")
-        return caller.sync(sink)
+        before = shut_out()
+        try:
+            caller.request(Operation.FETCH, owner, rref, timeout, sink, b"", "to_here")
+            return caller.sync(sink)
+        finally:
+            restore(before)
 
     def _await_constant(self, holding: Holding, timeout: float) -> None:
         """Waits for the news that the value was made if that will likely bring the value.
@@ -439,6 +444,10 @@ class ReferenceKeeper:
     def dropped(self, holding: Holding) -> None:
         """A handle was garbage collected; safe in finalizers."""
         self._reaper.put(holding)
+
+    def do_later(self, task: Callable[[], None]) -> None:
+        """Runs a task soon, on a thread that it must not block; safe in finalizers."""
+        self._reaper.call(task)
 
     def control_arrived(self, sender: Life, message: ControlMessage) -> None:
         """A control message about references came."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
+from rpc import finalizers
 from rpc.codec import Reference as Handle
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
@@ -105,6 +106,7 @@ class RRef(Handle, Generic[T]):
             RRefError: the handle is unusable; the text says why.
             WorkerLostError: the owner is gone.
         """
+        finalizers.refuse("to_here")
         return cast(T, self._keeper.to_here(self, timeout))
 
     def local_value(self) -> T:

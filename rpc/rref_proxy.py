@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rpc import finalizers
 from rpc.rref import RRef, call_method
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class RRefProxy:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             agent: Agent = rref._keeper.agent
+            if finalizers.running():
+                if flavour != "rpc_async":
+                    finalizers.refuse(flavour)
+                return agent.later(lambda: call(*args, **kwargs))
             if flavour == "remote":
                 _require_method(rref._get_type(timeout), name)
             rref._keeper.require_usable(rref._holding)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.executor import blocking, in_handler
 from rpc.futures import Future, Waiter
+from rpc.interrupts import let_in, restore
 from rpc.messages import Reply
 from rpc.transports.base import Frame
 
@@ -49,15 +50,20 @@ class Sink(Protocol):
 
 
 class WaitingCaller:
-    """A thread that blocks until the outcome is there, and unpacks it itself."""
+    """A thread that blocks until the outcome is there, and unpacks it itself.
 
-    __slots__ = ("_arrived", "_error", "_outcome")
+    Attributes:
+        is_waiting: the outcome was not there yet when the thread last looked.
+    """
+
+    __slots__ = ("_arrived", "_error", "_outcome", "is_waiting")
 
     def __init__(self) -> None:
         self._arrived = threading.Lock()
         self._arrived.acquire()
         self._outcome: tuple[Reply, Frame, Unpack] | None = None
         self._error: Exception | None = None
+        self.is_waiting = True
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Hands the packed reply to the waiting thread."""
@@ -76,6 +82,7 @@ class WaitingCaller:
                 wait(self._done, self._block)
         else:
             wait(self._done, self._block)
+        self.is_waiting = False
         if self._outcome is None:
             assert self._error is not None
             raise self._error
@@ -87,7 +94,11 @@ class WaitingCaller:
         return self._outcome is not None or self._error is not None
 
     def _block(self) -> None:
-        self._arrived.acquire()
+        before = let_in()
+        try:
+            self._arrived.acquire()
+        finally:
+            restore(before)
 
 
 class FutureSink:

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rpc.interrupts import let_in, restore, shut_out
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
@@ -170,31 +171,56 @@ class ReplySide:
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Reads until ``done()``, or calls ``block`` if another thread does already."""
-        if self._held:
-            self.let_go()
-        if not self._leading.acquire(False):
-            if threading.get_ident() == self._background_thread:
-                self.start()
-            block()
-            return
-        self._leader_thread = threading.get_ident()
-        self._leader_done = done
+        before = shut_out()
         try:
-            if not self._closed:
+            if self._held:
+                self.let_go()
+            if self._leading.acquire(False):
                 self._lead(done)
+            elif self._leader_thread == threading.get_ident():
+                self._lead_within(done)
+            elif threading.get_ident() == self._background_thread:
+                self.start()
         finally:
-            self._leader_done = None
-            self._leader_thread = 0
-            self._leading.release()
+            restore(before)
         if not done():
             block()
 
     def _lead(self, done: Callable[[], bool]) -> None:
+        """With the leadership taken, which it gives back."""
+        self._leader_thread = threading.get_ident()
+        self._leader_done = done
+        try:
+            if not self._closed:
+                self._read_until(done)
+        finally:
+            self._leader_done = None
+            self._leader_thread = 0
+            self._leading.release()
+
+    def _lead_within(self, done: Callable[[], bool]) -> None:
+        """On the leading thread: a signal handler that ran while it waits makes a call."""
+        outer, self._leader_done = self._leader_done, done
+        try:
+            self._read_until(done)
+        finally:
+            self._leader_done = outer
+
+    def _read_until(self, done: Callable[[], bool]) -> None:
         channels = self._epoll.fileno()
         try:
             self._background.modify(channels, 0)
             while not (done() or self._closed):
-                self._dispatch(self._lookout.wait(_RECHECK_SECONDS))
+                before = let_in()
+                try:
+                    ready = self._lookout.wait(_RECHECK_SECONDS)
+                finally:
+                    restore(before)
+                self._dispatch(ready)
+        except BaseException:  # what was ready may not have been looked at
+            for channel in list(self._channels.values()):
+                channel.handle(select.EPOLLIN)
+            raise
         finally:
             with contextlib.suppress(ValueError):  # a reply's callback closed us
                 self._background.modify(channels, select.EPOLLIN)

@@ -71,6 +71,7 @@ def test_results_arrive_where_the_map_came_from(size: int) -> None:
 def test_over_tensorpipe_torch_carries_what_moves(
     device_map: dict[torch.device, torch.device],
 ) -> None:
+    from rpc.transports.loopback import Loopback
     from rpc.transports.tensorpipe_caller import Caller
     from rpc.transports.tensorpipe_shared import HostMemory
     from rpc.transports.tensorpipe_wire import Sender
@@ -81,7 +82,7 @@ def test_over_tensorpipe_torch_carries_what_moves(
     address = Address("uv://127.0.0.1:5", DeviceInfo(0), "life", memory.host).encode()
     caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), lambda *_: None)
     peer = Peer(WorkerInfo("bob", 1), 1, address)
-    link = caller.link_to(peer, "alice", options, memory)
+    link = caller.link_to(peer, "alice", options, memory, Loopback("alice", lambda _: None))
     assert link.shared.place(LARGE) is LARGE
     assert link.shared.has_offer is (device_map.get(HOST, HOST) == HOST)
     link.shared.close()
