@@ -12,6 +12,7 @@ through it later.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from autograd_dist.recv_node import Node
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 Hooks = MutableMapping[int, Hook]
+
+_quiet_lock = threading.Lock()
+"""Guards which hooks of any tensor are quiet: runs of many passes meet at one tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,9 +107,9 @@ class Border:
         if not self._nodes:
             return stack
         for hooks in self._hooks:
-            for key, hook in list(hooks.items()):
-                quiet = hooks[key] = partial(_unless_in, self._run, hook)
-                stack.callback(_put_back, hooks, key, quiet, hook)
+            for key in list(hooks):
+                _quieten(hooks, key, self._run)
+                stack.callback(_let_speak, hooks, key, self._run)
         for node in nodes:
             edges = node.next_functions
             if any(successor in self._nodes for successor, _ in edges):
@@ -133,14 +137,40 @@ def _hooks_at(nodes: set[Node], sent: Iterable[SentTensor]) -> list[Hooks]:
     return list(distinct.values())
 
 
-def _unless_in(run: EngineRun, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
-    return None if current_run() is run else hook(gradient)
+class _Quiet:
+    """A hook that is not called in some runs, which may overlap in any way.
+
+    Args:
+        hook: the user's.
+    """
+
+    __slots__ = ("hook", "runs")
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+        self.runs: list[EngineRun] = []
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if current_run() in self.runs else self.hook(gradient)
 
 
-def _put_back(hooks: Hooks, key: int, quiet: Hook, hook: Hook) -> None:
-    # Another thread may have removed the hook, or quietened it once more, meanwhile.
-    if hooks.get(key) is quiet:
-        hooks[key] = hook
+def _quieten(hooks: Hooks, key: int, run: EngineRun) -> None:
+    with _quiet_lock:
+        hook = hooks.get(key)
+        if hook is None:  # another thread has removed it
+            return
+        if not isinstance(hook, _Quiet):
+            hook = hooks[key] = _Quiet(hook)
+        hook.runs.append(run)
+
+
+def _let_speak(hooks: Hooks, key: int, run: EngineRun) -> None:
+    with _quiet_lock:
+        quiet = hooks.get(key)
+        if isinstance(quiet, _Quiet):
+            quiet.runs.remove(run)
+            if not quiet.runs:
+                hooks[key] = quiet.hook
 
 
 def _change_nothing(_: torch.Tensor) -> None:
