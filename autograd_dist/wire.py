@@ -186,8 +186,9 @@ def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Reque
 
 
 def encode_ack(ack: Ack) -> bytes:
-    """An acknowledgement as bytes."""
-    return _ACK.pack(ack.stuck, ack.resolved) + (ack.error or "").encode()
+    """An acknowledgement as bytes. What cannot be encoded of the error's text is escaped."""
+    text = (ack.error or "").encode(errors="backslashreplace")
+    return _ACK.pack(ack.stuck, ack.resolved) + text
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -199,7 +200,7 @@ def decode_ack(data: bytes) -> Ack:
     if len(data) < _ACK.size:
         raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
     stuck, resolved = _ACK.unpack_from(data)
-    return Ack(stuck, resolved, data[_ACK.size :].decode() or None)
+    return Ack(stuck, resolved, data[_ACK.size :].decode(errors="backslashreplace") or None)
 
 
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

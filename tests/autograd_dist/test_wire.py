@@ -72,10 +72,15 @@ def test_acknowledgements_survive_the_wire(stuck, resolved, error):
     assert decode_ack(encode_ack(ack)) == ack
 
 
+def test_what_cannot_be_encoded_of_an_error_is_escaped():
+    ack = decode_ack(encode_ack(Ack(error="no file \udc80")))
+    assert ack.error == r"no file \udc80"
+
+
 @given(st.binary(max_size=80))
 def test_damaged_bytes_are_refused_and_never_crash(data):
     for decode in (decode_message, decode_ack, lambda d: CallMetadata.decode(d, 3)):
-        with contextlib.suppress(FrameError, UnicodeDecodeError):
+        with contextlib.suppress(FrameError):
             decode(data)
 
 
