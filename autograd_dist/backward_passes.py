@@ -24,6 +24,7 @@ from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
 from autograd_dist.profiled import PASS, Home, is_recorded, span
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
+from rpc.remote_errors import text_of
 from rpc.slot import Slot
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class BackwardPasses:
 
         Raises:
             BackwardError: it failed, here or on another worker.
+            BaseException: what code here raised, if that is no ``Exception``.
             UnknownContextError: there is no such context here.
         """
         done = Slot()
@@ -100,7 +102,7 @@ class BackwardPasses:
         finally:
             self._end(driver)
         if error is not None:
-            raise BackwardError(error) from driver.cause
+            raise _as_raised(error, driver.take_cause())
 
     def request_arrived(
         self, message: PassMessage, tensors: Sequence[torch.Tensor]
@@ -162,9 +164,8 @@ class BackwardPasses:
                 to, EXTENSION_NAME, message.encode(), tensors, partial(self._answered, driver)
             )
         except Exception as error:
-            driver.failed(
-                f"Error on Node {self._me}: gradients for worker {to} cannot be sent: {error}"
-            )
+            why = f"gradients for worker {to} cannot be sent: {text_of(error)}"
+            driver.failed(f"Error on Node {self._me}: {why}")
 
     def acknowledge(self, token: Slot, ack: Ack) -> None:
         """Replies to a request of a pass."""
@@ -180,7 +181,7 @@ class BackwardPasses:
                 raise error
             ack = decode_ack(answer)
         except Exception as error:
-            driver.failed(f"Error on Node {self._me}: {error}")
+            driver.failed(f"Error on Node {self._me}: {text_of(error)}")
         else:
             driver.acknowledged(ack)
 
@@ -277,6 +278,15 @@ def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Slot) -> N
     with span(PASS):
         driver.start(roots)
         home.work()
+
+
+def _as_raised(error: str, cause: BaseException | None) -> BaseException:
+    """What tells the caller of a pass that it failed: SystemExit and the like as they are."""
+    if cause is not None and not isinstance(cause, Exception):
+        return cause
+    failure = BackwardError(error)
+    failure.__cause__ = cause
+    return failure
 
 
 def _never_called(error: str | None) -> None:

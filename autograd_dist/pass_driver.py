@@ -32,6 +32,7 @@ from autograd_dist.passes import (
 )
 from autograd_dist.profiled import SEND, Home, span
 from autograd_dist.recv_node import Origin
+from rpc.remote_errors import text_of
 
 Payload = list[torch.Tensor | None]
 
@@ -65,7 +66,6 @@ class PassDriver(Generic[T]):
         retain_graph: whether graphs must survive the pass.
 
     Attributes:
-        cause: what the local share of the pass raised.
         home: has the local share done by one thread; None if any will do.
     """
 
@@ -82,13 +82,13 @@ class PassDriver(Generic[T]):
     ) -> None:
         self.pass_id = pass_id
         self.retain_graph = retain_graph
-        self.cause: BaseException | None = None
         self.home: Home | None = None
         self._me = me
         self._participant = participant
         self._participant_lock = threading.Lock()
         self._wire = wire
         self._finished = finished
+        self._cause: BaseException | None = None
         self._local: LocalPass | None = make_local(self._gradients_ready)
 
     def start(self, roots: Sequence[torch.Tensor]) -> None:
@@ -116,6 +116,14 @@ class PassDriver(Generic[T]):
         # The two refer to each other; without this the graph would wait for the
         # garbage collector. A wave that still runs has its own reference.
         self._local = None
+
+    def take_cause(self) -> BaseException | None:
+        """At the root: what the local share of the pass raised.
+
+        It is given out once, as its traceback refers to the driver.
+        """
+        cause, self._cause = self._cause, None
+        return cause
 
     def _gradients_ready(self, origin: Origin, gradients: Payload) -> None:
         self._handle(lambda: self._participant.gradients_ready(origin, gradients))
@@ -172,9 +180,10 @@ class PassDriver(Generic[T]):
             else:
                 reach = local.reach_of_send(effect.message_id, effect.positions)
             return lambda: participant.reach_found(reach)
-        except Exception as error:
-            self.cause = error
-            text = f"Error on Node {self._me}: {error}"
+        except BaseException as error:  # whoever waits for the pass is on another thread or worker
+            if self.pass_id.root == self._me:
+                self._cause = error
+            text = f"Error on Node {self._me}: {_described(error)}"
             return lambda: participant.failed(text)
 
 
@@ -190,6 +199,13 @@ def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
             local.resolve_without_gradient(message_id)
     local.run_wave()
     return len(unused)
+
+
+def _described(error: BaseException) -> str:
+    text, kind = text_of(error), type(error).__name__
+    if isinstance(error, Exception):
+        return text or kind
+    return f"{kind}: {text}" if text else kind
 
 
 def _takes_long(effect: Effect[Payload, T]) -> bool:

@@ -134,6 +134,11 @@ def retell(error: Exception, text: str) -> Exception:
     return cast(Exception, _with_report(copy, _Report(text, parcel.shown, ())))
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says, whatever its class makes of that. Never raises an ``Exception``."""
+    return _attempt(str, error)
+
+
 def refuse_as_torch_does(func: object, error: TypeError) -> None:
     """Raises what an operator of torch raised when its arguments did not fit, in known words.
 

@@ -1,0 +1,152 @@
+"""Whatever a worker's share of a pass raises, the pass ends and its caller learns why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import autograd_dist
+import rpc
+from autograd_dist.pass_driver import PassDriver
+from rpc.agent import Agent
+from rpc.testing import as_worker, local_group
+from tests import waiting
+
+SECONDS = 10.0
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("there is no text")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "boom": lambda: ValueError("boom"),
+    "KeyError": KeyError,
+    r"no file \udc80": lambda: ValueError("no file \udc80"),
+    "MuteError whose text raises RuntimeError": MuteError,
+    "SystemExit: 3": lambda: SystemExit(3),
+    "CancelledError": asyncio.CancelledError,
+}
+
+
+@pytest.fixture
+def group() -> Iterator[list[Agent]]:
+    with local_group("alice", "bob", "carol") as group, as_worker(group[0]):
+        yield group
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def failing(x: torch.Tensor, text: str) -> torch.Tensor:
+    def fail(_: torch.Tensor) -> None:
+        raise ERRORS[text]()
+
+    y = x * 2
+    y.register_hook(fail)
+    return y * 1
+
+
+def failing_at(worker: str, x: torch.Tensor, text: str) -> torch.Tensor:
+    return rpc.rpc_sync(worker, failing, (x, text)) * 2
+
+
+def at_the_root(x: torch.Tensor, text: str) -> torch.Tensor:
+    return failing(rpc.rpc_sync("bob", doubled, (x,)), text)
+
+
+def at_the_root_on_another_thread(x: torch.Tensor, text: str) -> torch.Tensor:
+    held = failing(x, text)
+    rpc.rpc_sync("bob", doubled, (held,))  # unused, so what it holds back runs later
+    return rpc.rpc_sync("bob", doubled, (x,)) + held
+
+
+def elsewhere(x: torch.Tensor, text: str) -> torch.Tensor:
+    return rpc.rpc_sync("bob", failing, (x, text))
+
+
+def behind_another_worker(x: torch.Tensor, text: str) -> torch.Tensor:
+    return rpc.rpc_sync("bob", failing_at, ("carol", x, text))
+
+
+Forward = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+def outcome(forward: Forward, text: str) -> BaseException:
+    """What a pass raises; it must end."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with autograd_dist.context() as context_id:
+                loss = forward(torch.ones(2, requires_grad=True), text).sum()
+                autograd_dist.backward(context_id, [loss])
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,))
+    thread.start()
+    thread.join(SECONDS)
+    assert raised, "the pass does not end"
+    return raised[0]
+
+
+@pytest.mark.parametrize("text", ERRORS)
+@pytest.mark.parametrize(
+    ("forward", "node"), [(elsewhere, 1), (behind_another_worker, 2)], ids=["there", "behind"]
+)
+def test_what_a_hook_raises_elsewhere_comes_to_the_root(
+    group: list[Agent], forward: Forward, node: int, text: str
+) -> None:
+    error = outcome(forward, text)
+    assert isinstance(error, autograd_dist.BackwardError)
+    assert str(error).startswith(f"Error on Node {node}: ")
+    assert text in str(error)
+
+
+@pytest.mark.parametrize("text", ["boom", "MuteError whose text raises RuntimeError"])
+@pytest.mark.parametrize("forward", [at_the_root, at_the_root_on_another_thread])
+def test_what_a_hook_raises_at_the_root_is_the_cause(
+    group: list[Agent], forward: Forward, text: str
+) -> None:
+    error = outcome(forward, text)
+    assert isinstance(error, autograd_dist.BackwardError)
+    assert text in str(error)
+    assert type(error.__cause__) is type(ERRORS[text]())
+
+
+@pytest.mark.parametrize("text", ["SystemExit: 3", "CancelledError"])
+@pytest.mark.parametrize("forward", [at_the_root, at_the_root_on_another_thread])
+def test_what_is_no_exception_leaves_the_root_as_it_is(
+    group: list[Agent], forward: Forward, text: str
+) -> None:
+    assert type(outcome(forward, text)) is type(ERRORS[text]())
+
+
+def drivers() -> int:
+    return sum(type(each) is PassDriver for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("forward", [elsewhere, at_the_root, at_the_root_on_another_thread])
+def test_a_pass_that_failed_is_not_left_to_the_garbage_collector(
+    group: list[Agent], forward: Forward
+) -> None:
+    gc.collect()
+    others = drivers()
+    gc.disable()
+    try:
+        with autograd_dist.context() as context_id:
+            loss = forward(torch.ones(2, requires_grad=True), "boom").sum()
+            with pytest.raises(autograd_dist.BackwardError, match="boom"):
+                autograd_dist.backward(context_id, [loss])
+        waiting.until(lambda: drivers() <= others, SECONDS)
+    finally:
+        gc.enable()
