@@ -204,14 +204,22 @@ class ContextTable:
         Raises:
             UnknownContextError: it does not.
         """
-        with self._lock:
-            context = self._contexts.get(context_id)
+        context = self.get(context_id)
         if context is None:
             raise UnknownContextError(context_id)
         return context
 
+    def get(self, context_id: int) -> DistAutogradContext | None:
+        """A context that exists here; None if there is none with that id."""
+        with self._lock:
+            return self._contexts.get(context_id)
+
     def join(self, context_id: int) -> DistAutogradContext | None:
-        """A context that another worker mentions; None if it is over."""
+        """A context that another worker mentions; None if it is over.
+
+        Only some thousands that are over are remembered: what was joined here before is to
+        be had from :meth:`get`, or it might come back.
+        """
         with self._lock:
             context = self._contexts.get(context_id)
             if context is not None or self._is_over(context_id):

@@ -91,7 +91,7 @@ class AutogradExtension:
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Makes a call made inside a context part of it."""
         context_id = current_context_id()
-        context = None if context_id is None else self.contexts.join(context_id)
+        context = None if context_id is None else self.contexts.get(context_id)
         if context is None:
             return None
         context.add_worker(to)
@@ -116,7 +116,7 @@ class AutogradExtension:
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
     ) -> bytes | None:
         """Makes a result part of the context of its call."""
-        context = self.contexts.join(CallMetadata.context_of(request_metadata))
+        context = self.contexts.get(CallMetadata.context_of(request_metadata))
         if context is None:
             return None
         sent = _record_sent(context, tensors)
@@ -127,7 +127,7 @@ class AutogradExtension:
     ) -> list[torch.Tensor]:
         """Lets gradients find the way back to a result's sender."""
         received = CallMetadata.decode(metadata, len(tensors))
-        context = self.contexts.join(received.context_id)
+        context = self.contexts.get(received.context_id)
         if context is None:
             return tensors
         return _attach_received(context, received, sender, tensors)

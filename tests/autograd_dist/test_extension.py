@@ -335,6 +335,31 @@ def test_call_that_outlives_its_context_does_not_bring_it_back(workers):
     assert extension.contexts.join(context_id) is None
 
 
+def test_a_handler_that_long_outlives_its_context_does_not_bring_it_back(workers):
+    started, go_on = threading.Event(), threading.Event()
+
+    def scaled(x):
+        started.set()
+        assert go_on.wait(SECONDS)
+        return rpc.rpc_sync("carol", square, (x,)) * leaf()
+
+    workers[1].scaled = scaled
+    extension = workers[1].extensions.load(EXTENSION_NAME)
+    with autograd_dist.context():
+        future = rpc.rpc_async("bob", call_scaled, (leaf(),))
+        assert started.wait(SECONDS)
+    wait_until(lambda: not debug(workers[1], "num_autograd_contexts"))
+    for context_id in range(5000):
+        extension.contexts.release(context_id)
+    go_on.set()
+    assert future.wait().tolist() == [1.0, 8.0]
+    assert [debug(worker, "num_autograd_contexts") for worker in workers] == [0, 0, 0]
+
+
+def call_scaled(x):
+    return rpc.current.current_agent().scaled(x)
+
+
 def test_contexts_cannot_be_nested(workers):
     with autograd_dist.context():
         with pytest.raises(RuntimeError, match="Already have an autograd context id"):
