@@ -39,7 +39,7 @@ class SentTensor:
 
     Attributes:
         edge: its place in the autograd graph.
-        hooks: the tensor's hooks, present and future.
+        hooks: the tensor's hooks, present and future; of a leaf, its node knows them.
         device: where its gradients have to be.
         owner: keeps the graph alive where an edge does not: of a sparse tensor, and in older
             releases of torch, where not even a node of a Python function does.
@@ -52,14 +52,28 @@ class SentTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SentTensor:
-        """Describes a tensor that requires grad."""
-        # Only the handle of a hook gives access to the others.
-        handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
-        hooks: Hooks | None = handle.hooks_dict_ref()
-        handle.remove()
+        """Describes a tensor that :func:`has_gradient`."""
+        if torch.is_inference_mode_enabled():  # a leaf's node is found by using the leaf
+            with torch.inference_mode(False):
+                return cls.of(tensor)
         owner = _owner_of(tensor)
         edge = get_gradient_edge(tensor) if owner is None else _edge_behind(owner)
-        return cls(edge, {} if hooks is None else hooks, tensor.device, owner)
+        return cls(edge, _hooks_of(tensor), tensor.device, owner)
+
+
+def _hooks_of(tensor: torch.Tensor) -> Hooks:
+    if tensor.is_leaf:
+        return {}
+    # Only the handle of a hook gives access to the others.
+    handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
+    hooks: Hooks | None = handle.hooks_dict_ref()
+    handle.remove()
+    return {} if hooks is None else hooks
+
+
+def has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be in a graph: one that was made in inference mode cannot begin one."""
+    return tensor.requires_grad and not (tensor.is_leaf and tensor.is_inference())
 
 
 class _User(torch.autograd.Function):

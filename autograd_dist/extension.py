@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from autograd_dist.backward_passes import BackwardPasses
-from autograd_dist.border import SentTensor
+from autograd_dist.border import SentTensor, has_gradient
 from autograd_dist.contexts import (
     ContextTable,
     DistAutogradContext,
@@ -234,7 +234,7 @@ class AutogradExtension:
 
 
 def _record_sent(context: DistAutogradContext, tensors: Sequence[torch.Tensor]) -> CallMetadata:
-    positions = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    positions = tuple(i for i, tensor in enumerate(tensors) if has_gradient(tensor))
     if not positions:
         return CallMetadata(context.context_id, 0, ())
     message_id = context.add_send([SentTensor.of(tensors[i]) for i in positions])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autograd_dist.border import Border
+from autograd_dist.border import Border, SentTensor
 from autograd_dist.engine_run import running
 
 
@@ -45,3 +45,16 @@ def test_a_hook_that_is_removed_during_a_run_stays_removed():
     with Border(Run(), {get_gradient_edge(leaf).node}, ()).watched(()):
         handle.remove()
     assert not leaf._backward_hooks
+
+
+def test_describing_a_leaf_leaves_its_hooks_to_those_who_register_them():
+    leaf = torch.ones(2, requires_grad=True)
+    SentTensor.of(leaf)
+    assert leaf._backward_hooks is None
+
+
+def test_hooks_that_come_after_a_tensor_was_described_are_known():
+    tensor = torch.ones(2, requires_grad=True) * 2
+    described = SentTensor.of(tensor)
+    tensor.register_hook(print)
+    assert list(described.hooks.values()) == [print]

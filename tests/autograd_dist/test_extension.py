@@ -195,6 +195,25 @@ def is_leaf(x):
     return x.is_leaf and x.requires_grad
 
 
+def test_what_is_sent_in_inference_mode_is_tracked(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        with torch.inference_mode():
+            sums = [rpc.rpc_sync("bob", torch.sum, (sent,)) for sent in (x, x.clone())]
+        assert [each.requires_grad for each in sums] == [True, False]
+        autograd_dist.backward(context_id, sums[:1])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [1.0, 1.0]
+
+
+def test_a_leaf_made_in_inference_mode_is_sent_as_torch_uses_it(workers):
+    with torch.inference_mode():
+        x = leaf()
+    assert not (x * x).requires_grad
+    with autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id) == {}
+
+
 def test_outside_a_context_a_tensor_arrives_as_a_leaf(workers):
     with autograd_dist.context():
         pass

@@ -155,6 +155,7 @@ def test_a_call_in_a_context_of_a_lost_worker_is_refused_rather_than_left_out_of
     context_id = begun_by_the_lost_carol(group)
     table = group.agents[0].extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
     monkeypatch.setattr(table, "_lives", lambda _: True)  # alice has not heard of it
+    assert table.join(context_id) is not None
     with entered(context_id), pytest.raises(rpc.WorkerLostError, match="'carol'"):
         rpc.rpc_sync("bob", square, (leaf(),))
 
