@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed
 
-from autograd_dist.contexts import DistAutogradContext, current_context_id, entered
+from autograd_dist.contexts import DistAutogradContext, current_context_id, entered, make_current
 from autograd_dist.extension import AutogradExtension
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.current import current_agent
@@ -28,7 +28,8 @@ class context:
     optimizers take. Leaving the block frees the context on every worker.
 
     Raises:
-        RuntimeError: the thread is in a context already, or RPC is not initialized.
+        RuntimeError: the thread is in a context already, this one is entered and not left
+            yet, or RPC is not initialized.
 
     Example::
 
@@ -38,21 +39,61 @@ class context:
     """
 
     def __enter__(self) -> int:
-        if current_context_id() is not None:
+        extension = _extension()
+        refuse_nested(extension)
+        block = _Block(extension)
+        # In one step, as another thread may enter at the same time.
+        known: object = vars(self).setdefault("_block", block)
+        if known is not block:
             raise RpcError(
-                "Already have an autograd context id for this thread; contexts cannot be nested"
+                "this autograd context is entered already; make a context() for each with block"
             )
-        self._extension = _extension()
+        return block.enter()
+
+    def __exit__(self, *_: object) -> None:
+        block: _Block = vars(self).pop("_block")
+        block.leave()
+
+
+class _Block:
+    """One time that a context is entered and left."""
+
+    def __init__(self, extension: AutogradExtension) -> None:
+        self._extension = extension
+
+    def enter(self) -> int:
+        """Creates the context; returns its id."""
         self._context_id = self._extension.contexts.create().context_id
         self._inside = entered(self._context_id)
         self._inside.__enter__()
         return self._context_id
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
+        """Ends the context, wherever it is left."""
         try:
             self._inside.__exit__()
+        except ValueError:
+            pass  # a generator that another thread closes; where it entered, the context is over
         finally:
             self._extension.release(self._context_id)
+
+
+def refuse_nested(extension: AutogradExtension) -> None:
+    """Raises if the running code is in a context; takes it out of one that is over.
+
+    It may still be in the context of whoever started it, such as a task that outlives it.
+
+    Raises:
+        RpcError: it is.
+    """
+    context_id = current_context_id()
+    if context_id is None:
+        return
+    if extension.contexts.get(context_id) is not None:
+        raise RpcError(
+            "Already have an autograd context id for this thread; contexts cannot be nested"
+        )
+    make_current(None)
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:

@@ -6,7 +6,7 @@ extension's; new programs want :class:`autograd_dist.context`.
 
 from __future__ import annotations
 
-from autograd_dist.api import _extension
+from autograd_dist.api import _extension, refuse_nested
 from autograd_dist.contexts import (
     DistAutogradContext,
     current_context_id,
@@ -35,9 +35,9 @@ def _new_context() -> DistAutogradContext:
     Raises:
         RuntimeError: the running code has one already, or RPC is not initialized.
     """
-    if current_context_id() is not None:
-        raise RpcError("Already have an autograd context id for this thread")
-    context = _extension().contexts.create()
+    extension = _extension()
+    refuse_nested(extension)
+    context = extension.contexts.create()
     make_current(context.context_id)
     return context
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import gc
 import threading
 import weakref
@@ -387,6 +389,47 @@ def test_contexts_cannot_be_nested(workers):
             rpc.rpc_sync("bob", autograd_dist.context().__enter__)
     with autograd_dist.context():
         pass
+
+
+def test_a_task_that_outlives_the_context_it_was_made_in_may_open_another(workers):
+    async def step():
+        with autograd_dist.context() as context_id:
+            loss = await rpc.rpc_async("bob", square, (leaf(),))
+            autograd_dist.backward(context_id, [loss.sum()])
+            return len(autograd_dist.get_gradients(context_id))
+
+    async def main():
+        with autograd_dist.context():
+            task = asyncio.create_task(step())
+        return await task
+
+    assert asyncio.run(main()) == 1
+
+
+def test_a_context_may_be_left_by_another_thread_than_entered_it(workers):
+    def held():
+        with autograd_dist.context():
+            yield
+
+    generator = held()
+    next(generator)
+    thread = threading.Thread(target=generator.close)
+    thread.start()
+    thread.join()
+    assert debug(workers[0], "num_autograd_contexts") == 0
+    with autograd_dist.context():
+        pass
+
+
+def test_one_context_is_entered_once_at_a_time(workers):
+    context, inside = autograd_dist.context(), contextvars.copy_context()
+    with context:
+        with pytest.raises(RuntimeError, match="entered already"):
+            inside.run(context.__enter__)
+        assert debug(workers[0], "num_autograd_contexts") == 1
+    with context:
+        pass
+    assert debug(workers[0], "num_autograd_contexts") == 0
 
 
 @pytest.mark.parametrize(
