@@ -39,13 +39,16 @@ from autograd_dist.wire import (
     decode_message,
     decode_release,
 )
-from rpc.errors import RpcError
+from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError, WorkerLostError
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.futures import Future
 
 _log = logging.getLogger("rpc")
+
+_GONE = (WorkerLostError, UnknownWorkerError, AgentClosedError)
+"""What a message to a worker that is gone raises."""
 
 
 class AutogradExtension:
@@ -168,8 +171,11 @@ class AutogradExtension:
         body = Inquiry(tuple(context_ids)).encode()
         try:
             future = self._agent.send_extension_message(creator, self.name, body, timeout=0)
+        except _GONE:
+            return  # and its contexts with it
         except RpcError:
-            return  # it is gone, and its contexts with it
+            _log.exception("worker %d is not asked which of its contexts are over", creator)
+            return
         future.add_done_callback(partial(self._answered, creator))
 
     def _answered(self, creator: int, future: Future[bytes]) -> None:
@@ -225,11 +231,12 @@ class AutogradExtension:
             self._passes.drop(context.context_id, "this worker shut down")
 
     def _tell(self, worker: int, context_ids: Sequence[int]) -> None:
+        """Tells a worker that contexts are over; raises RpcError if it does not get to know."""
         body = Release(tuple(context_ids)).encode()
         try:
             future = self._agent.send_extension_message(worker, self.name, body)
-        except RpcError:
-            return  # it is gone, and the context with it
+        except _GONE:
+            return  # and the contexts with it
         future.add_done_callback(_ignore)
 
 

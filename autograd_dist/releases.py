@@ -6,11 +6,15 @@ message for each would cost a short training step as much as one of its calls.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from rpc.errors import RpcError
 from rpc.reaper import Reaper
+
+_log = logging.getLogger("rpc")
 
 _LINGER_SECONDS = 0.02
 
@@ -20,7 +24,8 @@ class Releases:
 
     Args:
         name: of the thread that sends it.
-        send: sends the ids of contexts that are over to one worker.
+        send: sends the ids of contexts that are over to one worker; what it raises an
+            RpcError for, such as that the worker's queue is full, is sent again later.
     """
 
     def __init__(self, name: str, send: Callable[[int, Sequence[int]], None]) -> None:
@@ -55,7 +60,12 @@ class Releases:
         for worker, context_id in batch:
             contexts[worker].append(context_id)
         for worker, ids in contexts.items():
-            self._send(worker, ids)
+            try:
+                self._send(worker, ids)
+            except RpcError as error:
+                _log.debug("worker %d is told later which contexts are over: %s", worker, error)
+                for context_id in ids:
+                    self.put(context_id, (worker,))
 
 
 def _nothing_waits() -> None:
