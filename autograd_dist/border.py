@@ -106,7 +106,7 @@ class Border:
     Args:
         run: the run; nodes may execute for another one at the same time.
         nodes: the nodes on the far side.
-        sent: tensors whose hooks are known.
+        sent: tensors whose hooks are known, and whose gradients enter at those nodes.
     """
 
     def __init__(self, run: EngineRun, nodes: set[Node], sent: Iterable[SentTensor]) -> None:
@@ -146,7 +146,7 @@ class Border:
 
 def _hooks_at(nodes: set[Node], sent: Iterable[SentTensor]) -> list[Hooks]:
     of_leaves = [node.variable._backward_hooks for node in nodes if is_leaf(node)]
-    of_sent = [tensor.hooks for tensor in sent if tensor.edge.node in nodes]
+    of_sent = [tensor.hooks for tensor in sent]
     distinct = {id(hooks): hooks for hooks in (*of_leaves, *of_sent) if hooks}
     return list(distinct.values())
 

@@ -64,10 +64,11 @@ def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = No
     return region
 
 
-def reachable(start: Iterable[Node]) -> set[Node]:
-    """Every node that gradients entering at ``start`` can reach, ``start`` included."""
-    region = explore(start)
-    return {*region.inner, *region.recvs, *region.leaves}
+def successors(node: Node) -> list[Node]:
+    """Where gradients go from a node on this worker, once for each edge."""
+    if _ends(node):
+        return []
+    return [successor for successor, _ in node.next_functions if successor is not None]
 
 
 def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:
@@ -88,6 +89,8 @@ def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:
 def any_reaches_another(nodes: Iterable[Node]) -> bool:
     """Whether some path leads from one of the nodes to another of them."""
     targets = set(nodes)
+    if len(targets) < 2:
+        return False
     seen: set[Node] = set()
     stack = [node for node in targets if not _ends(node)]
     while stack:

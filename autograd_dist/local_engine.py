@@ -20,6 +20,7 @@ and what it could not finish is computed again in a later wave.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -36,8 +37,8 @@ from autograd_dist.graph import (
     Region,
     any_reaches_another,
     explore,
-    reachable,
     recv_edges_behind,
+    successors,
 )
 from autograd_dist.leaf_hooks import accumulation_is_observed
 from autograd_dist.recv_node import Node, Origin, origin_of
@@ -72,6 +73,7 @@ class LocalPass:
         self._sends = dict(sends)
         self._waiting = set(sends)
         self._blockers = _Blockers()
+        self._sent_at: dict[Node, list[SentTensor]] = {}
         self._leaves = leaves
         self._deliver = deliver
         self._grad_fields = grad_fields
@@ -159,13 +161,14 @@ class LocalPass:
                 "gradients in this pass: it was answered before, or never sent from here"
             )
         self._waiting.discard(message_id)
-        self._blockers.remove(message_id)
-        return self._sends[message_id]
+        sent = self._sends[message_id]
+        self._blockers.remove(sent)
+        return sent
 
     def _blocked_predicate(self) -> Callable[[Node], bool]:
         if not self._waiting:
             return _never
-        self._blockers.ensure({m: self._sends[m] for m in self._waiting})
+        self._blockers.ensure(self._sends[message_id] for message_id in self._waiting)
         return self._blockers.block
 
     def _is_undelivered(self, recv: Node) -> bool:
@@ -199,11 +202,18 @@ class LocalPass:
         roots = {key: waiting for key, waiting in start.items() if key[0] not in border_nodes}
         for key in roots:
             del self._contributions[key]
-        border = Border(self, border_nodes, chain.from_iterable(self._sends.values()))
+        border = Border(self, border_nodes, self._sent_from(border_nodes))
         with border.watched(region.inner):
             self._read(roots, region, border_nodes, self._retain_graph)
         for key, gradient in border.crossed:
             self._contributions.setdefault(key, _Sum()).add(gradient)
+
+    def _sent_from(self, nodes: Iterable[Node]) -> list[SentTensor]:
+        """The tensors of sent messages whose gradients enter at some nodes."""
+        if not self._sent_at:
+            for tensor in chain.from_iterable(self._sends.values()):
+                self._sent_at.setdefault(tensor.edge.node, []).append(tensor)
+        return [tensor for node in nodes for tensor in self._sent_at.get(node, ())]
 
     def _replay(self, start: _Contributions, region: Region) -> None:
         # Only gradients that leave the worker are progress worth computing twice for.
@@ -288,27 +298,37 @@ _Contributions = Mapping[Edge, _Sum]
 
 
 class _Blockers:
-    """Counts, for each node, the unanswered sends that lead to it."""
+    """Knows which nodes unanswered sends lead to.
+
+    Counts, for each node, the tensors that enter there and the edges from nodes that are
+    blocked themselves. A node whose count comes to nothing is free, and no more blocks others.
+    """
 
     def __init__(self) -> None:
-        self._reach: dict[int, set[Node]] | None = None
-        self._count: dict[Node, int] = {}
+        self._count: Counter[Node] | None = None
 
-    def ensure(self, sends: Mapping[int, Sequence[SentTensor]]) -> None:
+    def ensure(self, sends: Iterable[Sequence[SentTensor]]) -> None:
         """Counts once, when something has to wait for the first time."""
-        if self._reach is not None:
+        if self._count is not None:
             return
-        self._reach = {m: reachable(t.edge.node for t in sent) for m, sent in sends.items()}
-        for node in chain.from_iterable(self._reach.values()):
-            self._count[node] = self._count.get(node, 0) + 1
+        entries = [tensor.edge.node for sent in sends for tensor in sent]
+        self._count = Counter(entries)
+        for node in explore(entries).inner:
+            self._count.update(successors(node))
 
     def block(self, node: Node) -> bool:
-        return self._count.get(node, 0) > 0
+        return self._count is not None and node in self._count
 
-    def remove(self, message_id: int) -> None:
-        if self._reach is not None:
-            for node in self._reach.pop(message_id):
-                self._count[node] -= 1
+    def remove(self, sent: Sequence[SentTensor]) -> None:
+        if self._count is None:
+            return
+        stack = [tensor.edge.node for tensor in sent]
+        while stack:
+            node = stack.pop()
+            self._count[node] -= 1
+            if not self._count[node]:
+                del self._count[node]
+                stack.extend(successors(node))
 
 
 class _BorrowedGrads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -568,3 +569,33 @@ def test_a_gradient_that_came_over_another_device_is_moved_to_that_of_its_tensor
     local.add_gradients(message, [torch.ones(2)])
     local.run_wave()
     assert node.gradient(leaf).device == torch.device("meta")
+
+
+def test_work_grows_with_the_graph_and_not_with_its_square_however_much_was_sent():
+    """Every state of a chain is sent; the answers come back from the last to the first."""
+    steps = [calls_of_a_chain(length) for length in (20, 40, 80)]
+    assert steps[2] - steps[1] == 2 * (steps[1] - steps[0])
+
+
+def calls_of_a_chain(length):
+    node, leaf = Node(), param()
+    state, sent = leaf, []
+    for _ in range(length):
+        state = state * 1.0
+        sent.append(node.send(state))
+    local = node.start()
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and frame.f_globals["__name__"].startswith("autograd_dist")
+
+    sys.setprofile(count)
+    try:
+        for message in reversed(sent):
+            local.add_gradients(message, [torch.ones(2)])
+            local.run_wave()
+    finally:
+        sys.setprofile(None)
+    assert node.gradient(leaf).tolist() == [float(length)] * 2
+    return calls
