@@ -82,7 +82,7 @@ class _User(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Any tensor will do."""
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
 
 def _owner_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -85,12 +85,12 @@ class _Yardstick:
     def __init__(self) -> None:
         alone = [object()]
         self.listed = sys.getrefcount(alone[0])
-        view = torch.empty(1).view(1, 1)
+        view = torch.empty(1, device="cpu").view(1, 1)
         self._base = _base_references(view)
         self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
-        self._own = self._uses_of_memory(torch.empty(1))
+        self._own = self._uses_of_memory(torch.empty(1, device="cpu"))
         self._seen = self._uses_of_memory(view)
-        self._values = self._uses_of_values(torch.ones(1).to_sparse())
+        self._values = self._uses_of_values(torch.ones(1, device="cpu").to_sparse())
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
         """True if the memory is nobody else's; of a COO tensor, that of its values."""

@@ -85,7 +85,7 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     plain = [_detached(tensor) for tensor in tensors]
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
-    anchor = torch.empty((), requires_grad=True)
+    anchor = torch.empty((), requires_grad=True, device="cpu")
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))

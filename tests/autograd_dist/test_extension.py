@@ -15,6 +15,7 @@ from torch.futures import Future as TorchFuture
 
 import autograd_dist
 import rpc
+from autograd_dist import gradients
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
@@ -214,6 +215,14 @@ def test_a_leaf_made_in_inference_mode_is_sent_as_torch_uses_it(workers):
     with autograd_dist.context() as context_id:
         autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
         assert autograd_dist.get_gradients(context_id) == {}
+
+
+def test_a_pass_does_not_depend_on_the_default_device(workers):
+    x = leaf()
+    gradients._yardstick.cache_clear()
+    with torch.device("meta"), autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
 
 
 def test_outside_a_context_a_tensor_arrives_as_a_leaf(workers):
