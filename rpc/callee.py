@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
@@ -531,4 +531,9 @@ class _Service:
 
 
 def _print_traceback(error: BaseException) -> None:
-    traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+    """Never raises, whatever ``sys.stderr`` is: the caller waits for a reply."""
+    try:
+        traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+    except BaseException:
+        with suppress(BaseException):  # where the log goes may be as broken
+            _logger.error("sys.stderr does not take this traceback", exc_info=error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -118,6 +120,38 @@ def test_a_function_whose_reply_nobody_takes_did_not_fail(
         assert not any(series.errors for series in bob.callee.metrics())
     del made
     assert "Traceback" not in capfd.readouterr().err
+
+
+def refuse() -> None:
+    raise ValueError("naïve \udc80")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def closed_log() -> io.TextIOBase:
+    log = io.StringIO()
+    log.close()
+    return log
+
+
+@pytest.mark.parametrize(
+    "log",
+    [io.TextIOWrapper(io.BytesIO(), encoding="ascii"), FullDisk(), closed_log(), None],
+    ids=["ascii", "full disk", "closed", "none"],
+)
+def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
+    log: io.TextIOBase | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with local_group("here", "there") as (here, there):
+        monkeypatch.setattr(sys, "stderr", log)
+        with pytest.raises(ValueError, match="naïve"):
+            here.rpc_sync("there", refuse, timeout=10)
+        monkeypatch.undo()
+        until(there.callee.quiet)
+        assert log is None or "sys.stderr does not take this traceback" in caplog.text
 
 
 def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes() -> None:
