@@ -13,6 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -35,6 +36,9 @@ else:
 Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
 
 _logger = logging.getLogger("rpc")
+
+_CALLBACK = "a callback on "
+_MOST_NESTED = 32
 
 
 class Collector(Protocol):
@@ -184,19 +188,10 @@ class Future(_TorchFuture[T]):
         its own type that is also a ``RuntimeError``.
         """
         _require_callable("then", callback)
-        child: Future[S] = Future(description=f"a callback on {self._description}")
+        call = self._description.removeprefix(_CALLBACK)  # once is enough for a long chain
+        child: Future[S] = Future(description=_CALLBACK + call)
         child._waiter, child._waker = self._waiter, self._waker
-        context = contextvars.copy_context()
-
-        def run(done: object) -> None:
-            try:
-                value = context.run(callback, done)
-            except BaseException as error:
-                child.set_exception(_as_runtime_error(error))
-            else:
-                child.set_result(value)
-
-        self.add_done_callback(run)
+        self.add_done_callback(_Link(callback, child))
         return child
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
@@ -285,6 +280,75 @@ class Future(_TorchFuture[T]):
         if not failure.seen:
             kind, text = type(self._error).__name__, failure.stand_in  # logs may be kept
             _logger.error("%s failed and nobody looked: %s: %s", self._description, kind, text)
+
+
+class _Followed(threading.local):
+    """The links of chains that the running thread follows."""
+
+    nested: int = 0
+    """How many, each from within the completion of the one before."""
+    found: list[tuple[_Link, object]] | None = None
+    """Set while those that are met are kept for later."""
+
+
+_followed = _Followed()
+
+
+class _Link:
+    """What ``then`` hangs on a future: a callback, and the future of what it returns.
+
+    Completing that one may lead to the next link, some frames deeper. The first links of
+    a chain are followed so, as torch does; those of a long one after each other, in the
+    same order, or Python would run out of frames and the rest would never be done.
+    """
+
+    __slots__ = ("_callback", "_child", "_context")
+
+    def __init__(self, callback: Callable[..., Any], child: Future[Any]) -> None:
+        self._callback = callback
+        self._child = child
+        self._context = contextvars.copy_context()
+
+    def __call__(self, done: object) -> None:
+        here = _followed
+        if here.found is not None:
+            here.found.append((self, done))
+        elif here.nested < _MOST_NESTED:
+            here.nested += 1
+            try:
+                self._outcome(done)()
+            finally:
+                here.nested -= 1
+        else:
+            _follow_in_turn(self, done)
+
+    def _outcome(self, done: object) -> Callable[[], None]:
+        """Runs the callback; returns what completes its future."""
+        try:
+            value = self._context.run(self._callback, done)
+        except BaseException as error:
+            return partial(self._child.set_exception, _as_runtime_error(error))
+        return partial(self._child.set_result, value)
+
+    def links_after(self, done: object) -> list[tuple[_Link, object]]:
+        """Follows this link, but not those that it leads to, which are returned."""
+        complete = self._outcome(done)
+        found: list[tuple[_Link, object]] = []
+        _followed.found = found
+        try:
+            complete()
+        except Exception:
+            _logger.exception("the future of a callback could not be completed")
+        finally:
+            _followed.found = None
+        return found
+
+
+def _follow_in_turn(link: _Link, done: object) -> None:
+    left = [(link, done)]
+    while left:
+        link, done = left.pop()
+        left += reversed(link.links_after(done))
 
 
 def _stand_in(error: BaseException) -> BaseException:

@@ -167,6 +167,65 @@ def test_an_error_of_a_callback_comes_out_of_the_chain_as_its_type_and_as_runtim
     assert raised.value.__cause__ is error
 
 
+@pytest.mark.parametrize("links", [10, 100, 2000])
+def test_a_chain_of_any_length_is_followed_in_the_order_of_torchs(links: int) -> None:
+    def follow(make: type[torch.futures.Future]) -> list[str]:
+        seen: list[str] = []
+        first = future = make()
+        for number in range(links):
+            future.then(lambda f, n=number: seen.append(f"before {n} {f.value()}"))
+            future = future.then(lambda f: f.value() + 1)
+            future.then(lambda f, n=number: seen.append(f"then {n} {f.value()}")).then(
+                lambda f, n=number: seen.append(f"and {n}")
+            )
+        last = future
+        first.set_result(0)
+        assert last.value() == links
+        return seen
+
+    assert follow(Future) == follow(torch.futures.Future)
+
+
+def test_the_last_future_of_a_long_chain_says_in_few_words_what_it_is_of() -> None:
+    future = first = Future(description="the call of f on w1")
+    for _ in range(100):
+        future = future.then(lambda f: f.value())
+    with pytest.raises(RuntimeError, match=r"^a callback on the call of f on w1 is not done"):
+        future.value()
+    first.set_result(0)
+
+
+def test_a_callback_deep_in_a_chain_may_complete_a_future_and_wait_for_what_hangs_on_it() -> None:
+    def complete_another(f: Future[int]) -> int:
+        other: Future[int] = Future()
+        child = other.then(lambda o: o.value() + f.value())
+        other.set_result(1)
+        assert child.done()
+        return child.value()
+
+    first: Future[int] = Future()
+    future = first
+    for _ in range(100):
+        future = future.then(complete_another)
+    first.set_result(0)
+    assert future.value() == 100
+
+
+def test_a_link_that_was_completed_by_hand_does_not_hold_up_the_rest_of_a_chain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first: Future[int] = Future()
+    chain = [first]
+    for _ in range(100):
+        chain.append(chain[-1].then(lambda f: f.value() + 1))
+    side = chain[80].then(lambda f: f.value())
+    side.set_result(-1)
+    after = chain[80].then(lambda f: f.value())
+    first.set_result(0)
+    assert (chain[-1].value(), after.value(), side.value()) == (100, 80, -1)
+    assert "could not be completed" in caplog.text
+
+
 def test_then_runs_in_the_context_of_the_call_to_then():
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
     future: Future[int] = Future()
