@@ -53,7 +53,7 @@ from rpc.reference_terms import (
 )
 from rpc.references import ReferenceTable
 from rpc.rref import RRef, _rref_typeof_on_owner, run_backward
-from rpc.sinks import Unpack, WaitingCaller
+from rpc.sinks import Unpack, WaitingCaller, harmless
 from rpc.slot import Slot
 from rpc.transports.base import Frame
 from rpc.worker_info import WorkerInfo
@@ -80,8 +80,8 @@ class _CreationSink:
                 unpack(reply, frame, _decode_nothing)
             if frame.payload:
                 self._holding.constant = (codec.decode(frame.payload, (), ()),)
-        except Exception as error:
-            self.failed(error)
+        except BaseException as error:
+            self.failed(harmless(error))
         else:
             self._keeper.creation_replied(self._holding)
 

@@ -99,7 +99,7 @@ def encode_error(error: BaseException, worker: WorkerInfo) -> bytes:
         shown = parcel.shown if report is None else ""
         hop = _Hop(str(worker), shown, _format_traceback(error, report))
         return _to_bytes(parcel, (*(report.hops if report else ()), hop))
-    except Exception as failure:
+    except BaseException as failure:
         text = f"{_name_of(type(error))}, and packing it failed: {_attempt(repr, failure)}"
         parcel = _Parcel(_name_of(type(error)), None, True, (), (), (), (), text, text)
         return _to_bytes(parcel, (_Hop(str(worker), text, ""),))
@@ -229,7 +229,7 @@ def _freeze(value: object) -> Frozen | None:
         tensors = [tensor.cpu() for tensor in encoded.tensors]
         table, slots = tensor_table.pack_tensors(tensors, inline_limit=_EVERY_SIZE)
         return None if slots else (encoded.payload, table)
-    except Exception:
+    except BaseException:
         return None
 
 
@@ -242,7 +242,7 @@ def _format_traceback(error: BaseException, report: _Report | None) -> str:
             head = "Traceback (most recent call last):\n"
             lines = [head, *traceback.format_tb(error.__traceback__), report.shown]
         return "".join(lines).rstrip("\n")
-    except Exception as failure:
+    except BaseException as failure:
         return f"(formatting the traceback failed: {_attempt(repr, failure)})"
 
 
@@ -262,7 +262,7 @@ def _attempt(render: Any, value: object) -> str:
     """``render(value)``, where ``render`` is str or repr and the class may have broken it."""
     try:
         return str(render(value))
-    except Exception as failure:
+    except BaseException as failure:
         return f"<{_name_of(type(value))} whose text raises {type(failure).__name__}>"
 
 

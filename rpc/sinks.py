@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rpc.codec import ImportNeeded, decode, decode_loaded
+from rpc.errors import DecodeError
 from rpc.executor import blocking, in_handler
 from rpc.futures import Future, Waiter
 from rpc.interrupts import let_in, restore
@@ -115,7 +116,7 @@ class FutureSink:
         outcome = _simple_outcome(reply, frame, unpack)
         if outcome is None:
             self._completions.run_on_delivery(
-                lambda: self._complete(*_outcome(reply, frame, unpack, decode))
+                lambda: self._complete(*_outcome(reply, frame, unpack))
             )
         elif not (
             self._completions.lends_delivery and self.future.complete_unless_watched(*outcome)
@@ -157,9 +158,7 @@ class AnswerSink:
         if outcome is not None:
             self._answered(*outcome)
         else:
-            self._completions.submit(
-                lambda: self._answered(*_outcome(reply, frame, unpack, decode))
-            )
+            self._completions.submit(lambda: self._answered(*_outcome(reply, frame, unpack)))
 
     def failed(self, error: Exception) -> None:
         """Passes the error on, off this thread, on which everybody's deadlines may depend."""
@@ -173,17 +172,24 @@ def _simple_outcome(
     if not reply.plain or reply.references or reply.extensions:
         return None
     try:
-        return _outcome(reply, frame, unpack, decode_loaded)
+        return unpack(reply, frame, decode_loaded), None
     except ImportNeeded:
         return None
-
-
-def _outcome(
-    reply: Reply, frame: Frame, unpack: Unpack, decode: Decode
-) -> tuple[Any, Exception | None]:
-    try:
-        return unpack(reply, frame, decode), None
-    except ImportNeeded:
-        raise
     except Exception as error:
         return None, error
+
+
+def _outcome(reply: Reply, frame: Frame, unpack: Unpack) -> tuple[Any, Exception | None]:
+    try:
+        return unpack(reply, frame, decode), None
+    except BaseException as error:
+        return None, harmless(error)
+
+
+def harmless(error: BaseException) -> Exception:
+    """What is told of an error of unpacking, which must end neither this thread nor who waits."""
+    if isinstance(error, Exception):
+        return error
+    failure = DecodeError(f"unpacking what arrived raised {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

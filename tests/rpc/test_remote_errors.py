@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import json
@@ -290,6 +291,32 @@ def test_an_exception_whose_text_cannot_be_had_still_comes_back() -> None:
     arrived = travel(BreaksItsText("x"))
     assert isinstance(arrived, BreaksItsText)
     assert "whose text raises ZeroDivisionError" in str(arrived)
+
+
+class Exits:
+    """As a value, it ends whoever packs it; as an error's text, whoever prints it."""
+
+    def __reduce__(self) -> Any:
+        raise SystemExit("packed")
+
+    def __repr__(self) -> str:
+        raise asyncio.CancelledError("printed")
+
+
+class ExitsAsText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("printed")
+
+
+def test_what_would_end_the_worker_as_an_exception_is_packed_ends_nothing() -> None:
+    error: Any = ValueError("text", Exits())
+    error.part = Exits()
+    arrived = travel(error)
+    assert isinstance(arrived, ValueError)
+    assert arrived.args[0] == "text"
+    assert "whose text raises CancelledError" in arrived.args[1]
+    assert not hasattr(arrived, "part")
+    assert "whose text raises SystemExit" in str(travel(ExitsAsText("x")))
 
 
 # Groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import operator
 import threading
@@ -15,6 +16,7 @@ import torch
 from rpc import executor as executor_module
 from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.completions import Completions as RealCompletions
+from rpc.errors import DecodeError
 from rpc.executor import Executor
 from rpc.futures import Future
 from rpc.messages import Reply, Status
@@ -59,7 +61,7 @@ class Unpack:
         self.decoders.append(decoder)
         if self.needs_import and decoder is decode_loaded:
             raise ImportNeeded
-        if isinstance(self.outcome, Exception):
+        if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
 
@@ -137,6 +139,24 @@ def test_a_handler_that_calls_is_replaced_while_it_waits(monkeypatch: pytest.Mon
 
 
 # --- A future
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_would_end_a_thread_as_a_reply_is_unpacked_fails_the_future(
+    kind: type[BaseException],
+):
+    future, completions, error = Future(), Completions(), kind("stop")
+    answers: list[Any] = []
+    reply = Reply(Status.OK, plain=False)
+    FutureSink(future, completions).replied(reply, FRAME, Unpack(error))
+    AnswerSink(lambda *answer: answers.append(answer), completions).replied(
+        reply, FRAME, Unpack(error)
+    )
+    completions.run(), completions.run()
+    with pytest.raises(DecodeError, match=f"unpacking what arrived raised {kind.__name__}") as told:
+        future.value()
+    assert told.value.__cause__ is error
+    assert isinstance(answers[0][1], DecodeError)
 
 
 @pytest.mark.parametrize("outcome", [7, None, ValueError("remote")])
