@@ -7,7 +7,9 @@ import contextlib
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,8 @@ from rpc.errors import AgentClosedError
 from rpc.executor import Executor, share_this_thread
 
 _SECONDS_TO_CANCEL = 2.0
+_SECONDS_TO_END = 5.0
+_LEAST_SECONDS_FOR_THREADS = 1.0
 
 _logger = logging.getLogger("rpc")
 
@@ -34,6 +38,7 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
         self._started = threading.Event()
         self._closed = False
 
@@ -82,7 +87,12 @@ class EventLoop:
         return cancel
 
     def close(self) -> None:
-        """Cancels what still runs and joins the thread."""
+        """Cancels what still runs and joins the threads.
+
+        A coroutine that holds the loop for some seconds on end is named in the log and
+        abandoned, and so is what coroutines left to threads.
+        """
+        deadline = time.monotonic() + _SECONDS_TO_END
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -91,12 +101,29 @@ class EventLoop:
                 return
             loop.call_soon_threadsafe(loop.stop)
         self._started.wait()
-        if thread is not threading.current_thread():
-            thread.join()
+        if thread is threading.current_thread():
+            return
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
+        self._end_threads(max(_LEAST_SECONDS_FOR_THREADS, deadline - time.monotonic()))
+
+    def _end_threads(self, seconds: float) -> None:
+        """Ends those that ``asyncio.to_thread`` and the like use."""
+        ending = threading.Thread(
+            target=partial(self._threads.shutdown, cancel_futures=True),
+            name=f"{self._name}-end",
+            daemon=True,
+        )
+        ending.start()
+        ending.join(seconds)
+        if ending.is_alive():
+            _logger.error("%s: what coroutines left to threads is abandoned", self._name)
 
     def _make(self) -> threading.Thread:
         """Called with the lock held; the thread is started without it."""
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self._threads)
         self._thread = threading.Thread(
             target=_serve, args=(self._loop,), name=self._name, daemon=True
         )
@@ -137,5 +164,9 @@ async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
         _, stubborn = await asyncio.wait(tasks, timeout=_SECONDS_TO_CANCEL)
         for task in stubborn:
             _logger.error("%r goes on although it was cancelled, and is abandoned", task)
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
+    closing = asyncio.ensure_future(loop.shutdown_asyncgens())
+    await asyncio.wait([closing], timeout=_SECONDS_TO_CANCEL / 2)
+    closing.cancel()
+    await asyncio.wait([closing], timeout=_SECONDS_TO_CANCEL / 2)
+    if not closing.done():
+        _logger.error("an asynchronous generator does not end, and is abandoned")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import logging
 import queue
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -253,6 +254,71 @@ def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_and_named(
         gc.collect()
     assert "is abandoned" in caplog.text
     assert outcomes.empty()
+
+
+async def block(until: threading.Event, started: threading.Event) -> None:
+    started.set()
+    until.wait(SECONDS)
+
+
+async def block_a_thread(until: threading.Event, started: threading.Event) -> None:
+    await asyncio.to_thread(asyncio.run, block(until, started))
+
+
+@pytest.mark.parametrize(
+    ("stubborn", "said"),
+    [(block, "holds the loop"), (block_a_thread, "left to threads is abandoned")],
+)
+def test_close_abandons_and_names_what_does_not_end(
+    loop: EventLoop,
+    outcomes: Outcomes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stubborn: Callable[[threading.Event, threading.Event], Coroutine[Any, Any, None]],
+    said: str,
+):
+    monkeypatch.setattr(event_loop_module, "_SECONDS_TO_END", 0.1)
+    monkeypatch.setattr(event_loop_module, "_LEAST_SECONDS_FOR_THREADS", 0.1)
+    free, started = threading.Event(), threading.Event()
+    outcomes.run(stubborn(free, started))
+    assert started.wait(SECONDS)
+    with caplog.at_level(logging.ERROR):
+        loop.close()
+    assert not free.is_set()
+    assert said in caplog.text
+    free.set()
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_close_does_not_wait_for_a_generator_that_does_not_end(
+    loop: EventLoop,
+    outcomes: Outcomes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    obeys: bool,
+):
+    monkeypatch.setattr(event_loop_module, "_SECONDS_TO_CANCEL", 0.01)
+    kept: list[object] = []
+
+    async def generate() -> Any:
+        try:
+            yield 1
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            if not obeys:
+                await asyncio.Event().wait()
+
+    async def leave() -> None:
+        generator = generate()
+        await generator.__anext__()
+        kept.append(generator)
+
+    outcomes.run(leave())
+    assert outcomes.outcome() is None
+    with caplog.at_level(logging.ERROR, logger="rpc"):
+        loop.close()
+    assert ("generator does not end" in caplog.text) is not obeys
 
 
 @pytest.mark.parametrize("used", [True, False])
