@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from rpc import torch_modes
 from rpc.executor import blocking
 from rpc.raising import bare_copy
 from rpc.remote_errors import retell
@@ -34,6 +35,18 @@ else:
 
 
 Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
+
+
+def wait_in_usual_modes(
+    waiter: Waiter, done: Callable[[], bool], block: Callable[[], None]
+) -> None:
+    """Waits; what is delivered meanwhile, for whomever, shows nothing of this thread's modes."""
+    if torch_modes.are_changed():
+        with torch_modes.usual():
+            waiter(done, block)
+    else:
+        waiter(done, block)
+
 
 _logger = logging.getLogger("rpc")
 
@@ -153,7 +166,7 @@ class Future(_TorchFuture[T]):
                 with blocking():
                     if self._waiter is None:
                         return cast(T, torch._C.Future.wait(self))
-                    self._waiter(self.done, self._sleep)
+                    wait_in_usual_modes(self._waiter, self.done, self._sleep)
             return cast(T, torch._C.Future.wait(self))
         finally:
             del self  # the error knows this frame, and must not keep the future alive

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rpc import torch_modes
 from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.errors import DecodeError
 from rpc.executor import blocking, in_handler
@@ -78,6 +79,9 @@ class WaitingCaller:
 
     def result(self, wait: Waiter) -> Any:
         """Blocks; returns the reply's value or raises the call's error."""
+        if torch_modes.are_changed():
+            with torch_modes.usual():
+                return self.result(wait)
         if in_handler():
             with blocking():
                 wait(self._done, self._block)

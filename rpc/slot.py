@@ -12,7 +12,7 @@ from typing import Any
 
 from rpc.errors import RpcTimeoutError
 from rpc.executor import blocking
-from rpc.futures import Waiter
+from rpc.futures import Waiter, wait_in_usual_modes
 from rpc.raising import again
 
 
@@ -69,7 +69,7 @@ class Slot:
     def wait_with(self, waiter: Waiter) -> None:
         """Waits until done in the way of ``waiter``, as long as it takes."""
         with blocking():
-            waiter(self.done, self._sleep)
+            wait_in_usual_modes(waiter, self.done, self._sleep)
 
     def _sleep(self) -> None:
         self._await(None)
