@@ -5,15 +5,26 @@ it *and* the last array taken from it is dead. An array is what a received
 tensor or payload is backed by, so user code decides when that is.
 
 ``mmap.mmap`` would keep a descriptor open as long as the mapping, hence libc.
+
+A process that forks shares a region with nobody: its child finds its own copy of
+what the arrays held, at the same place, as in any other memory, and neither it nor
+what it does with the copy is seen by the parent or the peer. So what is lent is
+copied before the fork, when the parent still keeps it as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from rpc import process_forks
+
+_log = logging.getLogger(__name__)
 
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
@@ -23,7 +34,10 @@ _MAP_SHARED = 0x01
 _MAP_PRIVATE = 0x02
 _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
+_MAP_NORESERVE = 0x4000
 _MADV_HUGEPAGE = 14
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
 _FAILED = ctypes.c_void_p(-1).value
 
 Array = Any
@@ -77,13 +91,21 @@ class Region:
         mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
         self._libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        mremap = self._libc.mremap
+        mremap.restype = ctypes.c_void_p
+        mremap.argtypes = (*mmap.argtypes[:2], ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         self.size = size
         self.address = self._map(descriptor)
+        self._shared = descriptor is not None
         self._lock = threading.RLock()
-        self._lent: set[int] = set()
+        self._lent: dict[int, tuple[int, int]] = {}
         self._borrowed = 0
         self._retired = False
+        self._inherited = False
+        self._twins: dict[int, int] = {}
+        self._late: deque[Callable[[], None] | None] = deque()
         self._libc.madvise(self.address, size, _MADV_HUGEPAGE)
+        process_forks.join(self)
 
     def _map(self, descriptor: int | None) -> int:
         """Maps at a multiple of the huge page size, without which there are no huge pages."""
@@ -110,27 +132,66 @@ class Region:
             raise OSError(error, f"mmap of {size} bytes: {os.strerror(error)}")
         return int(address)
 
-    def array(self, offset: int, released: Callable[[], None] | None) -> Array:
+    def array(self, offset: int, length: int, released: Callable[[], None] | None) -> Array:
         """A view of part of the region that keeps it mapped.
 
         Args:
             offset: first byte.
+            length: bytes that are used.
             released: called once nobody refers to the array any more, on
                 whatever thread that happens; must not block.
         """
+        with self._lock:
+            if not self._shared or not process_forks.under_way():
+                return self._lend(offset, length, released)
+            self._borrowed += 1
+        try:
+            return self._copied(offset, length)
+        finally:
+            if released is not None:
+                released()
+            self.give_back()
+
+    def _lend(self, offset: int, length: int, released: Callable[[], None] | None) -> Array:
         array = _Lent.from_address(self.address + offset)
         array.region = self
         array.released = released
-        with self._lock:
-            self._lent.add(id(array))
+        self._lent[id(array)] = (offset, length)
+        return array
+
+    def _copied(self, offset: int, length: int) -> Array:
+        """The same bytes in a region of their own: a fork has looked already at what is lent."""
+        private = Region(length)
+        ctypes.memmove(private.address, self.address + offset, length)
+        array = private.array(0, length, None)
+        private.retire()
         return array
 
     def _array_died(self, array: _Lent) -> None:
-        if array.released is not None:
+        if process_forks.under_way():  # perhaps this is the child already: no locks, nothing shared
+            self._late.append(array.released)
+            self._lent.pop(id(array), None)
+            if not process_forks.under_way():
+                self._settle()
+            return
+        if array.released is not None and not self._inherited:
             array.released()
         with self._lock:
-            self._lent.discard(id(array))
+            self._lent.pop(id(array), None)
             self._unmap_if_unused()
+
+    def _settle(self) -> None:
+        """Does what waited while a thread forked."""
+        with self._lock:
+            self._borrowed += 1
+        while self._late:
+            try:
+                released = self._late.popleft()
+            except IndexError:  # another thread took it
+                break
+            if released is not None:
+                released()
+        self.give_back()
 
     def borrow(self) -> bool:
         """Keeps the region mapped until :meth:`give_back`; False if it is retired."""
@@ -153,6 +214,64 @@ class Region:
             self._unmap_if_unused()
 
     def _unmap_if_unused(self) -> None:
-        if self._retired and not self._lent and not self._borrowed and self.size:
+        used = self._lent or self._borrowed or self._late
+        if self._retired and not used and self.size:
+            process_forks.leave(self)
             self._libc.munmap(self.address, self.size)
             self.size = 0
+
+    # Forks; see ``process_forks.Member``.
+
+    def before_fork(self) -> None:
+        """Copies what is lent, for the child."""
+        if not self._shared:
+            return
+        with self._lock:
+            lent = list(self._lent.values())
+            self._borrowed += 1
+        try:
+            if lent:
+                self._twins[threading.get_ident()] = self._twin(lent)
+        except OSError as error:
+            _log.warning("a forked child must not touch the tensors received: %s", error)
+        finally:
+            self.give_back()
+
+    def _twin(self, lent: list[tuple[int, int]]) -> int:
+        """Private memory like this region, where only what is lent was ever touched."""
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        twin = self._mmap(None, self.size, _PROT_READ_WRITE, flags, -1)
+        for offset, length in lent:
+            ctypes.memmove(twin + offset, self.address + offset, length)
+        return twin
+
+    def after_fork_in_parent(self) -> None:
+        """Drops the copy, which is the child's."""
+        twin = self._twins.pop(threading.get_ident(), None)
+        if twin is not None:
+            self._libc.munmap(twin, self.size)
+        self._settle()
+
+    def after_fork_in_child(self) -> None:
+        """Puts the copy in the place of what is shared; arrays there are this process's own."""
+        self._lock = threading.RLock()
+        self._late.clear()
+        self._borrowed = 0
+        self._inherited = True
+        twin = self._twins.pop(threading.get_ident(), None)
+        if self._lent or twin is not None:
+            self._retired = True
+        if self._shared:
+            self._shared = False
+            self._part(twin)
+        self._unmap_if_unused()
+
+    def _part(self, twin: int | None) -> None:
+        if twin is not None:
+            how = _MREMAP_MAYMOVE | _MREMAP_FIXED
+            moved = self._libc.mremap(twin, self.size, self.size, how, self.address)
+            if moved == self.address:
+                return
+        protection = _PROT_NONE if self._lent else _PROT_READ_WRITE
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self._mmap(self.address, self.size, protection, flags, -1)

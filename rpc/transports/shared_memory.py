@@ -314,7 +314,7 @@ class ReceivedSegments:
             if not inside or position % BLOCK or not length:
                 raise FrameError(f"a tensor outside shared segment {number}")
             flags = array_at(region.address)
-            return region.array(position, lambda: _lower(flags, position // BLOCK))
+            return region.array(position, length, lambda: _lower(flags, position // BLOCK))
 
     def close(self) -> None:
         """Unmaps every segment that no tensor lives in; the others follow their tensors."""

@@ -39,7 +39,7 @@ class ReceiveBuffers:
         if region is None:
             region = Region(size)
         taken = region
-        return taken.array(0, lambda: self._put_back(taken))
+        return taken.array(0, size, lambda: self._put_back(taken))
 
     def view(self, length: int) -> memoryview:
         """The same as exactly ``length`` bytes."""

@@ -1,0 +1,84 @@
+"""What must not go on as it was in a child that this process forks.
+
+Owns the hooks that Python calls around a fork, and the table of what they tell:
+mappings that both processes would write to, and workers whose connections both
+would use. The hooks are there from the first member on, for good, as Python
+cannot take them back; while there are no members they do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+
+class Member(Protocol):
+    """Something that hears of forks, on the thread that forks."""
+
+    def before_fork(self) -> None:
+        """This thread is about to fork; others may be too, and go on running."""
+
+    def after_fork_in_parent(self) -> None:
+        """This thread has forked, or has failed to."""
+
+    def after_fork_in_child(self) -> None:
+        """This process is the child: of its parent's threads only this one is there.
+
+        Another one may have held any lock.
+        """
+
+
+class _Forks:
+    """The members, and the threads that are between the hooks."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}  # changed in single steps, so without a lock
+        self.forking: dict[int, list[Member]] = {}
+        self._hooked = False
+
+    def join(self, member: Member) -> None:
+        if not self._hooked:
+            self._hooked = True
+            os.register_at_fork(
+                before=self._before,
+                after_in_parent=self._after_in_parent,
+                after_in_child=self._after_in_child,
+            )
+        self._members[id(member)] = member
+
+    def leave(self, member: Member) -> None:
+        self._members.pop(id(member), None)
+
+    def _before(self) -> None:
+        told = self.forking[threading.get_ident()] = []
+        for member in list(self._members.values()):
+            told.append(member)
+            member.before_fork()
+
+    def _after_in_parent(self) -> None:
+        for member in self.forking.pop(threading.get_ident(), []):
+            member.after_fork_in_parent()
+
+    def _after_in_child(self) -> None:
+        for member in list(self._members.values()):
+            member.after_fork_in_child()
+        self.forking.clear()
+
+
+_forks = _Forks()
+
+
+def join(member: Member) -> None:
+    """From now on, ``member`` hears of forks, until it leaves."""
+    _forks.join(member)
+
+
+def leave(member: Member) -> None:
+    """``member`` hears of no more."""
+    _forks.leave(member)
+
+
+def under_way() -> bool:
+    """Whether a thread is about to fork; in the child, whether members have not heard yet."""
+    return bool(_forks.forking)
