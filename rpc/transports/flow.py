@@ -3,21 +3,24 @@
 A request counts from before it is sent until its reply is here, so the bound
 covers every queue on the way, the receiver's included. Small and large requests
 are counted apart, each against the bound, so that a small one never waits for
-a large one. Something larger than the bound may travel alone. Replies may be
-counted likewise, from before they are sent until the peer says that it has them.
+a large one. Something larger than the bound may travel alone. Who waits gets room
+before who comes later; but a handler does not queue for room that is there, as those
+before it may wait for what it does. Replies may be counted likewise, from before
+they are sent until the peer says that it has them.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
 from rpc.errors import QueueFullError
-from rpc.executor import blocking, is_shared_thread
+from rpc.executor import blocking, in_handler, is_shared_thread
 
 _LEAST_CHARGE = 4096
 _LARGE_FROM = 1 << 16
@@ -33,12 +36,28 @@ class WhenFull(enum.Enum):
     """Raise :class:`rpc.QueueFullError`."""
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that waits for room, with a bell that rings when something changed for it."""
+
+    correlation: int
+    charge: int
+    bell: threading.Event = field(default_factory=threading.Event)
+    counted: bool = False
+
+
 @dataclass(slots=True)
 class _Lane:
-    """The requests of one size class that are under way: their charges by correlation."""
+    """The requests of one size class: the charges of those under way, and those that wait."""
 
     charges: dict[int, int] = field(default_factory=dict)
     held: int = 0
+    queue: deque[_Waiter] = field(default_factory=deque)
+
+    def count(self, correlation: int, charge: int) -> None:
+        """A request is under way."""
+        self.held += charge
+        self.charges[correlation] = charge
 
 
 class FlowWindow:
@@ -62,20 +81,20 @@ class FlowWindow:
         self._name = name
         self._limit = limit
         self._when_full = when_full
-        self._waiting = blocking if gives_way else nullcontext
+        self._gives_way = blocking if gives_way else nullcontext
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._small = _Lane()
         self._large = _Lane()
-        self._waiters = 0
         self._closed = False
 
     def try_charge(self, correlation: int, size: int) -> bool:
-        """Counts a request if it fits, or if none of its class is under way."""
+        """Counts a request if it fits, or none of its class is under way, and it need not queue."""
         charge = size if size > _LEAST_CHARGE else _LEAST_CHARGE
         lane = self._small if size < _LARGE_FROM else self._large
         with self._lock:
             if lane.held and lane.held + charge > self._limit:
+                return False
+            if lane.queue and not in_handler():
                 return False
             lane.held += charge
             lane.charges[correlation] = charge
@@ -98,21 +117,27 @@ class FlowWindow:
         """
         if self._when_full is WhenFull.RAISE:
             raise self.full_error()
+        lane = self._lane(size)
+        waiter = _Waiter(correlation, max(size, _LEAST_CHARGE))
         if is_shared_thread() or not may_wait():
-            self._force(correlation, size)
+            with self._lock:
+                lane.count(correlation, waiter.charge)
             return True
-        while not self.try_charge(correlation, size):
-            if self._wait_for_room(size):
-                return False
-        return True
+        with self._gives_way():
+            try:
+                self._wait(lane, waiter)
+            except BaseException:
+                self._leave(lane, waiter)
+                raise
+        return waiter.counted
 
     def release(self, correlation: int) -> None:
         """The reply to a request is here, or none will be."""
         with self._lock:
             lane = self._small if correlation in self._small.charges else self._large
             lane.held -= lane.charges.pop(correlation, 0)
-            if self._waiters:
-                self._changed.notify_all()
+            if lane.queue:
+                self._let_in(lane)
 
     def release_all(self, correlations: Iterable[int]) -> None:
         """As :meth:`release`, for many."""
@@ -124,6 +149,11 @@ class FlowWindow:
     def small_under_way(self) -> int:
         """Small requests that were not replied to."""
         return len(self._small.charges)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._small.queue) + len(self._large.queue)
 
     @property
     def held(self) -> int:
@@ -139,29 +169,42 @@ class FlowWindow:
 
     def close(self) -> None:
         """Nothing will come back: wakes whoever waits for room."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _force(self, correlation: int, size: int) -> None:
-        lane = self._lane(size)
-        charge = max(size, _LEAST_CHARGE)
         with self._lock:
-            lane.held += charge
-            lane.charges[correlation] = charge
+            self._closed = True
+            for waiter in (*self._small.queue, *self._large.queue):
+                waiter.bell.set()
 
-    def _wait_for_room(self, size: int) -> bool:
-        """Waits until a request of ``size`` bytes is likely to fit; True if closed instead."""
-        lane = self._lane(size)
-        room = min(size, self._limit)
-        enough = min(self._limit - room, int(self._limit * _LOW_WATER))
-        with self._waiting(), self._changed:
-            self._waiters += 1
-            try:
-                self._changed.wait_for(lambda: self._closed or lane.held <= enough)
-            finally:
-                self._waiters -= 1
-            return self._closed
+    def _wait(self, lane: _Lane, waiter: _Waiter) -> None:
+        """Waits until a request is counted, or never will be."""
+        with self._lock:
+            lane.queue.append(waiter)
+            self._let_in(lane)
+        while not waiter.counted:
+            if self._closed:
+                self._leave(lane, waiter)
+                return
+            waiter.bell.wait()
+            waiter.bell.clear()
+
+    def _leave(self, lane: _Lane, waiter: _Waiter) -> None:
+        """A request is not to be sent, after all."""
+        with self._lock:
+            if waiter in lane.queue:
+                lane.queue.remove(waiter)
+            lane.held -= lane.charges.pop(waiter.correlation, 0)
+            waiter.counted = False
+            self._let_in(lane)
+
+    def _let_in(self, lane: _Lane) -> None:
+        """Counts those that waited longest, many at a time. Needs the lock."""
+        if lane.held > self._limit * _LOW_WATER:
+            return
+        queue = lane.queue
+        while queue and not (lane.held and lane.held + queue[0].charge > self._limit):
+            waiter = queue.popleft()
+            lane.count(waiter.correlation, waiter.charge)
+            waiter.counted = True
+            waiter.bell.set()
 
     def _lane(self, size: int) -> _Lane:
         return self._small if size < _LARGE_FROM else self._large

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from rpc.errors import QueueFullError
 from rpc.executor import Executor, share_this_thread
 from rpc.transports.flow import FlowWindow, WhenFull
+from tests.waiting import until
 
 
 def always() -> bool:
@@ -99,6 +102,67 @@ def test_a_waiter_goes_on_when_there_is_room_or_never_will_be() -> None:
         wake(window)
         waiter.join(10)
         assert outcome == [counted]
+
+
+@contextmanager
+def waiting(window: FlowWindow, *requests: tuple[int, int]) -> Iterator[list[int]]:
+    """Requests (correlation, size) that wait in this order; yields those that got room."""
+    got: list[int] = []
+
+    def charge(correlation: int, size: int) -> None:
+        if window.charge(correlation, size, always):
+            got.append(correlation)
+
+    threads = [threading.Thread(target=charge, args=request) for request in requests]
+    before = window.waiting
+    for number, thread in enumerate(threads, before + 1):
+        thread.start()
+        until(lambda: window.waiting == number)  # noqa: B023
+    yield got
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_who_waits_is_not_overtaken_by_smaller_requests() -> None:
+    window = FlowWindow("w", 300_000)
+    assert window.try_charge(1, 100_000)
+    with waiting(window, (2, 300_000)) as got:
+        assert not window.try_charge(3, 70_000)
+        assert window.try_charge(4, 10)
+        window.release(1)
+        until(lambda: got == [2])
+        assert window.held == 304_096
+    window.release(2)
+    assert window.try_charge(3, 70_000)
+
+
+def test_room_is_given_in_the_order_of_coming() -> None:
+    window = FlowWindow("w", 300_000)
+    assert window.try_charge(1, 300_000)
+    with waiting(window, (2, 300_000), (3, 100_000), (4, 100_000), (5, 300_000)) as got:
+        window.release(1)
+        until(lambda: got == [2])
+        window.release(2)
+        until(lambda: sorted(got) == [2, 3, 4])
+        window.release(3)
+        window.release(4)
+    assert got[-1] == 5
+    assert window.waiting == 0
+
+
+def test_a_handler_does_not_queue_for_room_that_is_there() -> None:
+    executor = Executor("test", 1, contextvars.copy_context())
+    window = FlowWindow("w", 300_000)
+    assert window.try_charge(1, 100_000)
+    fits: list[bool] = []
+    with waiting(window, (2, 300_000)):
+        executor.submit(lambda: fits.append(window.try_charge(3, 70_000)))
+        until(lambda: bool(fits))
+        window.release(3)
+        window.release(1)
+    executor.close()
+    assert fits == [True]
 
 
 @pytest.mark.parametrize("gives_way", [True, False])
