@@ -47,7 +47,7 @@ from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
-from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Transport
+from rpc.transports.base import Frame, FrameKind, MapsDevices, Patience, Peer, Transport
 from rpc.watch import Watch
 from rpc.worker_info import WorkerInfo
 
@@ -315,10 +315,14 @@ class Agent:
             rref, passed, sink = self.references.create(owner, func, self.timeout_of(timeout))
             target = encode_passed((passed,))
             try:
-                self.caller.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
+                sent = self.caller.call(
+                    owner, func, args or (), kwargs or {}, timeout, sink, target
+                )
             except BaseException as error:
                 self.references.creation_not_sent(rref, passed, error)
                 raise
+            if not sent:
+                self.references.creation_given_up(passed)
             return rref
         finally:
             restore(before)
@@ -474,6 +478,10 @@ class Agent:
         known = self.group.latest(worker_id)
         if known is not None:
             self.declare_lost(Life(worker_id, known.incarnation), reason, Evidence.CLOSED)
+
+    def patience(self, correlation: int) -> Patience:
+        """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""
+        return self.caller.patience(correlation)
 
     def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life of a worker is over: ends what involved it here, and tells the others.

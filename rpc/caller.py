@@ -47,7 +47,7 @@ from rpc.observation import (
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
 from rpc.sinks import Decode, Sink, WaitingCaller
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Patience
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Call:
         opened_at: when it was sent.
         to: the worker it was sent to.
         number: what the call table calls it.
+        patience: of its request, while it is open.
     """
 
     method: MethodName
@@ -84,6 +85,7 @@ class Call:
     opened_at: float = 0.0
     to: int = 0
     number: int = 0
+    patience: Patience = Patience.WAITS
 
     @property
     def description(self) -> str:
@@ -114,10 +116,11 @@ class Caller:
         sink: Sink,
         target: bytes | None = None,
         once: bytes = b"",
-    ) -> None:
+    ) -> bool:
         """Asks ``to`` to run ``func``; with ``target``, to keep the result under that RRef.
 
-        With ``once``, a packed ``RequestId``, it runs once however often this comes.
+        With ``once``, a packed ``RequestId``, it runs once however often this comes. False if
+        the call ended before it was sent.
         """
         operation = Operation.CALL if target is None else Operation.CREATE
         function = b"" if kwargs else codec.name_of(func) or b""
@@ -125,7 +128,8 @@ class Caller:
         name = function if by_name else method_name(func, args)
         value = tuple(args) if function else (func, args, kwargs)
         try:
-            self.request(operation, to, value, timeout, sink, target or once, name, function)
+            target = target or once
+            return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
             detail = codec.describe_unpicklable(func, args, kwargs)
             raise EncodeError(detail) from error
@@ -140,16 +144,18 @@ class Caller:
         target: bytes,
         name: MethodName,
         function: bytes = b"",
-    ) -> None:
-        """Sends a request whose payload is ``value``; its outcome goes to ``sink``."""
+    ) -> bool:
+        """Sends a request whose payload is ``value``; its outcome goes to ``sink``.
+
+        False if the call ended before it was sent.
+        """
         agent = self._agent
         extended = agent.extensions.used
         if (
             profiler._is_profiler_enabled or profiler_enabled() or (extended and traced())
         ) and type(sink) is not WatchedSink:
             with watching(agent, operation, to, text_of(name), sink) as watched:
-                self.request(operation, to, value, timeout, watched, target, name, function)
-            return
+                return self.request(operation, to, value, timeout, watched, target, name, function)
         limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
         peer = to.id
         attach = agent.extensions.attach_request(peer) if extended else None
@@ -171,7 +177,7 @@ class Caller:
         except EncodeError as error:
             agent.references.unsent(packed.loan, str(error))
             raise
-        self._send(call, to, encoded, packed.payload, packed.slots)
+        return self._send(call, to, encoded, packed.payload, packed.slots)
 
     def message(
         self,
@@ -203,6 +209,7 @@ class Caller:
         riding = tracing.riding()
         name = f"{extension} message"
         call = Call(name, sink, timeout, packed.loan, riding, self._book[name, to.id])
+        call.patience = Patience.HURRIES  # user code waits for what waits for this
         header = Request(
             Operation.EXTENSION,
             packed.plain,
@@ -253,6 +260,7 @@ class Caller:
             return False
         call = ended.call
         call.sink.failed(CallCancelledError(f"{call.description} was cancelled by its caller"))
+        self._agent.transport.look_again(call.to)
         self.tell_cancelled([call])
         return True
 
@@ -273,6 +281,12 @@ class Caller:
             if sink.is_waiting:
                 self.cancel_where(lambda each: leads_to(each, sink))
             raise
+
+    def patience(self, number: int) -> Patience:
+        """See :meth:`rpc.transports.base.Receiver.patience`."""
+        with self._lock:
+            call = self._table.find(number)
+        return Patience.OVER if call is None else call.patience
 
     def reply_arrived(self, sender: int, frame: Frame) -> None:
         """Matches a reply to its call and hands it to the call's sink."""
@@ -320,6 +334,7 @@ class Caller:
             )
         if ended:
             self._agent.transport.wake()
+            self._look_again({item.call.to for item in ended})
             expired = [item.call for item in ended if not goes_on(item.call.sink)]
             self._agent.completions.submit(lambda: self.tell_cancelled(expired))
         return armed
@@ -350,6 +365,12 @@ class Caller:
             if item.ending is Ending.LOST:
                 item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
         self._agent.transport.wake()
+        self._look_again(destinations)
+
+    def _look_again(self, destinations: Iterable[int]) -> None:
+        """Calls to these workers ended; if their requests still wait, they are not sent."""
+        for to in destinations:
+            self._agent.transport.look_again(to)
 
     def quiet(self) -> bool:
         """True if no request is under way and no outcome is being handed out."""
@@ -388,7 +409,8 @@ class Caller:
         header: bytes,
         payload: bytes,
         slots: tuple[torch.Tensor, ...],
-    ) -> None:
+    ) -> bool:
+        """False if the call ended before it was sent."""
         agent = self._agent
         call.sent = len(header) + len(payload)
         if slots:
@@ -417,6 +439,8 @@ class Caller:
                 raise lost from None  # the transport was told to forget it
             if withdrawn or not isinstance(error, Exception):
                 raise
+            return False
+        return True
 
     def _arm(self, expiry: float) -> bool:
         """Under the lock: notes when the pulse must run next; True if it must be told."""

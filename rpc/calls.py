@@ -103,6 +103,11 @@ class CallTable(Generic[T]):
         del self._ghosts[call_id]
         return Ended(Ending.LATE_REPLY, ghost[0])
 
+    def find(self, call_id: int) -> T | None:
+        """A call that is open; None if it ended."""
+        entry = self._open.get(call_id)
+        return None if entry is None else entry.call
+
     def withdraw(self, call_id: int) -> bool:
         """The request could not be sent: forget the call. False if it ended meanwhile."""
         entry = self._open.pop(call_id, None)

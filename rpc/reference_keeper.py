@@ -174,6 +174,11 @@ class ReferenceKeeper:
         elif rref._holding.value is not None:
             rref._holding.value.fail(error)
 
+    def creation_given_up(self, passed: Passed) -> None:
+        """The call of ``remote()`` ended before its request was sent: the owner is told."""
+        if passed.passage is Passage.CREATION:
+            self.unsent(Loan((passed,)), "its call ended before it was sent")
+
     def creation_replied(self, holding: Holding) -> None:
         """The owner has run the function that makes the value."""
         effects: list[Effect] = []

@@ -124,6 +124,10 @@ class FaultyTransport:
             if frame.kind is FrameKind.NOTICE:
                 self._send_after(seconds + _SECONDS_BETWEEN_SENDINGS, to, frame)
 
+    def look_again(self, to: int) -> None:
+        """See ``base.Transport.look_again``."""
+        self._inner.look_again(to)
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Waits as the inner transport does."""
         self._inner.wait(done, block)

@@ -60,6 +60,17 @@ class Frame(NamedTuple):
     tensors: tuple[torch.Tensor, ...] = ()
 
 
+class Patience(enum.Enum):
+    """Whether a request may wait until there is room for it on the way."""
+
+    WAITS = "waits"
+    """It may, as long as its call lasts."""
+    HURRIES = "hurries"
+    """It must not, nor is it refused: what would make room may wait for it."""
+    OVER = "over"
+    """Its call has ended: it is not to be sent any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A worker as transports see it.
@@ -93,6 +104,12 @@ class Receiver(Protocol):
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         """Learns that ``worker_id`` cannot be reached any more; called once per peer."""
+
+    def patience(self, correlation: int) -> Patience:
+        """Whether a request of its own may wait; asked only if one would have to.
+
+        When the answer changes, :meth:`Transport.look_again` follows.
+        """
 
 
 class Transport(Protocol):
@@ -134,7 +151,11 @@ class Transport(Protocol):
             DeviceMapError: a tensor's device is not mapped for this peer.
             QueueFullError: the bound on bytes in flight was reached and the
                 transport was told not to block.
+            CallCancelledError: the call ended while the request waited for room.
         """
+
+    def look_again(self, to: int) -> None:
+        """Calls to a peer ended before their replies came: their requests wait no more."""
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Waits until ``done()``, on behalf of a caller that needs a reply.

@@ -19,8 +19,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
-from rpc.errors import QueueFullError
+from rpc.errors import CallCancelledError, QueueFullError
 from rpc.executor import blocking, in_handler, is_shared_thread
+from rpc.interrupts import let_in, restore
+from rpc.transports.base import Patience
 
 _LEAST_CHARGE = 4096
 _LARGE_FROM = 1 << 16
@@ -34,6 +36,10 @@ class WhenFull(enum.Enum):
     """Wait until replies have come back."""
     RAISE = "raise"
     """Raise :class:`rpc.QueueFullError`."""
+
+
+def _waits(_: int) -> Patience:
+    return Patience.WAITS
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +106,13 @@ class FlowWindow:
             lane.charges[correlation] = charge
             return True
 
-    def charge(self, correlation: int, size: int, may_wait: Callable[[], bool]) -> bool:
+    def charge(
+        self,
+        correlation: int,
+        size: int,
+        may_wait: Callable[[], bool],
+        patience: Callable[[int], Patience] = _waits,
+    ) -> bool:
         """Counts a request that did not fit, once it does.
 
         Args:
@@ -108,24 +120,27 @@ class FlowWindow:
             size: of the request, in bytes.
             may_wait: whether the calling thread may; if not, or if it runs other handlers,
                 too, the request is counted at once.
+            patience: of a request, by its correlation.
 
         Returns:
             False if the window was closed meanwhile. The request is not counted then.
 
         Raises:
             QueueFullError: nobody is to wait.
+            CallCancelledError: the request's call ended meanwhile.
         """
-        if self._when_full is WhenFull.RAISE:
+        hurries = patience(correlation) is Patience.HURRIES
+        if self._when_full is WhenFull.RAISE and not hurries:
             raise self.full_error()
         lane = self._lane(size)
         waiter = _Waiter(correlation, max(size, _LEAST_CHARGE))
-        if is_shared_thread() or not may_wait():
+        if hurries or is_shared_thread() or not may_wait():
             with self._lock:
                 lane.count(correlation, waiter.charge)
             return True
         with self._gives_way():
             try:
-                self._wait(lane, waiter)
+                self._wait(lane, waiter, patience)
             except BaseException:
                 self._leave(lane, waiter)
                 raise
@@ -162,19 +177,32 @@ class FlowWindow:
 
     def full_error(self) -> QueueFullError:
         """What is wrong when nothing more may be sent."""
-        return QueueFullError(
+        return QueueFullError(self._describe())
+
+    def _describe(self) -> str:
+        return (
             f"{self.held} bytes are in flight to worker {self._name!r}; the bound is "
             f"{self._limit} (max_bytes_in_flight)"
         )
+
+    def look_again(self) -> None:
+        """The patience of some that wait for room changed."""
+        if self._small.queue or self._large.queue:
+            with self._lock:
+                self._ring()
 
     def close(self) -> None:
         """Nothing will come back: wakes whoever waits for room."""
         with self._lock:
             self._closed = True
-            for waiter in (*self._small.queue, *self._large.queue):
-                waiter.bell.set()
+            self._ring()
 
-    def _wait(self, lane: _Lane, waiter: _Waiter) -> None:
+    def _ring(self) -> None:
+        """Needs the lock."""
+        for waiter in (*self._small.queue, *self._large.queue):
+            waiter.bell.set()
+
+    def _wait(self, lane: _Lane, waiter: _Waiter, patience: Callable[[int], Patience]) -> None:
         """Waits until a request is counted, or never will be."""
         with self._lock:
             lane.queue.append(waiter)
@@ -183,7 +211,15 @@ class FlowWindow:
             if self._closed:
                 self._leave(lane, waiter)
                 return
-            waiter.bell.wait()
+            if patience(waiter.correlation) is Patience.OVER:
+                raise CallCancelledError(
+                    f"the call ended while it waited for room: {self._describe()}"
+                )
+            before = let_in()
+            try:
+                waiter.bell.wait()
+            finally:
+                restore(before)
             waiter.bell.clear()
 
     def _leave(self, lane: _Lane, waiter: _Waiter) -> None:

@@ -232,6 +232,9 @@ class MemoryTransport:
         if end is not None and delay is not None:
             self._hub._carry(self, end, _Arrival(self, copy(frame)), delay)
 
+    def look_again(self, to: int) -> None:
+        """Nothing to do: nothing waits to be sent."""
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
         block()

@@ -152,6 +152,7 @@ class TensorPipeTransport:
             self._caller,
             self._answers,
             self._loopback,
+            receiver.patience,
             self._broke,
         )
         self._parting = Parting(
@@ -220,6 +221,12 @@ class TensorPipeTransport:
         A reply to a worker that is gone is dropped.
         """
         self._outgoing.send(to, frame)
+
+    def look_again(self, to: int) -> None:
+        """See ``base.Transport.look_again``."""
+        link = self._roster.links.get(to)
+        if link is not None:
+            link.window.look_again()
 
     def watch(self, worker_id: int) -> None:
         """Connects to a peer, if need be, so that its loss is noticed without traffic.

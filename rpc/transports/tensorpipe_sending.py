@@ -13,7 +13,7 @@ from typing import Literal
 from rpc.devices import check_devices
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.executor import in_handler
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Patience
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
 from rpc.transports.shared_memory import SHARED_FROM
@@ -39,6 +39,7 @@ class Outgoing:
         caller: makes calls.
         answers: gives answers.
         loopback: the way to this worker itself.
+        patience: the receiver's.
         broke: takes a link whose pipe broke, which attempt at one it was, and why.
     """
 
@@ -52,6 +53,7 @@ class Outgoing:
         caller: Caller,
         answers: Answers,
         loopback: Loopback,
+        patience: Callable[[int], Patience],
         broke: Callable[[Link, int, str], None],
     ) -> None:
         self._info = info
@@ -62,6 +64,7 @@ class Outgoing:
         self._caller = caller
         self._answers = answers
         self._loopback = loopback
+        self._patience = patience
         self._broke = broke
 
     def send(self, to: int, frame: Frame) -> None:
@@ -101,7 +104,7 @@ class Outgoing:
                 break
             window = link.window
             if window.try_charge(frame.correlation, nbytes) or window.charge(
-                frame.correlation, nbytes, self._may_wait
+                frame.correlation, nbytes, self._may_wait, self._patience
             ):
                 return window
         return None

@@ -265,6 +265,14 @@ def agree(calls: CallTable[int], model: Model) -> None:
         assert min(deadlines) <= expiry <= min(deadlines) + TICK + 1e-9
 
 
+def test_a_call_is_found_while_it_is_open():
+    calls: CallTable[str] = CallTable()
+    number = calls.open("call", 1, 0.0, 1.0)
+    assert calls.find(number) == "call"
+    calls.expire(2.0)
+    assert calls.find(number) is None
+
+
 def test_every_call_ends_exactly_once_whatever_happens():
     for seed in range(60):
         try:

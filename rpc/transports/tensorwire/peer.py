@@ -20,7 +20,7 @@ import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, WorkerLostError
-from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
 from rpc.transports.late_receipts import LateReceipts
@@ -59,7 +59,7 @@ class Machinery:
         receipts: acknowledges what arrives slowly.
         resume_seconds: how long a connection may be broken.
         max_bytes_in_flight: see ``Settings``, like ``when_full``.
-        deliver: the receiver's.
+        deliver: the receiver's, like ``patience``.
         lost: told once when a peer is lost.
     """
 
@@ -72,6 +72,7 @@ class Machinery:
     max_bytes_in_flight: int
     when_full: WhenFull
     deliver: Callable[[int, Frame], None]
+    patience: Callable[[int], Patience]
     lost: Callable[[int, str], None]
 
     def may_wait(self) -> bool:
@@ -196,8 +197,13 @@ class RemotePeer:
         return size
 
     def _await_window(self, correlation: int, size: int) -> None:
-        if not self._window.charge(correlation, size, self._machinery.may_wait):
+        machinery = self._machinery
+        if not self._window.charge(correlation, size, machinery.may_wait, machinery.patience):
             raise self._lost_error()
+
+    def look_again(self) -> None:
+        """See :meth:`rpc.transports.base.Transport.look_again`."""
+        self._window.look_again()
 
     def _await_sockets(self, frame: Frame, link: Link) -> None:
         """Waits until most of what was accepted has left; replies never raise here."""

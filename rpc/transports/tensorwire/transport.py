@@ -103,6 +103,7 @@ class TensorWireTransport:
             settings.max_bytes_in_flight,
             settings.when_full,
             receiver.deliver,
+            receiver.patience,
             self._lost,
         )
         self._now = _Running(info, identity, receiver, address, door, machinery)
@@ -219,6 +220,12 @@ class TensorWireTransport:
         if peer is None or self._closed:
             raise self._refusal(to)
         peer.send(frame)
+
+    def look_again(self, to: int) -> None:
+        """See :meth:`rpc.transports.base.Transport.look_again`."""
+        peer = self._peers.get(to)
+        if peer is not None:
+            peer.look_again()
 
     def _refusal(self, to: int) -> RpcError:
         if self._closed:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
-from rpc.transports.base import Frame, FrameKind, Peer, Transport
+from rpc.transports.base import Frame, FrameKind, Patience, Peer, Transport
 from rpc.worker_info import WorkerInfo
 
 SECONDS = 20.0
@@ -79,6 +79,9 @@ class Worker:
         if frame.kind is FrameKind.REQUEST:
             with suppress(RpcError):
                 self.answer(self, sender, frame)
+
+    def patience(self, correlation: int) -> Patience:
+        return Patience.WAITS
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         with self.changed:

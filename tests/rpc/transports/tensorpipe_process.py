@@ -26,7 +26,7 @@ import torch
 
 from rpc.errors import RpcError
 from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports.base import Frame, FrameKind, Peer, Receiver
+from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
@@ -155,6 +155,9 @@ class RemoteTransport:
     def send(self, to: int, frame: Frame) -> None:
         self.place.call("send", to, _plain(frame))
 
+    def look_again(self, to: int) -> None:
+        self.place.call("look_again", to)
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         if not done():
             block()
@@ -229,6 +232,9 @@ class _Bench:
 
     def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         self.tell("deliver", sender, _plain(frame))
+
+    def patience(self, correlation: int) -> Patience:
+        return Patience.WAITS
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         self.tell("peer_lost", worker_id, reason)

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.errors import QueueFullError
+import autograd_dist
+import rpc
+from rpc.agent import Agent
+from rpc.errors import (
+    CallCancelledError,
+    QueueFullError,
+    RpcTimeoutError,
+    RRefCreationError,
+)
 from rpc.executor import Executor, share_this_thread
+from rpc.references import Counts
+from rpc.sinks import WaitingCaller
+from rpc.testing import as_worker, local_group
+from rpc.transports.base import Patience
 from rpc.transports.flow import FlowWindow, WhenFull
+from rpc.transports.tensorwire import Settings, TensorWireTransport
+from tests.rpc.gates import gate, wait_at_the_gate
 from tests.waiting import until
 
 
@@ -194,3 +212,137 @@ def test_another_handler_runs_while_one_waits_for_room_if_that_is_wanted(
     assert done.wait(10)
     executor.close()
     assert over == (["other", "flood"] if gives_way else ["flood", "other"])
+
+
+@pytest.mark.parametrize("when_full", WhenFull)
+def test_who_hurries_is_counted_at_once_and_never_refused(when_full: WhenFull) -> None:
+    window = FlowWindow("w", 8192, when_full)
+    assert window.try_charge(1, 8192)
+    assert window.charge(2, 8192, always, lambda _: Patience.HURRIES)
+    assert window.held == 16384
+
+
+def test_a_request_whose_call_ended_waits_no_more_and_takes_no_room() -> None:
+    window = FlowWindow("w", 300_000)
+    over: set[int] = set()
+    errors: list[CallCancelledError] = []
+
+    def charge() -> None:
+        try:
+            window.charge(2, 300_000, always, patience)
+        except CallCancelledError as error:
+            errors.append(error)
+
+    def patience(correlation: int) -> Patience:
+        return Patience.OVER if correlation in over else Patience.WAITS
+
+    assert window.try_charge(1, 100_000)
+    waiter = threading.Thread(target=charge)
+    waiter.start()
+    until(lambda: window.waiting == 1)
+    with waiting(window, (3, 200_000)) as got:
+        window.look_again()
+        assert not got
+        over.add(2)
+        window.look_again()
+        waiter.join(10)
+        until(lambda: got == [3])
+    assert window.held == 300_000
+    assert "the call ended while it waited for room: 100000 bytes" in str(errors)
+    charge()  # now it ended before it began to wait
+    assert len(errors) == 2
+    assert window.waiting == 0
+
+
+def test_an_interrupted_wait_takes_no_room() -> None:
+    window = FlowWindow("w", 8192)
+    assert window.try_charge(1, 8192)
+    answers = iter([Patience.WAITS])
+
+    def patience(_: int) -> Patience:
+        for answer in answers:
+            return answer
+        window.release(1)  # lets it in just now
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        window.charge(2, 8192, always, patience)
+    assert window.held == window.waiting == 0
+
+
+# Agents whose window is full of one request that is not replied to.
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Agent]]:
+    narrow = Settings(max_bytes_in_flight=4096)
+    with local_group("a", "b", transport=lambda: TensorWireTransport(narrow)) as agents:
+        yield agents
+
+
+def fill(agent: Agent) -> rpc.Future[None]:
+    gate.clear()
+    return agent.rpc_async("b", wait_at_the_gate, timeout=0)
+
+
+@pytest.fixture
+def full(pair: list[Agent]) -> Iterator[list[Agent]]:
+    stuck = fill(pair[0])
+    yield pair
+    gate.set()
+    stuck.wait()
+
+
+@contextmanager
+def in_thread(work: Callable[[], object]) -> Iterator[Future[object]]:
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(work)
+        finally:
+            gate.set()
+
+
+def test_a_calls_timeout_holds_while_it_waits_for_room(full: list[Agent]) -> None:
+    a, b = full
+    with in_thread(lambda: a.rpc_sync("b", operator.neg, (1,), timeout=0.2)) as asking:
+        assert isinstance(asking.exception(10), RpcTimeoutError)
+    assert a.rpc_sync("b", operator.pos, (2,)) == 2
+    assert {call.method for call in b.metrics().served} == {"wait_at_the_gate", "pos"}
+    until(a.caller.quiet)
+
+
+def test_a_call_that_is_cancelled_waits_for_room_no_more(full: list[Agent]) -> None:
+    a, _ = full
+    with in_thread(lambda: a.rpc_sync("b", operator.neg, (1,))) as asking:
+        until(lambda: a.caller.cancel_where(lambda sink: isinstance(sink, WaitingCaller)))
+        assert isinstance(asking.exception(10), CallCancelledError)
+
+
+def test_the_owner_hears_of_a_creation_that_was_given_up_for_want_of_room(
+    full: list[Agent],
+) -> None:
+    a, b = full
+    with in_thread(lambda: a.remote("b", operator.neg, (1,), timeout=0.2)) as asking:
+        rref = cast("rpc.RRef[int]", asking.result(10))
+        with pytest.raises(RRefCreationError, match="timeout"):
+            rref.to_here()
+        del rref, asking
+    until(lambda: a.notices.totals()[0] == {1: 2} and b.notices.totals()[1] == {0: 2})
+    assert b.references.counts() == Counts(0, 0, 0, 0, 0, 0)
+
+
+def test_gradients_do_not_wait_for_room(pair: list[Agent]) -> None:
+    a, _ = pair
+    x = torch.ones(3, requires_grad=True)
+    with as_worker(a), autograd_dist.context() as context:
+        loss = a.rpc_sync("b", operator.mul, (x, 2)).sum()
+        stuck = fill(a)
+
+        def backward() -> torch.Tensor:
+            with as_worker(a):
+                autograd_dist.backward(context, [loss])
+                return autograd_dist.get_gradients(context)[x]
+
+        with in_thread(backward) as passing:
+            assert torch.equal(cast("torch.Tensor", passing.result(10)), torch.full((3,), 2.0))
+        stuck.wait()

@@ -17,7 +17,7 @@ import torch
 
 from rpc.clock import VirtualClock
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
-from rpc.transports.base import Frame, FrameKind, Peer, Transport
+from rpc.transports.base import Frame, FrameKind, Patience, Peer, Transport
 from rpc.transports.memory import MemoryHub, MemoryTransport
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import TransportConformance
@@ -61,6 +61,9 @@ class Worker:
 
     def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         self._tell(f"{frame.header.decode()} from {sender}", frame)
+
+    def patience(self, correlation: int) -> Patience:
+        return Patience.WAITS
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         self._tell(f"lost {worker_id}: {reason}")
