@@ -188,7 +188,7 @@ class TensorPipeTransport:
         with self._lock:
             early = self._roster.add(link)
         for envelope, frame, future in early:
-            self._take(envelope, frame, future)
+            self._take(envelope, frame, future, in_batch=True)
 
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer; what it still sends is refused."""
@@ -207,6 +207,7 @@ class TensorPipeTransport:
                 self._agent.abandon(route)
             self._answers.turn_away(asked, lifelines, REMOVED)
         finally:
+            link.shared.close()
             self._exit.release()
 
     def device_map(self, worker_id: int) -> DeviceMap:
@@ -283,7 +284,7 @@ class TensorPipeTransport:
         kind = envelope.kind
         if kind in _ANSWERED_LATER:
             future: AnswerFuture = self._agent.future()
-            self._take(envelope, frame, future)
+            self._take(envelope, frame, future, in_batch=True)
             return future
         if kind == wire.RESUME:
             return self._resume(envelope, frame)
@@ -356,7 +357,13 @@ class TensorPipeTransport:
         elif reply:
             self._late.add(self._outgoing)
 
-    def _take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> str | None:
+    def _take(
+        self,
+        envelope: Envelope,
+        frame: Frame,
+        future: AnswerFuture | None,
+        in_batch: bool = False,
+    ) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
         if envelope.kind == wire.FAREWELL and future is not None:
             with self._lock:
@@ -375,7 +382,7 @@ class TensorPipeTransport:
             else:
                 fresh = link.take(envelope, frame, future)
         if link is not None and fresh:
-            self._act(link, envelope, frame)
+            self._act(link, envelope, frame, in_batch)
         elif link is not None and future is not None:
             with self._lock:
                 again, reply = link.served.ask_again(envelope, future)
@@ -385,11 +392,11 @@ class TensorPipeTransport:
             self._answers.give_asked([(envelope, future)], kind, refusal)
         return refusal
 
-    def _act(self, link: Link, envelope: Envelope, frame: Frame) -> None:
+    def _act(self, link: Link, envelope: Envelope, frame: Frame, in_batch: bool) -> None:
         """Acts on a call that was taken."""
         kind = envelope.kind
         if kind < wire.LIFELINE:
-            self._deliver(link, frame)
+            self._deliver(link, frame, in_batch)
         elif kind == wire.LIFELINE:
             self._outgoing.open_lifeline(link)
             return
@@ -450,7 +457,8 @@ class TensorPipeTransport:
             try:
                 frame = link.shared.open(frame)
             except FrameError as error:
-                self._refuse(link, error)
+                if self._roster.links.get(link.peer.info.id) is link:  # else it was removed
+                    self._refuse(link, error)
                 return
         if frame.kind is FrameKind.REPLY:
             link.window.release(frame.correlation)

@@ -57,6 +57,7 @@ class Worker:
     received: list[tuple[int, Frame]] = field(default_factory=list)
     replies: dict[int, Frame] = field(default_factory=dict)
     lost: list[tuple[int, str]] = field(default_factory=list)
+    in_batch: list[bytes] = field(default_factory=list)
     closed: bool = False
     told_after_close: int = 0
     correlations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -70,6 +71,8 @@ class Worker:
     def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
         with self.changed:
             self.told_after_close += self.closed
+            if in_batch:
+                self.in_batch.append(frame.header)
             if frame.kind is FrameKind.REPLY:
                 assert frame.correlation not in self.replies
                 self.replies[frame.correlation] = frame

@@ -150,9 +150,11 @@ class TestMembership:
         a.transport.add_peer(b.peer())
         asked = [a.ask(b, b"%d" % number) for number in range(3)]
         a.notify(b, b"notice")
+        until(lambda: place_of(b).call("early_calls") == 5)  # and the lifeline
         b.transport.add_peer(a.peer())
         assert {a.reply(correlation).header for correlation in asked} == {b"0", b"1", b"2"}
         b.until(lambda: (0, b"notice") in [(s, frame.header) for s, frame in b.received])
+        assert {b"0", b"1", b"2"} <= {*b.in_batch}, "a handler could block whoever adds peers"
 
     def test_an_old_life_is_refused(self, workers: Callable[..., list[Worker]]) -> None:
         a, b = workers(2, acquainted=False)
@@ -340,6 +342,14 @@ class TestSharedMemory:
         a.close(2.0)
         assert shares(a) == 0
         b.close(2.0)
+        assert shares(b) == 0
+
+    def test_it_is_gone_when_a_worker_is_no_member_any_more(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2)
+        until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
+        b.transport.remove_peer(0)
         assert shares(b) == 0
 
     def test_a_tensor_that_is_not_where_it_should_be_ends_the_link(
