@@ -21,12 +21,12 @@ pipe is replaced, is a new peer to it.
 
 from __future__ import annotations
 
-import atexit
 import enum
 import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -160,11 +160,11 @@ class TensorPipeTransport:
         )
         wire.attach(self, self._agent.tensor_tables)
         self._state = _State.OPEN
-        atexit.register(self._abandon)
+        self._at_exit = weakref.finalize(self, _abandon, weakref.ref(self))
         try:
             self._agent.prime(self._caller.pickle(sender.envelope(wire.PRIMER)))
         except BaseException:
-            self._abandon()
+            self.close(0.0)
             raise
         life = self._life if self._options.link_resume_timeout else ""
         return Address(self._agent.url.decode(), devices, life, self._memory.host).encode()
@@ -274,7 +274,7 @@ class TensorPipeTransport:
             links = self._roster.clear()
         for link in links:
             link.shared.close()
-        atexit.unregister(self._abandon)
+        self._at_exit.detach()
 
     # Receiving: torch's threads come in here, through ``tensorpipe_wire``.
 
@@ -514,6 +514,13 @@ class TensorPipeTransport:
         except Exception:
             _log.exception("%r could not take the loss of %r", self._info, link.peer.info)
 
-    def _abandon(self) -> None:
-        """The process ends without ``close``, or ``start`` failed half-way."""
-        self.close(0.0)
+
+def _abandon(transport: weakref.ref[TensorPipeTransport]) -> None:
+    """The process ends without ``close``.
+
+    A finalizer, as these run where the first one of the process was made, by torch's
+    import: after the program's own exit hooks, which may still call and shut down.
+    """
+    open_still = transport()
+    if open_still is not None:
+        open_still.close(0.0)
