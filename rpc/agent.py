@@ -194,6 +194,8 @@ class Agent:
         """Leaves the group and ends every thread; see ``rpc.shutdown``."""
         if self.is_expelled:
             graceful = False  # nobody is there to be waited for
+        if graceful:
+            self.departure.refuse_in_handler()
         try:
             if graceful and self.membership is None:
                 self.departure.leave_together(timeout)

@@ -131,16 +131,23 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         graceful: wait until every living worker called ``shutdown`` and all
             calls, and the calls they caused, are done; meanwhile keep serving.
             Otherwise leave at once: outstanding calls fail, here and at peers.
-        timeout: seconds to wait, 0 for the options' ``shutdown_timeout``.
+        timeout: seconds to wait, 0 for the options' ``shutdown_timeout``, ``math.inf``
+            for no limit.
 
     Raises:
         RpcTimeoutError: the others did not finish in time; RPC is shut down all the same.
-        RuntimeError: ``init_rpc`` was never called. After one that failed, or another
+        RuntimeError: ``init_rpc`` was never called, or this is a handler, which a graceful
+            shutdown would wait for. After an ``init_rpc`` that failed, or another
             ``shutdown``, there is nothing to do.
+        TypeError: ``timeout`` is no number.
+        ValueError: ``timeout`` is negative or not a number.
     """
+    _check_shutdown_timeout(timeout)
     if find_agent() is None and joined_before():
         return
     agent = current_agent()
+    if graceful:
+        agent.departure.refuse_in_handler()
     context = contextvars.copy_context()
     agent.departure.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
     try:
@@ -363,6 +370,16 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 _OWN_STEP = _wait_all_workers
+
+
+def _check_shutdown_timeout(timeout: float) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}, not seconds")
+    if not timeout >= 0:
+        raise ValueError(
+            f"timeout={timeout!r} must be seconds: 0 for the options' shutdown_timeout, more, "
+            "or math.inf for no limit"
+        )
 
 
 def _wait_as_replaced(agent: Agent, timeout: float) -> None:

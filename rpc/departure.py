@@ -46,22 +46,25 @@ class Departure:
         self.release: Callable[[], None] = agent.references.release_all_users
 
     def leave_together(self, timeout: float) -> None:
-        """Waits until the whole group is done; ``timeout`` in seconds, 0 for none.
+        """Waits until the whole group is done; ``timeout`` in seconds, 0 or ``inf`` for none.
 
         Raises:
             RpcTimeoutError: names the workers that were still waited for.
-            RpcError: called from a handler, which would wait for itself.
         """
-        self._refuse_in_handler()
+        timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._lock:
             self._todo += self._machine.begin()
         self._perform()
         if not self._finished.wait(timeout or None):
             raise RpcTimeoutError(self._timed_out(timeout))
 
-    @staticmethod
-    def _refuse_in_handler() -> None:
-        if in_handler():
+    def refuse_in_handler(self) -> None:
+        """Changes nothing.
+
+        Raises:
+            RpcError: called from a handler, which leaving in peace would wait for.
+        """
+        if in_handler() and not self._agent.is_expelled:
             raise RpcError(
                 "shutdown(graceful=True) was called in a handler, which it would wait for; "
                 "call it in the main program"
@@ -71,12 +74,12 @@ class Departure:
         """Waits until this worker is quiet, whatever the others do, and lets go of its references.
 
         Args:
-            timeout: seconds, 0 for none.
+            timeout: seconds, 0 or ``inf`` for none.
 
         Raises:
             RpcTimeoutError: calls were still under way.
         """
-        self._refuse_in_handler()
+        timeout = min(timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout if timeout else None
         with self._changed:
             self._alone = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import operator
 import threading
 from typing import Any
@@ -497,6 +498,31 @@ def test_shutdown_waits_only_for_the_living() -> None:
     agents[0].shutdown(graceful=False)
 
 
-def test_shutdown_in_a_handler_is_refused(pair: list[Agent]) -> None:
+def test_shutdown_in_a_handler_is_refused_and_changes_nothing(pair: list[Agent]) -> None:
     with pytest.raises(RuntimeError, match="called in a handler"):
-        pair[0].rpc_sync("bob", lambda: rpc.api.current_agent().departure.leave_together(0))
+        pair[0].rpc_sync("bob", rpc.shutdown, timeout=20)
+    with pytest.raises(RuntimeError, match="called in a handler"):
+        pair[0].rpc_sync("bob", lambda: rpc.api.current_agent().shutdown(), timeout=20)
+    assert pair[0].rpc_sync("bob", whoami, timeout=20) == "bob"
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e10])
+def test_shutdown_may_wait_for_ever(seconds: float) -> None:
+    alice, bob = connect("alice", "bob")
+    waiting = threading.Thread(target=alice.shutdown, args=(True, seconds))
+    waiting.start()
+    bob.shutdown(timeout=20)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e10])
+def test_a_member_that_leaves_alone_may_wait_for_ever(pair: list[Agent], seconds: float) -> None:
+    alice, _ = pair
+    call = alice.rpc_async("bob", _wait_for, (id(_keep(release := threading.Event())),))
+    leaving = threading.Thread(target=alice.departure.leave_alone, args=(seconds,))
+    leaving.start()
+    release.set()
+    leaving.join(20)
+    assert not leaving.is_alive()
+    assert call.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import rpc
 from rpc import api, collecting
 from rpc.agent import Agent
+from rpc.errors import RpcError
 from rpc.testing import local_group
 
 
@@ -41,3 +43,22 @@ def test_a_program_may_put_its_own_waiting_in_the_place_of_ours(
     assert not api._is_current_rpc_agent_set()
     with pytest.raises(RuntimeError, match="shut"):
         worker.rpc_sync("there", abs, (1,))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error"),
+    [(-1.0, ValueError), (float("nan"), ValueError), ("5", TypeError), (None, TypeError)],
+)
+def test_a_shutdown_that_is_told_to_wait_nonsense_changes_nothing(
+    worker: Agent, seconds: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"timeout={seconds!r} "):
+        rpc.shutdown(timeout=seconds)
+    assert rpc.rpc_sync("there", abs, (-1,), timeout=20) == 1
+
+
+def test_a_shutdown_that_is_refused_in_a_handler_changes_nothing(worker: Agent) -> None:
+    with pytest.raises(RpcError, match="called in a handler"):
+        rpc.rpc_sync("here", rpc.shutdown, timeout=20)
+    assert api._is_current_rpc_agent_set()
+    assert rpc.rpc_sync("here", abs, (-1,), timeout=20) == 1
