@@ -337,8 +337,11 @@ class _Session:
         )
         self._here = here
         self._token: Token[_Session | None] | None = None
+        self._thread = 0
+        self._left = threading.Event()
 
     def __enter__(self) -> _Session:
+        self._thread = threading.get_ident()
         self._profile.__enter__()
         self._token = _session.set(self)
         return self
@@ -347,10 +350,14 @@ class _Session:
         assert self._token is not None
         _session.reset(self._token)
         self._profile.stop()
+        self._left.set()
 
     def events(self) -> list[RemoteEvent]:
-        """What ran; for the reply, which may be sent after the handler returned."""
-        self._profile.stop()
+        """What ran; for the reply, which another thread may send as the handler returns."""
+        if threading.get_ident() == self._thread:
+            self._profile.stop()
+        else:
+            self._left.wait()
         return [RemoteEvent.of(event, self._here) for event in self._profile.all_events()]
 
 

@@ -12,7 +12,7 @@ import torch
 import rpc
 from rpc.agent import Agent
 from rpc.functions import async_execution
-from rpc.profiling import profile
+from rpc.profiling import Settings, _Session, profile
 from rpc.testing import as_worker, local_group
 
 
@@ -102,6 +102,19 @@ def test_calls_made_by_handlers_are_followed_even_when_they_outlast_them(alice: 
     first = "rpc_sync#_add_at_carol(alice -> bob)#remote_op: rpc_async#aten::add(bob -> carol)"
     assert _named(prof, first).node_id == 1
     assert _named(prof, f"{first}#remote_op: aten::add").node_id == 2
+
+
+def test_a_reply_that_leaves_before_its_handler_has_returned_waits_for_it():
+    session = _Session(Settings(False, False, False, False), 0)
+    found: list[list[Any]] = []
+    replying = threading.Thread(target=lambda: found.append(session.events()))
+    with session:
+        replying.start()
+        replying.join(0.05)
+        assert not found
+        torch.ones(2).add(1)
+    replying.join(10)
+    assert "aten::add" in str(found[0])
 
 
 def test_a_trace_of_it_can_be_written(alice: Agent, tmp_path: Any):
