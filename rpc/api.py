@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc import collecting, deadlines, interrupts
+from rpc import collecting, deadlines, interrupts, torch_contexts
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendType, init_backend
 from rpc.builtin_backends import default_backend, register_builtin_backends
@@ -159,6 +159,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     finally:
         set_process_agent(None)
         collecting.stop_using()
+        torch_contexts.stop_using()
         interrupts.stop()
 
 
@@ -408,6 +409,7 @@ def _set_and_start_rpc_agent(agent: Agent) -> None:
     """Makes a started agent this process's."""
     set_process_agent(agent)
     collecting.use()
+    torch_contexts.use()
 
 
 def debug_info() -> dict[str, Any]:

@@ -191,7 +191,10 @@ class Future(_TorchFuture[T]):
             of :meth:`then`.
         """
         canceller = self.canceller
-        return canceller is not None and not self.done() and canceller(self)
+        if canceller is None or self.done() or not canceller(self):
+            return False
+        self._note_seen()
+        return True
 
     def then(self, callback: Callable[..., S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns once this one is done.
@@ -210,11 +213,15 @@ class Future(_TorchFuture[T]):
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
         _require_callable("add_done_callback", callback)
+        self._note_seen()
+        super().add_done_callback(callback)
+
+    def _note_seen(self) -> None:
+        """Its failure, now or later, is no news to somebody."""
         with self._lock:
             self._watched = True
             if self._failure is not None:
                 self._failure.seen = True
-        super().add_done_callback(callback)
 
     def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
         """Completes the future if that runs no callback; False, and nothing done, if it would."""

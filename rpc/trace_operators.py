@@ -65,7 +65,10 @@ class OperatorRecorder:
         if self._profile is None:
             return []
         self._mark("rpc_end#")
-        self._profile.stop()
+        try:
+            self._profile.stop()
+        except RuntimeError:  # of some releases of torch, where another profiler has ended it
+            return []
         results = self._profile.profiler.kineto_results
         events = results.events() if results is not None else []
         marked = {e.name(): e.start_ns() for e in events if e.name() in self._marks}

@@ -315,9 +315,12 @@ class Trace:
 
     def finish(self) -> None:
         """Collects what everyone recorded."""
-        mine = self._extension.finish(self._number)
+        try:
+            mine = self._extension.finish(self._number)
+        finally:  # the others are to end, whatever happened here
+            theirs = self._ask("collect")
         found = [mine.records] if mine is not None else []
-        found += [from_json(answer) for answer in self._ask("collect").values() if answer]
+        found += [from_json(answer) for answer in theirs.values() if answer]
         self.workers = tuple(found)
         samples = [*samples_of(found), *self._samples]
         self.offsets = estimate(self._agent.info.id, samples)

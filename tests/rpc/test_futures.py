@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rpc import executor
+from rpc.errors import CallCancelledError
 from rpc.executor import Executor
 from rpc.futures import Future
 
@@ -437,6 +438,17 @@ def test_an_error_that_nobody_looked_at_is_logged_when_its_future_is_collected(
     (record,) = caplog.records
     assert isinstance(record.args, tuple)
     assert error not in record.args  # who keeps records is not to keep its frames
+
+
+def test_the_end_of_a_call_that_was_given_up_is_no_news(caplog: pytest.LogCaptureFixture):
+    def give_up(future: Future[int]) -> bool:
+        future.set_exception(CallCancelledError("given up"))
+        return True
+
+    future: Future[int] = Future(canceller=give_up)
+    assert future.cancel()
+    del future
+    assert messages(caplog) == []
 
 
 def test_an_unseen_error_is_logged_although_a_waiting_caller_died(

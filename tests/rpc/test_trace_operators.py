@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 
 from rpc.clock import MonotonicClock
@@ -48,4 +49,17 @@ def test_a_profiler_that_takes_over_ends_the_recording() -> None:
     recorder = OperatorRecorder(MonotonicClock())
     with torch.profiler.profile():
         torch.ones(1)
+    assert recorder.stop() == []
+
+
+@needs_profiles_of_all_threads
+def test_so_it_does_where_torch_then_cannot_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = OperatorRecorder(MonotonicClock())
+    end = recorder._profile.stop
+
+    def refuse() -> None:
+        end()
+        raise RuntimeError("Can't disable Kineto profiler when it's not running")
+
+    monkeypatch.setattr(recorder._profile, "stop", refuse)
     assert recorder.stop() == []

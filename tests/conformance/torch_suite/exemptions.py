@@ -138,8 +138,8 @@ EXEMPTIONS: Sequence[Exemption] = (
     Exemption(
         r"RpcTest\.test_server_process_global_profiler",
         Kind.INTERNALS,
-        "uses rpc._server_process_global_profile, which is private and undocumented; rpc.trace "
-        "records everything that runs on every worker",
+        "uses rpc._server_process_global_profile, which is private and undocumented; "
+        "rpc.tracing.trace records everything that runs on every worker",
         _REASONS + "test_shutdown_has_other_steps_and_there_is_no_private_server_profiler",
     ),
     # --- TorchScript
