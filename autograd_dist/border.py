@@ -5,9 +5,9 @@ of the run, but what it captures there has been through the hooks of the border
 tensor, which must see the whole gradient and not the part of it that this run
 brings. So the raw gradients are read off the nodes they come from, and hooks of
 border tensors that can be reached (those of leaves and of sent tensors) are kept
-quiet for the length of the run. A hook on another tensor of the border is also
-called with the part; its result is ignored, and the whole gradient passes
-through it later.
+quiet for the length of the run, as is what tensors retain. A hook on another
+tensor of the border is also called with the part; its result is ignored, and
+the whole gradient passes through it later.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autograd_dist.engine_run import EngineRun, current_run
 from autograd_dist.graph import Edge, is_leaf
 from autograd_dist.recv_node import Node
+from autograd_dist.retained import retained_is_kept
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 Hooks = MutableMapping[int, Hook]
@@ -124,6 +125,7 @@ class Border:
             for key in list(hooks):
                 _quieten(hooks, key, self._run)
                 stack.callback(_let_speak, hooks, key, self._run)
+        stack.enter_context(retained_is_kept(self._run, self._nodes))
         for node in nodes:
             edges = node.next_functions
             if any(successor in self._nodes for successor, _ in edges):

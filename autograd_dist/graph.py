@@ -6,6 +6,7 @@ end), recv nodes (where they leave for another worker) and everything else.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -69,6 +70,22 @@ def successors(node: Node) -> list[Node]:
     if _ends(node):
         return []
     return [successor for successor, _ in node.next_functions if successor is not None]
+
+
+def leading_to(targets: Iterable[Node], nodes: Iterable[Node]) -> set[Node]:
+    """Those of ``nodes`` from which a path through them leads to one of the targets."""
+    before: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in nodes:
+        for successor in successors(node):
+            before[successor].append(node)
+    found: set[Node] = set()
+    stack = list(targets)
+    while stack:
+        for node in before.get(stack.pop(), ()):
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:

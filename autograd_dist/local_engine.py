@@ -15,7 +15,8 @@ Noting what crosses the border needs the border nodes to be inputs of the engine
 run, and the engine runs an input that leads to another input. Where one border
 node leads to another, the wave is therefore *replayed*: it only computes the
 gradients that leave the worker and the finished leaves, keeps its contributions,
-and what it could not finish is computed again in a later wave.
+and what it could not finish is computed again in a later wave: hooks and functions
+on the way to both run twice. Leaves, and what tensors retain, get a gradient once.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from autograd_dist.graph import (
     Region,
     any_reaches_another,
     explore,
+    leading_to,
     recv_edges_behind,
     successors,
 )
 from autograd_dist.leaf_hooks import accumulation_is_observed
 from autograd_dist.recv_node import Node, Origin, origin_of
+from autograd_dist.retained import retained_is_kept_on_the_way
 
 DeliverGradients = Callable[[Origin, list[torch.Tensor | None]], None]
 
@@ -83,6 +86,7 @@ class LocalPass:
         self._owned_edges: list[GradientEdge] = []
         self._delivered: set[Origin] = set()
         self._finished_leaves: set[Node] = set()
+        self._has_replayed = False
 
     @property
     def is_stuck(self) -> bool:
@@ -197,7 +201,7 @@ class LocalPass:
             self._read(start, region, (), self._retain_graph)
             return
         if any_reaches_another(border_nodes):
-            self._replay(start, region)
+            self._replay(start, region, border_nodes)
             return
         roots = {key: waiting for key, waiting in start.items() if key[0] not in border_nodes}
         for key in roots:
@@ -215,16 +219,18 @@ class LocalPass:
                 self._sent_at.setdefault(tensor.edge.node, []).append(tensor)
         return [tensor for node in nodes for tensor in self._sent_at.get(node, ())]
 
-    def _replay(self, start: _Contributions, region: Region) -> None:
+    def _replay(self, start: _Contributions, region: Region, border: set[Node]) -> None:
         # Only gradients that leave the worker are progress worth computing twice for.
-        if region.recvs:
+        if not region.recvs:
+            return
+        self._has_replayed = True
+        with retained_is_kept_on_the_way(self, leading_to(border, region.inner)):
             self._read(start, region, (), retain_graph=True)
 
     def _read(
         self, roots: _Contributions, region: Region, border: Iterable[Node], retain_graph: bool
     ) -> None:
-        inputs = [GradientEdge(leaf, 0) for leaf in region.leaves]
-        inputs += [_anchor_of(recv) for recv in region.recvs]
+        inputs = _ends_of(region)
         inputs += [GradientEdge(node, 0) for node in border]
         if not (inputs and roots):
             return
@@ -254,6 +260,8 @@ class LocalPass:
                 [GradientEdge(*key) for key in start],
                 [waiting.total for waiting in start.values()],
                 retain_graph=self._retain_graph,
+                # What leads only to leaves and messages that are finished has run.
+                inputs=_ends_of(region) if self._has_replayed else None,
             )
             gradients = borrowed.take()
         self._contributions.clear()
@@ -354,6 +362,12 @@ class _BorrowedGrads:
     def __exit__(self, *_: object) -> None:
         for leaf, gradient in zip(self._leaves, self._set_aside, strict=True):
             leaf.grad = gradient
+
+
+def _ends_of(region: Region) -> list[GradientEdge]:
+    """The inputs that make the engine compute what a region's leaves and recv nodes get."""
+    ends = [GradientEdge(leaf, 0) for leaf in region.leaves]
+    return ends + [_anchor_of(recv) for recv in region.recvs]
 
 
 def _anchor_of(recv: Node) -> GradientEdge:

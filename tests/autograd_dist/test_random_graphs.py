@@ -105,6 +105,7 @@ class Builder:
         self.workers = [Worker() for _ in range(self.rng.randint(1, 4))]
         self.params: list[Value] = []
         self.values: list[Value] = []
+        self.retained: list[Value] = []
         self.messages = 0
         self.is_wasteful = self.rng.random() < 0.4
 
@@ -161,6 +162,10 @@ class Builder:
             here.register_hook(clipped)
             plain.register_hook(clipped)
         self.values.append(Value(home, here, plain))
+        if is_new and here.requires_grad and self.rng.random() < 0.2:
+            here.retain_grad()
+            plain.retain_grad()
+            self.retained.append(self.values[-1])
 
     def fetch(self, values: Sequence[Value], home: int) -> list[Value]:
         """The values on worker ``home``; what lives elsewhere comes in one message each worker."""
@@ -284,6 +289,10 @@ def check_seed(seed: int) -> Counter[type]:
         if actual is not None:
             torch.testing.assert_close(actual.to_dense(), param.plain.grad)
         assert param.here.grad is None
+    for position, value in enumerate(builder.retained):
+        assert (value.here.grad is None) == (value.plain.grad is None), f"retained {position}"
+        if value.here.grad is not None:
+            torch.testing.assert_close(value.here.grad, value.plain.grad)
     return kinds
 
 
