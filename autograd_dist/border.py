@@ -170,6 +170,11 @@ class _Quiet:
         return None if current_run() in self.runs else self.hook(gradient)
 
 
+def users_hooks(hooks: Hooks) -> list[Hook]:
+    """A tensor's hooks as they were registered, though some may be quiet now."""
+    return [hook.hook if isinstance(hook, _Quiet) else hook for hook in list(hooks.values())]
+
+
 def _quieten(hooks: Hooks, key: int, run: EngineRun) -> None:
     with _quiet_lock:
         hook = hooks.get(key)

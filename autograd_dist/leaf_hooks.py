@@ -1,8 +1,9 @@
 """Which leaves must have their gradients accumulated by torch itself.
 
 Reading a leaf's gradient off the engine is enough unless something hangs on the
-accumulation: a post-accumulate hook, a hook on the AccumulateGrad node, or a
-reducer such as DistributedDataParallel's. This module finds that out.
+accumulation: a post-accumulate hook, a hook on the AccumulateGrad node, a reducer
+such as DistributedDataParallel's, or a hook on several tensors, which must see them
+all in one run, and refuses one that reads leaves. This module finds that out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed
 from torch.utils.hooks import RemovableHandle
 
+from autograd_dist.border import Hook, users_hooks
 from autograd_dist.recv_node import Node
 
 
@@ -29,9 +31,15 @@ def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
 def _has_accumulation_hooks(leaf: Node) -> bool:
     return bool(
         leaf.variable._post_accumulate_grad_hooks
+        or any(map(_is_of_several, users_hooks(leaf.variable._backward_hooks or {})))
         or _has_other_hooks(leaf.register_hook)
         or _has_other_hooks(leaf.register_prehook)
     )
+
+
+def _is_of_several(hook: Hook) -> bool:
+    """Whether ``torch.autograd.graph.register_multi_grad_hook`` made a tensor's hook."""
+    return getattr(hook, "__module__", None) == torch.autograd.graph.__name__
 
 
 def _has_other_hooks(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:

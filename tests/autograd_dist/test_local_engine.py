@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from autograd_dist.border import SentTensor
 from autograd_dist.gradients import LeafGradients
@@ -371,6 +371,23 @@ def test_hooks_on_the_accumulation_node_run(kind):
     node.start(a.sum())
     assert len(calls) == 1
     assert node.gradient(w).tolist() == [2.0, 2.0]
+
+
+def test_a_hook_on_several_leaves_is_called_once_with_all_whole_gradients():
+    node, w, v = Node(), param(), param()
+    calls = []
+    register_multi_grad_hook((w, v), calls.append)
+    sent = node.send(w)
+    (y,) = node.receive(5, torch.ones(2))
+    local = node.start((w * y + v * 3).sum())
+    assert calls == []
+    assert node.departed[5][0].tolist() == [1.0, 2.0]
+    local.add_gradients(sent, [torch.tensor([3.0, 3.0])])
+    local.run_wave()
+    assert [node.gradient(leaf).tolist() for leaf in (w, v)] == [[4.0, 4.0], [3.0, 3.0]]
+    (call,) = calls
+    assert [each.tolist() for each in call] == [[4.0, 4.0], [3.0, 3.0]]
+    assert w.grad is v.grad is None
 
 
 def test_plain_backward_through_a_received_tensor_says_what_to_use():
