@@ -103,6 +103,9 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     in ``.grad``; read them with :func:`get_gradients`. Outputs of calls that do
     not lead to the roots neither hold up the pass nor change it.
 
+    There is no limit of time: ``rpc_timeout`` does not count. A pass ends with an error when
+    a worker that it needs is lost, or the context is left by another thread.
+
     Args:
         context_id: from :class:`context`.
         roots: scalars on this worker that are results of a computation.
@@ -110,6 +113,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     Raises:
         BackwardError: something failed on the way; the text says on which worker.
+        BaseException: what a hook on this worker raised and is no ``Exception``, as it is.
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.
     """

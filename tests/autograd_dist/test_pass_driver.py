@@ -14,8 +14,9 @@ import torch
 import autograd_dist
 import rpc
 from autograd_dist.pass_driver import PassDriver
-from rpc.agent import Agent
-from rpc.testing import as_worker, local_group
+from rpc.agent import Agent, AgentOptions
+from rpc.current import current_agent
+from rpc.testing import VirtualClock, as_worker, local_group
 from tests import waiting
 
 SECONDS = 10.0
@@ -150,3 +151,49 @@ def test_a_pass_that_failed_is_not_left_to_the_garbage_collector(
         waiting.until(lambda: drivers() <= others, SECONDS)
     finally:
         gc.enable()
+
+
+class Slow:
+    """A worker's hook that takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.started, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, _: object) -> None:
+        self.started.set()
+        assert self.go_on.wait(SECONDS)
+
+
+def held(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(current_agent().slow)  # type: ignore[attr-defined]
+    return y
+
+
+def be_slow() -> None:
+    assert current_agent().slow.go_on.wait(SECONDS)  # type: ignore[attr-defined]
+
+
+def test_a_pass_has_no_time_limit_of_its_own() -> None:
+    clock, slow = VirtualClock(), Slow()
+    options = AgentOptions(rpc_timeout=1.0)
+
+    def let_time_pass(call: rpc.Future[None]) -> None:
+        assert slow.started.wait(SECONDS)
+        clock.advance(1000.0)
+        waiting.until(call.done, SECONDS)
+        slow.go_on.set()
+
+    with local_group("alice", "bob", clock=clock, options=options) as group, as_worker(group[0]):
+        group[1].slow = slow  # type: ignore[attr-defined]
+        x = torch.ones(2, requires_grad=True)
+        with autograd_dist.context() as context_id:
+            loss = rpc.rpc_sync("bob", held, (x,)).sum()
+            call = rpc.rpc_async("bob", be_slow)
+            thread = threading.Thread(target=let_time_pass, args=(call,))
+            thread.start()
+            autograd_dist.backward(context_id, [loss])
+            thread.join()
+            assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+        with pytest.raises(rpc.RpcTimeoutError):
+            call.wait()
