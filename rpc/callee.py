@@ -436,7 +436,7 @@ class _Service:
         extensions = self.request.extensions
         if not extensions:
             return ()
-        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors)
+        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors, None)
 
     def _reply(self, result: object) -> None:
         if self.orphaned:  # a later life of the caller must not get it

@@ -131,7 +131,7 @@ class Caller:
             target = target or once
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
-            detail = codec.describe_unpicklable(func, args, kwargs)
+            detail = codec.describe_unpicklable(func, args, kwargs, error)
             raise EncodeError(detail) from error
 
     def request(

@@ -32,7 +32,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.errors import DecodeError, EncodeError, RpcError
-from rpc.tensor_reductions import reduce_sparse, reduce_tensor_subclass, travels_whole
+from rpc.tensor_reductions import (
+    loses_its_gradient,
+    reduce_sparse,
+    reduce_tensor_subclass,
+    travels_whole,
+)
 from rpc.worker_info import WorkerInfo
 
 _PROTOCOL: Final = 5
@@ -64,12 +69,14 @@ class Encoded:
         references: every :class:`Reference` met, each once.
         plain: decoding runs no user code but, possibly, imports: there are only
             native values, tensors, references, and functions or classes by name.
+        severed: the type of a tensor in it that lost what leads from it to its graph.
     """
 
     payload: bytes
     tensors: list[Tensor]
     references: list[Any]
     plain: bool
+    severed: type[Tensor] | None = None
 
 
 class ImportNeeded(Exception):
@@ -170,7 +177,9 @@ def _encode_any(value: object) -> Encoded:
         return _encode_by_value(value)
     except Exception as error:
         raise _encode_error(value, error) from error
-    return Encoded(buffer.getvalue(), pickler.tensors, pickler.references, pickler.plain)
+    return Encoded(
+        buffer.getvalue(), pickler.tensors, pickler.references, pickler.plain, pickler.severed
+    )
 
 
 def decode(
@@ -228,14 +237,16 @@ def decode_loaded(
     return _load(_LoadedUnpickler(io.BytesIO(payload)), tensors, references)
 
 
-def describe_unpicklable(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Says which part of a call makes it impossible to send, for the error's text."""
+def describe_unpicklable(
+    func: object, args: Sequence[Any], kwargs: Mapping[str, Any], error: EncodeError
+) -> str:
+    """Says which part of a call makes it impossible to send, for the text of ``error``."""
     name = getattr(func, "__qualname__", None) or type(func).__qualname__
     for what, value in _parts_of_call(name, func, args, kwargs):
         reason = _reason_not_to_send(value)
         if reason is not None:
             return f"{what} cannot be sent: {reason}"
-    return f"a call of {name} cannot be sent: its arguments can be, but not together"
+    return f"a call of {name} cannot be sent: {error}"
 
 
 def _parts_of_call(
@@ -330,6 +341,7 @@ class _Lifter:
     tensors: list[Tensor]
     references: list[Any]
     plain: bool
+    severed: type[Tensor] | None = None
 
     def lift(self, obj: Any, kind: type) -> Any:
         """How to reduce ``obj``, an instance of ``kind``; NotImplemented if as usual."""
@@ -362,6 +374,8 @@ def _treatment(kind: type) -> _Treatment:
         return _leave_plain
     if issubclass(kind, Reference):
         return _lift_reference
+    if issubclass(kind, Tensor):
+        return _lift_subclass
     if kind is BuiltinFunctionType:
         return _leave_builtin_function
     if issubclass(kind, type):
@@ -391,6 +405,13 @@ def _running_code(reduce: Callable[[Any], Any]) -> _Treatment:
 def _lift_reference(lifter: _Lifter, obj: Reference) -> Any:
     lifter.references.append(obj)
     return take_reference, (len(lifter.references) - 1,)
+
+
+def _lift_subclass(lifter: _Lifter, tensor: Tensor) -> Any:
+    lifter.plain = False
+    if loses_its_gradient(tensor):
+        lifter.severed = type(tensor)
+    return reduce_tensor_subclass(tensor)
 
 
 def _leave_builtin_function(lifter: _Lifter, function: Any) -> Any:
@@ -435,7 +456,6 @@ def _reduce_overload(overload: Any) -> Any:
 
 _SPECIAL_REDUCTIONS: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (torch._C.Future, _refuse_future),
-    (Tensor, reduce_tensor_subclass),
     (torch.jit.ScriptModule, _reduce_script_module),
     (torch._C.ScriptFunction, _reduce_script_function),
     (torch._ops.OpOverloadPacket, _reduce_operator),
@@ -483,7 +503,7 @@ def _encode_by_value(value: object) -> Encoded:
         raise
     except Exception as error:
         raise _encode_error(value, error) from error
-    return Encoded(buffer.getvalue(), pickler.tensors, pickler.references, plain=False)
+    return Encoded(buffer.getvalue(), pickler.tensors, pickler.references, False, pickler.severed)
 
 
 def _encode_error(value: object, error: Exception) -> EncodeError:

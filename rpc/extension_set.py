@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from rpc.errors import DecodeError
+from rpc.errors import DecodeError, EncodeError
 from rpc.extensions import CallExtension
 from rpc.messages import Extensions
 from rpc.packing import Attach, Replace
@@ -73,12 +73,15 @@ class ExtensionSet:
     def attach_request(self, to: int) -> Attach:
         """What gives a request to ``to`` its metadata."""
 
-        def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
+        def attach(
+            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
+        ) -> Extensions:
             found: list[tuple[str, bytes]] = []
             for extension in self.all():
                 data = extension.outgoing_request(to, tensors)
                 if data is not None:
                     found.append((extension.name, data))
+            _require_whole(severed, found)
             return tuple(found)
 
         return attach
@@ -86,8 +89,11 @@ class ExtensionSet:
     def attach_reply(self, to: int, request: Extensions) -> Attach:
         """What gives the reply to a request with metadata its own."""
 
-        def attach(tensors: Sequence[torch.Tensor]) -> Extensions:
+        def attach(
+            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
+        ) -> Extensions:
             found: list[tuple[str, bytes]] = []
+            _require_whole(severed, request)
             for name, sent in request:
                 data = self.load(name).outgoing_reply(to, sent, tensors)
                 if data is not None:
@@ -118,3 +124,16 @@ class ExtensionSet:
             return tensors
 
         return replace
+
+
+def _require_whole(severed: type[torch.Tensor] | None, riding: Iterable[tuple[str, bytes]]) -> None:
+    """Refuses a tensor that was cut off from its graph where its gradient is wanted.
+
+    Raises:
+        EncodeError: the message belongs to an autograd context.
+    """
+    if severed is not None and any(name == AUTOGRAD for name, _ in riding):
+        raise EncodeError(
+            f"a {severed.__qualname__} that is part of a graph cannot be sent within an "
+            "autograd context, as its gradient would be lost: send it detached, or a plain tensor"
+        )

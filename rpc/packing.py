@@ -20,7 +20,7 @@ from rpc.reference_keeper import ReferenceKeeper
 
 _NONE_INLINE = -1
 
-Attach = Callable[[Sequence[torch.Tensor]], Extensions]
+Attach = Callable[[Sequence[torch.Tensor], type[torch.Tensor] | None], Extensions]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -44,7 +44,8 @@ def pack(
         value: anything picklable.
         to: the receiver's id.
         keeper: lends the references in the value.
-        attach: runs the extensions over the value's tensors; None when there are none.
+        attach: runs the extensions over the value's tensors, told the type of one that was
+            cut off from its graph; None when there are none.
         borrow: the sender keeps references alive until the reply comes, so that
             those owned by the receiver need no fork.
 
@@ -54,7 +55,7 @@ def pack(
     """
     encoded = codec.encode(value)
     tensors = encoded.tensors
-    extensions = attach(tensors) if attach is not None else ()
+    extensions = attach(tensors, encoded.severed) if attach is not None else ()
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
     if tensors:

@@ -57,6 +57,25 @@ def build_compressed(
     return _with_grad(values, kind, grad, build)
 
 
+def build_jagged(
+    values: Tensor,
+    grad: bool,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    ragged: int,
+    shortest: int | None,
+    longest: int | None,
+) -> Tensor:
+    """Puts a jagged nested tensor together again, as a part of the graph of its values."""
+
+    def build(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets, lengths, ragged, shortest, longest
+        )
+
+    return _with_grad(values, Tensor, grad, build)
+
+
 def build_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     """Gives ``tensor`` back its class."""
     if tensor.grad_fn is not None:
@@ -104,6 +123,8 @@ def reduce_sparse(tensor: Tensor) -> Any:
 def reduce_tensor_subclass(tensor: Any) -> Any:
     """One that only adds Python state travels as a tensor; the others reduce themselves."""
     kind: Any = type(tensor)
+    if tensor.layout is torch.jagged and tensor.requires_grad:
+        return _reduce_jagged(tensor)
     if (
         kind.__reduce_ex__ is not Tensor.__reduce_ex__
         or kind.__setstate__ is not Tensor.__setstate__
@@ -117,3 +138,26 @@ def reduce_tensor_subclass(tensor: Any) -> Any:
     if not state:
         return build_subclass, (plain, kind)
     return build_subclass, (plain, kind), state, None, None, torch._utils._set_obj_state
+
+
+def _reduce_jagged(tensor: Any) -> Any:
+    """Its own way would take it apart below autograd, and lose its gradient."""
+    lengths, ragged = tensor.lengths(), tensor._ragged_idx
+    shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    grad = tensor.requires_grad
+    parts = tensor.values(), grad, tensor.offsets(), lengths, ragged, shortest, longest
+    state = {n: v for n, v in vars(tensor).items() if n == "_is_param" or not n.startswith("_")}
+    if not state:
+        return build_jagged, parts
+    return build_jagged, parts, state, None, None, torch._utils._set_obj_state
+
+
+def loses_its_gradient(tensor: Tensor) -> bool:
+    """True for a subclass whose tensor lies below autograd, which torch takes apart there."""
+    kind: Any = type(tensor)
+    return (
+        tensor.grad_fn is not None
+        and tensor.layout is torch.strided
+        and kind.__reduce_ex__ is Tensor.__reduce_ex__
+        and kind.__torch_dispatch__ is not _NO_DISPATCH
+    )

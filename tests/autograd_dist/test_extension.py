@@ -17,6 +17,7 @@ import autograd_dist
 import rpc
 from autograd_dist import gradients
 from autograd_dist.wire import EXTENSION_NAME
+from rpc.errors import EncodeError
 from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
 from tests import waiting
@@ -56,6 +57,40 @@ def bounce(hops, x):
         return x
     target = ["alice", "bob", "carol"][hops % 3]
     return rpc.rpc_sync(target, bounce, (hops - 1, x * 2))
+
+
+def echo(x):
+    return x
+
+
+class Wrapped(torch.Tensor):
+    """Has its numbers in another tensor, which autograd does not see."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(args[0].inner))
+
+
+def make_wrapped():
+    return Wrapped(torch.ones(2)).requires_grad_().neg()
+
+
+def test_a_tensor_that_would_lose_its_gradient_is_refused_within_a_context(workers):
+    wrapped = make_wrapped()
+    assert rpc.rpc_sync("bob", echo, (wrapped,)).inner.tolist() == [-1.0, -1.0]
+    with autograd_dist.context():
+        assert rpc.rpc_sync("bob", echo, (wrapped.detach(),)).inner.tolist() == [-1.0, -1.0]
+        refused = "a Wrapped that is part of a graph cannot be sent within an autograd context"
+        with pytest.raises(EncodeError, match=f"a call of echo cannot be sent: {refused}"):
+            rpc.rpc_sync("bob", echo, (wrapped,))
+        with pytest.raises(EncodeError, match=refused):
+            rpc.rpc_sync("bob", make_wrapped)
 
 
 def test_gradient_comes_back_from_another_worker(workers):

@@ -494,7 +494,7 @@ def test_too_deep_nesting_is_refused_in_time() -> None:
 def test_the_offending_argument_is_named(
     args: tuple[Any, ...], kwargs: dict[str, Any], culprit: str
 ) -> None:
-    text = codec.describe_unpicklable(double, args, kwargs)
+    text = codec.describe_unpicklable(double, args, kwargs, EncodeError("no"))
     assert text.startswith(culprit)
     assert text.endswith("cannot pickle '_thread.lock' object")
 
@@ -505,8 +505,14 @@ def test_an_offending_function_is_named() -> None:
     def guarded() -> bool:
         return lock.locked()
 
-    text = codec.describe_unpicklable(guarded, (), {})
+    text = codec.describe_unpicklable(guarded, (), {}, EncodeError("no"))
     assert text.startswith("the function test_an_offending_function_is_named.<locals>.guarded")
+
+
+def test_what_is_wrong_with_no_part_of_a_call_is_told_in_its_own_words() -> None:
+    error = EncodeError("tensors of torch.int4 cannot be sent")
+    text = codec.describe_unpicklable(double, (1,), {}, error)
+    assert text == "a call of double cannot be sent: tensors of torch.int4 cannot be sent"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,59 @@ def test_jagged_tensors_arrive_equal() -> None:
     assert [part.tolist() for part in parts] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
+def test_gradients_flow_back_through_a_jagged_tensor() -> None:
+    leaf = torch.arange(1.0, 6.0, requires_grad=True)
+    sent = torch.nested.nested_tensor_from_jagged(leaf * 2, torch.tensor([0, 2, 5]))
+    arrived = round_trip(sent)
+    assert [part.tolist() for part in arrived.unbind()] == [[2.0, 4.0], [6.0, 8.0, 10.0]]
+    (arrived * arrived).values().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [8.0, 16.0, 24.0, 32.0, 40.0]
+
+
+@pytest.mark.slow
+def test_a_jagged_leaf_arrives_as_one_and_goes_with_others_of_its_shape() -> None:
+    sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    weights: Any = nn.Parameter(sent)
+    weights.name_of_ours = "w"
+    for arrived, other in (
+        round_trip_detached([weights, sent]),
+        no_grad_round_trip([weights, sent]),
+    ):
+        assert arrived.requires_grad
+        assert arrived.is_leaf
+        assert isinstance(arrived, nn.Parameter)
+        assert arrived.name_of_ours == "w"
+        (arrived * other).values().sum().backward()
+        assert arrived.grad.values().tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+class Wrapped(Tensor):
+    """Has its numbers in another tensor, which autograd does not see."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        (of,) = args
+        return cls(func(of.inner))
+
+
+def test_a_tensor_that_its_graph_does_not_reach_through_is_named() -> None:
+    leaf = Wrapped(torch.ones(2)).requires_grad_()
+    assert encode([leaf, leaf.detach()]).severed is None
+    assert encode([leaf.neg()]).severed is Wrapped
+    assert encode([leaf.neg(), lambda: 0]).severed is Wrapped
+    assert encode([leaf.neg().detach()]).severed is None
+
+
 def test_a_layout_that_cannot_be_taken_apart_is_refused() -> None:
     with pytest.raises(EncodeError, match="mkldnn"):
         encode(torch.ones(2, 2).to_mkldnn())
