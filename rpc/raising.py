@@ -10,11 +10,17 @@ itself, and what was raised is kept without the variables.
 from __future__ import annotations
 
 import copy
-import traceback
+import gc
+import inspect
+import sys
+from contextlib import suppress
+from types import FrameType, TracebackType
 
 from rpc.remote_errors import slots_of
 
 _HEAP_TYPE_FLAG = 1 << 9
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_VERSION = sys.version_info[:2]
 _PLAIN_SIZE = Exception.__basicsize__
 
 
@@ -55,11 +61,30 @@ def bare_copy(error: BaseException) -> BaseException:
 
 
 def keep(error: BaseException) -> BaseException:
-    """The error, whose frames forget their variables; those that still run keep them."""
+    """The error, whose frames forget their variables, except those that still run or may."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
         seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
+        _forget_variables(each.__traceback__)
         each = each.__cause__ or each.__context__
     return error
+
+
+def _forget_variables(passed: TracebackType | None) -> None:
+    while passed is not None:
+        if _is_over(passed.tb_frame):
+            with suppress(RuntimeError):  # it still runs
+                passed.tb_frame.clear()
+        passed = passed.tb_next
+
+
+def _is_over(frame: FrameType) -> bool:
+    """False if it may be that of a suspended generator or coroutine, which clearing would end.
+
+    It may have caught the error and gone on. While suspended, such a frame is its
+    generator's, and refers to nothing itself, not even to its code.
+    """
+    if not frame.f_code.co_flags & _SUSPENDABLE or _VERSION >= (3, 13):
+        return True  # from 3.13 on, clearing refuses
+    return _VERSION >= (3, 11) and any(each is frame.f_code for each in gc.get_referents(frame))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,6 +24,10 @@ class Unusual(Exception):
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}", code)
         self.code = code
+
+
+class Held:
+    """An object of nobody else's."""
 
 
 class Slotted(ValueError):
@@ -123,6 +129,62 @@ def test_a_kept_error_lets_go_of_what_its_frames_held() -> None:
     assert kept.__traceback__ is not None
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+def fail_once_more(error: BaseException) -> None:
+    raise error
+
+
+def test_a_generator_that_caught_the_error_and_went_on_goes_on_after_it_was_kept() -> None:
+    caught: list[BaseException] = []
+
+    def generate() -> Iterator[int]:
+        for number in range(3):
+            try:
+                raise ValueError(number)
+            except ValueError as error:
+                caught.append(error)
+                yield number
+
+    async def wait(steps: Iterator[int]) -> int:
+        for step in steps:
+            try:
+                raise KeyError(step)
+            except KeyError as error:
+                caught.append(error)
+                await asyncio.sleep(0)
+        return 7
+
+    steps, coroutine = generate(), wait(iter([1, 2]))
+    next(steps)
+    coroutine.send(None)
+    for error in [*caught]:
+        with pytest.raises(type(error)):
+            fail_once_more(error)
+        keep(error)
+    assert [*steps] == [1, 2]
+    coroutine.send(None)
+    with pytest.raises(StopIteration, match="7"):
+        coroutine.send(None)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older frames do not tell they are over")
+def test_a_coroutine_that_failed_forgets_its_variables() -> None:
+    held = []
+
+    async def fail() -> None:
+        variable = Held()
+        held.append(weakref.ref(variable))
+        raise ValueError("x")
+
+    async def fail_within() -> None:
+        await fail()
+
+    with pytest.raises(ValueError, match="x") as caught:
+        fail_within().send(None)
+    keep(caught.value)
+    gc.collect()
+    assert held[0]() is None
 
 
 def refuse() -> None:
