@@ -62,3 +62,10 @@ def test_a_shutdown_that_is_refused_in_a_handler_changes_nothing(worker: Agent) 
         rpc.rpc_sync("here", rpc.shutdown, timeout=20)
     assert api._is_current_rpc_agent_set()
     assert rpc.rpc_sync("here", abs, (-1,), timeout=20) == 1
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_default_timeout_must_be_a_time(worker: Agent, seconds: float) -> None:
+    with pytest.raises(ValueError, match=f"rpc_timeout must be >= 0 seconds, but got {seconds}"):
+        api._set_rpc_timeout(seconds)
+    assert rpc.rpc_sync("there", abs, (-1,)) == 1
