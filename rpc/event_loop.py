@@ -56,6 +56,7 @@ class EventLoop:
         context = contextvars.copy_context()
 
         def ended(task: asyncio.Task[Any]) -> None:
+            begun.clear()  # who can cancel it must not keep it, and with it its outcome
             report = partial(_report, task, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
@@ -68,7 +69,7 @@ class EventLoop:
 
         def cancel() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: begun[0].cancel())
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in begun])
 
         with self._lock:
             closed = self._closed

@@ -5,6 +5,7 @@ Large tensors in a cycle would stay for as long as the collector likes.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -51,6 +52,27 @@ def test_calls_and_references_leave_no_tensor_in_a_cycle(pair: list[Agent]) -> N
     assert tensors_in_cycles(lambda: alice.rpc_sync("bob", identity, (x,))) == 0
     assert tensors_in_cycles(lambda: alice.rpc_async("bob", identity, (x,)).wait()) == 0
     assert tensors_in_cycles(lambda: alice.remote("bob", identity, (x,)).to_here()) == 0
+
+
+async def identity_later(value: object) -> object:
+    await asyncio.sleep(0)
+    return value
+
+
+async def refuse_later(value: object) -> None:
+    raise ValueError("no")
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_an_async_handler_leaves_no_tensor_in_a_cycle(pair: list[Agent]) -> None:
+    alice, x = pair[0], torch.ones(3)
+
+    def be_refused() -> None:
+        with pytest.raises(ValueError, match="no"):
+            alice.rpc_sync("bob", refuse_later, (x,))
+
+    assert tensors_in_cycles(lambda: alice.rpc_sync("bob", identity_later, (x,))) == 0
+    assert tensors_in_cycles(be_refused) == 0
 
 
 @pytest.mark.usefixtures("collector_off")
