@@ -167,19 +167,21 @@ class Outgoing:
     def _reply(self, to: int, frame: Frame) -> None:
         if to == self._info.id and self._loop_back(frame, "Response"):
             return
+        link = self._roster.links.get(to)
+        if link is None:
+            return
         room: tuple[FlowWindow, int] | None = None
         if is_large(frame):
             with self._lock:
-                link = self._roster.links.get(to)
-                awaited = link is not None and link.awaits(frame.correlation)
-            if link is None or not awaited:
+                awaited = link.awaits(frame.correlation)
+            if not awaited:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
             frame = link.shared.place(frame)
             room = self._await_room(link, frame)
         with self._lock:
-            link = self._roster.links.get(to)
-            if link is None:
+            if self._roster.links.get(to) is not link:  # a later life counts its requests anew
+                _give_up(room)
                 return
             held = link.served.reply(frame)
             if held is None and not (link.take_loose(frame.correlation) and self._roster.open):
