@@ -6,11 +6,14 @@ sent at once instead, is for ``resumption`` and the readers to know.
 
 from __future__ import annotations
 
+import logging
 import threading
 from queue import SimpleQueue
 from typing import Protocol
 
 _DELAY_SECONDS = 0.25
+
+_log = logging.getLogger("rpc.transports")
 
 
 class Acknowledging(Protocol):
@@ -43,10 +46,22 @@ class LateReceipts:
             return
         self._rung = True
         self._bell.put(None)
+        if self._thread is None:
+            self._begin_to_serve()
+
+    def _begin_to_serve(self) -> None:
+        """Without a thread, what is owed waits for the next that is added."""
         with self._lock:
-            if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+            if self._thread is not None or self._closed.is_set():
+                return
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.warning("%s: acknowledgements have to wait: %s", self._name, error)
+                self._rung = False
+            else:
+                self._thread = thread
 
     def _serve(self) -> None:
         while not self._closed.is_set():
@@ -55,7 +70,10 @@ class LateReceipts:
             self._rung = False
             while self._owing and not self._closed.is_set():
                 channel, _ = self._owing.popitem()
-                channel.acknowledge()
+                try:
+                    channel.acknowledge()
+                except Exception:
+                    _log.exception("%s could not acknowledge what arrived", self._name)
 
     def close(self) -> None:
         """Ends the thread; what is still owed is not paid."""

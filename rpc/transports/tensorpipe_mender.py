@@ -90,19 +90,21 @@ class Mender:
             if mending is not None:
                 self._cases.append(_Case(link, mending))
                 self._changed.notify_all()
+        if mending is not None:
+            try:
+                self._begin_to_serve()
+            except RuntimeError as error:
+                reason, mending = f"{reason}, and cannot be opened again: {error}", None
         if mending is None:
             self._hands.give_up(link, f"its connection broke: {reason}")
-        else:
-            self._begin_to_serve()
 
     def _begin_to_serve(self) -> None:
         with self._lock:
             if self._thread is not None or self._closed or not self._cases:
                 return
-            thread = self._thread = threading.Thread(
-                target=self._serve, name=self._name, daemon=True
-            )
-        thread.start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def look(self) -> None:
         """Something was heard about an attempt. Needs the lock."""

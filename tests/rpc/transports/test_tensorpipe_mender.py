@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rpc.errors import WorkerLostError
-from rpc.transports.base import Frame
+from rpc.transports.base import Frame, Peer
 from rpc.transports.tensorpipe import available
+from rpc.transports.tensorpipe_ledger import Calls, Served
+from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_mender import Mender
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
 from tests.rpc.transports.tensorpipe_process import (
@@ -314,3 +319,21 @@ def test_calls_that_came_before_their_sender_was_known_outlive_a_break(make: Mak
         assert a.reply(correlation).header == b"%d" % number
     b.until(lambda: len(b.received) == 5)
     assert set(asked_of(b).values()) == {1}
+
+
+def test_without_a_thread_to_mend_it_a_link_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    given_up: list[str] = []
+    stand_in: Any = SimpleNamespace(give_up=lambda _, reason: given_up.append(reason))
+    mender = Mender("mender", threading.Lock(), stand_in, stand_in, stand_in)
+    peer = Peer(WorkerInfo("peer", 1), 1, b"")
+    link = Link(peer, None, False, {}, {}, Calls(remembers=True), Served(keeps=True), 5.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        mender.broke(link, 0, "EOF")
+    mender.close()
+    assert given_up == [
+        "its connection broke: EOF, and cannot be opened again: can't start new thread"
+    ]
