@@ -475,9 +475,12 @@ class TensorPipeTransport:
         with self._lock:
             asked, lifelines = link.take_asked(), link.take_lifelines()
             self._exit.hold()
-        self._answers.turn_away(asked, lifelines, f"it cannot read what this worker sent: {error}")
-        self.give_up(link, f"what it sent cannot be read: {error}")
-        self._exit.release()
+        try:
+            reason = f"it cannot read what this worker sent: {error}"
+            self._answers.turn_away(asked, lifelines, reason)
+        finally:
+            self._exit.release()
+            self.give_up(link, f"what it sent cannot be read: {error}")
 
     def _refused(self, link: Link, reason: str) -> None:
         """A peer that leaves is reported when it says so, after the frames that it sent."""

@@ -7,6 +7,7 @@ transport's.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from rpc.transports.tensorpipe_ledger import AnswerFuture
     from rpc.transports.tensorpipe_links import Link
     from rpc.transports.tensorpipe_roster import Roster
+
+_SENDERS_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class Exit:
@@ -51,21 +56,27 @@ class Exit:
         if self._waiting:
             self._changed.notify_all()
 
-    def wait_until(self, holds: Callable[[], bool], deadline: float | None) -> None:
+    def wait_until(self, holds: Callable[[], bool], deadline: float) -> bool:
         """Waits for a change that makes it so, at most until then. Needs the lock.
 
         Args:
             holds: what is waited for.
-            deadline: seconds of the monotonic clock; None for none.
+            deadline: seconds of the monotonic clock.
+
+        Returns:
+            Whether it is so.
         """
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         self._waiting = True
-        self._changed.wait_for(holds, left)
-        self._waiting = False
+        try:
+            return self._changed.wait_for(holds, max(0.0, deadline - time.monotonic()))
+        finally:
+            self._waiting = False
 
     def wait_for_senders(self) -> None:
-        """Waits until nobody holds the exit. Needs the lock."""
-        self.wait_until(lambda: self._in_the_way == 0, None)
+        """Waits until nobody holds the exit, which takes no time. Needs the lock."""
+        deadline = time.monotonic() + _SENDERS_SECONDS
+        if not self.wait_until(lambda: self._in_the_way == 0, deadline):
+            _log.error("%d messages are still being sent; leaving all the same", self._in_the_way)
 
 
 class Parting:
@@ -142,13 +153,15 @@ class Parting:
                 link.farewell, link.announced = future, announced
                 asked, lifelines = link.take_asked(), link.take_lifelines()
             self._exit.hold()
-        if link is None:
-            self._answers.give_visibly(future, wire.FAREWELL, b"")
-        else:
-            self._answers.give_asked(asked, wire.DONE)
-            self._answers.give(lifelines, wire.LIFELINE)
-            self.settle(link)
-        self._exit.release()
+        try:
+            if link is None:
+                self._answers.give_visibly(future, wire.FAREWELL, b"")
+            else:
+                self._answers.give_asked(asked, wire.DONE)
+                self._answers.give(lifelines, wire.LIFELINE)
+                self.settle(link)
+        finally:
+            self._exit.release()
 
     def confirmed(self, link: Link, message: bytes) -> None:
         """A peer confirmed our farewell."""
@@ -156,9 +169,11 @@ class Parting:
             link.farewell_confirmed(message)
             lifelines = link.take_lifelines()
             self._exit.hold()
-        self._end_lifelines(lifelines)
-        self.settle(link)
-        self._exit.release()
+        try:
+            self._end_lifelines(lifelines)
+            self.settle(link)
+        finally:
+            self._exit.release()
 
     def settle(self, link: Link) -> None:
         """Confirms a peer's farewell, and reports its loss, if now is the time."""
@@ -169,8 +184,10 @@ class Parting:
             self._exit.look()
         if due is not None:
             future, message = due
-            self._answers.give_visibly(future, wire.FAREWELL, message)
-            self._exit.release()
+            try:
+                self._answers.give_visibly(future, wire.FAREWELL, message)
+            finally:
+                self._exit.release()
             self._report(link)
 
     def _end_lifelines(self, lifelines: list[AnswerFuture]) -> None:

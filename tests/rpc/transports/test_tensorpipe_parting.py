@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rpc.transports import tensorpipe_parting
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe_ledger import Calls, Served
@@ -118,7 +119,39 @@ class TestExit:
         lock = threading.Lock()
         exit_ = Exit(lock)
         with lock:
-            exit_.wait_until(lambda: False, time.monotonic() - 1.0)
+            assert not exit_.wait_until(lambda: False, time.monotonic() - 1.0)
+
+    def test_who_does_not_end_to_send_is_left_behind(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(tensorpipe_parting, "_SENDERS_SECONDS", 0.0)
+        lock = threading.Lock()
+        exit_ = Exit(lock)
+        with lock:
+            exit_.hold()
+            exit_.wait_for_senders()
+        assert "1 messages are still being sent" in caplog.text
+
+    def test_it_opens_although_an_answer_cannot_be_given(
+        self, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("the agent has stopped")
+
+        monkeypatch.setattr(tensorpipe_parting, "_SENDERS_SECONDS", 0.0)
+        monkeypatch.setattr(worker.told, "give_visibly", fail)
+        link = worker.add(1)
+        link.lifeline = 0, future()
+        with pytest.raises(RuntimeError, match="has stopped"):
+            worker.parting.take_farewell(None, 0, future())
+        with pytest.raises(RuntimeError, match="has stopped"):
+            worker.parting.take_farewell(link, 0, future())
+        link.lifeline = 0, future()
+        with pytest.raises(RuntimeError, match="has stopped"):
+            worker.parting.confirmed(link, b"")
+        with worker.lock:
+            worker.exit.wait_for_senders()
+        assert "still being sent" not in caplog.text
 
 
 class TestLeaving:
