@@ -152,7 +152,7 @@ class TensorPipeTransport:
             self._caller,
             self._answers,
             self._loopback,
-            receiver.patience,
+            lambda correlation: receiver.patience(correlation),
             self._broke,
         )
         self._parting = Parting(
