@@ -36,6 +36,8 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 _UNIX_BULK_CONNECTIONS = 1
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 0.001
+_LIMIT_PAUSE_SECONDS = 0.05
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,12 @@ class Connector:
         return [Road(_family(host), (host, port)) for host, port in address.tcp]
 
     def _open_link(self, road: Road, bulk: int) -> Connections:
-        """Opens a link; again, for a while, if it breaks while hands are shaken."""
+        """Opens a link; again, for a while, if it breaks while hands are shaken.
+
+        While this worker lacks what a socket takes, that says nothing of the peer: it waits.
+        """
         patience = time.monotonic() + self._target.resume_seconds
+        warned = False
         while True:
             try:
                 return self._open_all(road, bulk)
@@ -227,6 +233,13 @@ class Connector:
             except ConnectionError:
                 if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
                     raise
+            except OSError as error:
+                if error.errno not in _OWN_LIMITS or self._cancelled.wait(_LIMIT_PAUSE_SECONDS):
+                    raise
+                if not warned:
+                    _log.warning("no connection to worker %s yet: %s", self._target.name, error)
+                warned = True
+                self._deadline = time.monotonic() + self._target.seconds
 
     def _open_all(self, road: Road, bulk: int) -> Connections:
         token = self.token = os.urandom(TOKEN_BYTES)
