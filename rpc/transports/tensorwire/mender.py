@@ -8,6 +8,7 @@ which is for ``resumption.Seam`` to decide; what a given-up peer means, for ``pe
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from rpc.transports.tensorwire.strand import Strand
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_EVERY_SECONDS = 0.2
+
+_log = logging.getLogger("rpc.transports.tensorwire")
 
 
 class Mender:
@@ -55,20 +58,28 @@ class Mender:
                 return False
             strand.seam.broke(time.monotonic(), reason)
             guest, strand.guest = strand.guest, None
-            if guest is None:
-                self._broken.append(strand)
-                self._begin_to_serve()
+            if guest is None and not self._begin_to_serve(strand):
+                return False
         if guest is not None:
             self._take_in(strand, guest)
         return True
 
-    def _begin_to_serve(self) -> None:
-        """Called with the lock held."""
+    def _begin_to_serve(self, strand: Strand) -> bool:
+        """Called with the lock held; False if no thread can be started for it."""
+        self._broken.append(strand)
         self._changed.notify_all()
-        if not self._serving:
-            self._serving = True
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+        if self._serving:
+            return True
+        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%s: a connection cannot be opened again: %s", self._name, error)
+            self._broken.remove(strand)
+            return False
+        self._thread = thread
+        self._serving = True
+        return True
 
     def offered(self, strand: Strand, guest: Proven) -> None:
         """The peer opened a connection in place of a strand's."""

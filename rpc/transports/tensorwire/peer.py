@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from rpc.devices import note_host_moves
-from rpc.errors import EncodeError, WorkerLostError
+from rpc.errors import EncodeError, RpcError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
@@ -224,13 +224,25 @@ class RemotePeer:
             if link is None:
                 self._early.append((frame, looks))
                 if self._connecting is None and self._reason is None:
-                    self._connecting = threading.Thread(
-                        target=self._connect, name=f"tensorwire-connect-{self.name}", daemon=True
-                    )
-                    self._connect_thread = self._connecting
-                    self._connecting.start()
+                    self._begin_to_connect(frame)
         if link is not None:
             link.send(frame, looks)
+
+    def _begin_to_connect(self, frame: Frame) -> None:
+        """Needs the lock. Without a thread for it, a request is refused; a notice waits."""
+        name = f"tensorwire-connect-{self.name}"
+        thread = threading.Thread(target=self._connect, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            problem = f"worker {self.name!r} cannot be connected to at the moment: {error}"
+            if frame.kind is FrameKind.NOTICE:
+                _log.warning("%s", problem)
+                return
+            self._early.pop()
+            self._window.release(frame.correlation)
+            raise RpcError(problem) from error
+        self._connecting = self._connect_thread = thread
 
     def _connect(self) -> None:
         try:

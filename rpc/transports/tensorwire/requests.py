@@ -79,6 +79,7 @@ class RequestSide:
         self._delivering = 0
         self._deliveries = 0
         self._idle: list[_Server] = []
+        self._warned = False
         self._threads: set[threading.Thread] = set()
         self._slow = False
         self._batching_thread = 0
@@ -90,10 +91,12 @@ class RequestSide:
     def start(self) -> None:
         """Starts the first reader and the watch."""
         watch = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
-        self._threads.add(watch)
         watch.start()
+        self._threads.add(watch)
         with self._lock:
             server = self._next_holder()
+        if server is None:
+            raise RuntimeError(f"{self._name} cannot listen: no thread can be started")
         server.gate.put(None)
 
     def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
@@ -170,22 +173,33 @@ class RequestSide:
             if self._holder is not holder or self._closed:
                 return
             successor = self._next_holder()
-        successor.gate.put(None)
+        if successor is not None:
+            successor.gate.put(None)
 
-    def _next_holder(self) -> _Server:
-        """Called with the lock held; the result's gate is to be opened after."""
-        self._delivering = 0
+    def _next_holder(self) -> _Server | None:
+        """Called with the lock held; the result's gate is to be opened after.
+
+        None without a thread for it. Then the baton stays where it is, and the watch tries again.
+        """
         server = self._idle.pop() if self._idle else self._new_server()
-        self._holder = server
+        if server is not None:
+            self._delivering = 0
+            self._holder = server
         return server
 
-    def _new_server(self) -> _Server:
+    def _new_server(self) -> _Server | None:
         server = _Server()
         thread = threading.Thread(
             target=self._serve, args=(server,), name=f"{self._name}-requests", daemon=True
         )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._warned:
+                _log.warning("%s: nobody can read while a handler runs: %s", self._name, error)
+            self._warned = True
+            return None
         self._threads.add(thread)
-        thread.start()
         return server
 
     def _serve(self, me: _Server) -> None:
@@ -223,7 +237,7 @@ class RequestSide:
     def _deliver(self, me: _Server, work: Work) -> None:
         if self._slow:
             self._pass_baton(me)
-        else:
+        if self._holder is me:
             self._deliveries += 1
             self._delivering = self._deliveries
             if not self._watching:
@@ -267,7 +281,8 @@ class RequestSide:
                 return
             self._slow = True
             successor = self._next_holder()
-        successor.gate.put(None)
+        if successor is not None:
+            successor.gate.put(None)
 
     def close(self) -> None:
         """Stops reading; joins every thread but the caller's, and those that a handler holds."""

@@ -251,3 +251,22 @@ def test_a_sender_does_not_keep_the_users_memory_long(make: Maker, settings: Set
         assert len(a.call(b, b"h", b"", torch.zeros(size)).tensors[0]) == size
     until(lambda: not keeps_memory_of_others(a, b))
     until(lambda: not keeps_memory_of_others(b, a))
+
+
+def test_without_a_thread_to_mend_it_a_link_is_given_up(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("tensorwire-mend-worker1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    cutter = Cutter()
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert cutter.cut()
+        a.until(lambda: bool(a.lost))

@@ -57,6 +57,27 @@ def test_a_delivery_that_does_not_return_holds_up_no_other(side: Side) -> None:
     release.set()
 
 
+def test_without_another_thread_the_baton_stays_until_there_is_one(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, quick, refused = threading.Event(), threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "test-requests":
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        side.run(lambda: release.wait(SECONDS))
+        side.run(quick.set)
+        assert refused.wait(SECONDS)
+    assert quick.wait(SECONDS)
+    release.set()
+
+
 def test_many_blocked_deliveries_all_run(side: Side) -> None:
     meeting = threading.Barrier(30, timeout=SECONDS)
     met = threading.Semaphore(0)

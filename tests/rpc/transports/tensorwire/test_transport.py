@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
 import socket
@@ -20,6 +22,7 @@ from rpc.errors import (
     DeviceMapError,
     EncodeError,
     QueueFullError,
+    RpcError,
     UnknownWorkerError,
     WorkerLostError,
 )
@@ -27,8 +30,9 @@ from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
-from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
+from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
 from rpc.worker_info import WorkerInfo
 from tests import waiting
@@ -381,6 +385,43 @@ def test_small_calls_overtake_a_large_one_over_tcp(make: Maker) -> None:
         overtaken += 1
     asking.join()
     assert overtaken > 5
+
+
+# What this worker lacks itself.
+
+
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_peer_is_not_lost_because_this_worker_has_no_descriptors_left(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(connect_seconds=0.5), Settings())
+    opened, tries = Connector._open_one, itertools.count()
+
+    def open_one(self: Connector, road: Road, hello: Hello) -> tuple[socket.socket, int]:
+        if next(tries) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(self, road, hello)
+
+    monkeypatch.setattr(Connector, "_open_one", open_one)
+    assert a.call(b, b"h").header == b"h"
+    assert a.lost == []
+
+
+def test_without_a_thread_to_connect_a_request_is_refused_and_the_next_is_not(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(max_bytes_in_flight=4096), Settings())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RpcError, match="worker 'worker1' cannot be connected to at the mom"):
+            a.ask(b, b"h")
+        a.notify(b, b"waits")
+    assert a.call(b, b"h").header == b"h"
+    b.until(lambda: {frame.header for _, frame in b.received} == {b"waits", b"h"})
+    assert a.lost == []
 
 
 # Bounds.
