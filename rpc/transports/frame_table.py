@@ -200,7 +200,7 @@ def source_of_payload(payload: bytes | bytearray | memoryview) -> Source:
 
 
 def tensor_over(memory: object, item: Item, offset: int = 0) -> torch.Tensor:
-    """A tensor that lives in ``memory``, a writable buffer, from ``offset`` on."""
+    """A tensor that lives in ``memory``, a writable buffer, from ``offset`` on; no view."""
     dtype = item.dtype or torch.uint8
     if not item.nbytes:
         return torch.empty_strided(item.shape, item.strides, dtype=dtype)
@@ -208,4 +208,4 @@ def tensor_over(memory: object, item: Item, offset: int = 0) -> torch.Tensor:
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
     if len(item.shape) == 1:
         return flat
-    return flat.as_strided(item.shape, item.strides)
+    return flat.as_strided_(item.shape, item.strides)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -124,3 +126,12 @@ def test_a_tensor_over_memory_shares_it() -> None:
     found.fill_(1.0)
     assert found.stride() == (1, 2)
     assert bytes(memory) == bytes(16) + b"\x00\x00\x80\x3f" * 6
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), ()])
+def test_a_tensor_over_memory_is_no_view(shape: tuple[int, ...]) -> None:
+    size = 4 * math.prod(shape)
+    strides = torch.empty(shape).stride()
+    found = tensor_over(bytearray(40), MATRIX._replace(nbytes=size, shape=shape, strides=strides))
+    assert not found._is_view()
+    assert found.detach_() is found
