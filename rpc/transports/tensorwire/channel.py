@@ -294,6 +294,7 @@ class Sender:
         self.shutdown()
         self._forget_unsent()
         if self._closed or not self._remembers:
+            self._blocked = False
             self._drop_queue()
         else:
             self._blocked = True

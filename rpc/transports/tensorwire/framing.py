@@ -295,15 +295,16 @@ class BulkDecoder:
         self._section: memoryview | None = None
         self._chunk = Chunk(0, 0)
         self._sequence = 0
+        self._received = 0
 
     @property
     def received(self) -> int:
-        """How many messages have arrived whole."""
-        return self._sequence - (self._section is not None)
+        """How many messages have arrived whole; may be asked by any thread."""
+        return self._received
 
     def restart(self) -> None:
         """Another connection takes the place of this one: forgets what has not arrived whole."""
-        self._sequence = self.received
+        self._sequence = self._received
         self._section = None
         self._filled = 0
 
@@ -325,6 +326,7 @@ class BulkDecoder:
                 return None
             self._section = None
             self._filled = 0
+            self._received = self._sequence
             return self._chunk
         if self._filled < self._HEAD:
             return None
@@ -342,6 +344,7 @@ class BulkDecoder:
             return None
         if fixed.inline:
             raise FrameError("a bulk message that carries bytes it cannot have")
+        self._received = self._sequence
         if fixed.kind == _ACKNOWLEDGE:
             return Acknowledged(fixed.correlation)
         if fixed.kind == WireKind.SEGMENT:

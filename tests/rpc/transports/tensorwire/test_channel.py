@@ -286,3 +286,16 @@ def test_a_descriptor_that_is_remembered_is_closed_with_the_sender(
     os.close(descriptors[0])
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+def test_what_is_given_to_a_sender_that_was_closed_while_broken_is_dropped() -> None:
+    wire = Wire(remember=100)
+    wire.sender.stop()
+    wire.sender.close()
+    reading, writing = os.pipe()
+    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    wire.sender.send_small(1, 0, b"h", b"", b"p")
+    assert wire.sender.queued() == wire.unsent.count == 0
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"", "the descriptor is closed"
+    wire.other.close()

@@ -301,3 +301,20 @@ def test_random_bytes_on_a_bulk_channel_are_refused(data: bytes, step: int) -> N
 def test_an_impossible_bulk_message_is_refused(wire: bytes) -> None:
     with pytest.raises(FrameError):
         _Bulk().feed(wire, 1000)
+
+
+def test_a_chunk_counts_as_received_when_it_is_whole() -> None:
+    counts: list[int] = []
+
+    def place(_transfer: int, _offset: int, length: int, _total: int) -> memoryview:
+        counts.append(decoder.received)
+        return memoryview(bytearray(length))
+
+    decoder = BulkDecoder(place)
+    data = chunk(1, 0, 0, b"0123456789", 10)
+    for byte in data:
+        counts.append(decoder.received)
+        decoder.buffer()[0] = byte
+        decoder.advance(1)
+    assert counts == [0] * (len(data) + 1)
+    assert decoder.received == 1
