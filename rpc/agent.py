@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc import deadlines, finalizers, profiling
+from rpc import deadlines, finalizers, process_forks, profiling
 from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
@@ -23,7 +23,7 @@ from rpc.clock import Clock, MonotonicClock
 from rpc.completions import Completions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.control import Cancel, Leaving, Lost, encode_passed
-from rpc.current import context_of
+from rpc.current import context_of, forked_from
 from rpc.debug import agent_debug_info
 from rpc.departure import Departure
 from rpc.early_frames import EarlyFrames
@@ -48,6 +48,7 @@ from rpc.rref import RRef
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Patience, Peer, Transport
+from rpc.transports.inherited import InheritedTransport
 from rpc.watch import Watch
 from rpc.worker_info import WorkerInfo
 
@@ -84,7 +85,7 @@ class AgentOptions:
     liveness_timeout: float = 0.0
 
 
-class Agent:
+class Agent(process_forks.Member):
     """One worker of a group.
 
     Args:
@@ -149,6 +150,7 @@ class Agent:
         self._start_watch()
         self.pulse.start()
         self.references.start()
+        process_forks.join(self)
         return address
 
     def join(self, peers: Sequence[Peer]) -> None:
@@ -230,6 +232,13 @@ class Agent:
         self.executor.close()
         self.completions.close()
         self.store = None
+        process_forks.leave(self)
+
+    def after_fork_in_child(self) -> None:
+        """Leaves all to the parent: this process only refuses what is asked of this worker."""
+        process_forks.keep_for_good(self)
+        self.transport = InheritedTransport(self.info.name, self.transport)
+        forked_from(self)
 
     # --- What user programs ask
 

@@ -223,13 +223,15 @@ class Caller:
 
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""
-        transport = self._agent.transport
         return Future(
             description=description,
-            waiter=transport.wait,
-            waker=transport.wake,
+            waiter=self._wait,
+            waker=self._agent.transport.wake,
             canceller=self.cancel,
         )
+
+    def _wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        self._agent.transport.wait(done, block)  # another one's in a forked child
 
     def cancel(self, future: Future[Any]) -> bool:
         """Gives up the call whose outcome ``future`` waits for; False if it is over.

@@ -12,6 +12,7 @@ import contextvars
 from typing import TYPE_CHECKING
 
 from rpc.errors import NotInitializedError
+from rpc.process_forks import keep_for_good
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,6 +30,8 @@ class _Process:
     agent: Agent | None = None
     joined: bool = False
     """``init_rpc`` was called, however it ended."""
+    parent: str = ""
+    """The worker that this process was forked from."""
     store: Store | None = None
     """The last group's store, which others may still need when this process has left."""
 
@@ -49,13 +52,21 @@ def current_agent() -> Agent:
     if agent is None:
         agent = _Process.agent
     if agent is None:
-        raise NotInitializedError
+        raise NotInitializedError(_Process.parent)
     return agent
 
 
 def set_process_agent(agent: Agent | None) -> None:
     """Makes ``agent`` the process's default; None clears it."""
     _Process.agent = agent
+
+
+def forked_from(agent: Agent) -> None:
+    """This process is a forked child of the agent's: here nothing belongs to it any more."""
+    _of_context.set(None)
+    if _Process.agent in (agent, None):
+        _Process.agent, _Process.parent = None, agent.info.name
+    keep_for_good(_Process.store)
 
 
 def keep_store(store: Store) -> None:

@@ -32,13 +32,19 @@ class RpcError(RuntimeError):
 
 
 class NotInitializedError(RpcError):
-    """There is no current agent in this thread or process."""
+    """There is no current agent in this thread or process.
 
-    def __init__(self) -> None:
-        super().__init__("RPC has not been initialized. Call rpc.init_rpc first.")
+    Args:
+        parent: the worker that this process was forked from, if it was.
+    """
 
-    def __reduce__(self) -> tuple[type[NotInitializedError], tuple[()]]:
-        return type(self), ()
+    def __init__(self, parent: str = "") -> None:
+        where = f" in this process, which was forked from worker {parent!r}" if parent else ""
+        super().__init__(f"RPC has not been initialized{where}. Call rpc.init_rpc first.")
+        self._parent = parent
+
+    def __reduce__(self) -> tuple[type[NotInitializedError], tuple[str]]:
+        return type(self), (self._parent,)
 
 
 class BringUpError(RpcError):

@@ -8,12 +8,16 @@ cannot take them back; while there are no members they do nothing.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import threading
-from typing import Protocol
+from collections.abc import Callable
+
+_logger = logging.getLogger("rpc")
 
 
-class Member(Protocol):
+class Member:
     """Something that hears of forks, on the thread that forks."""
 
     def before_fork(self) -> None:
@@ -54,16 +58,23 @@ class _Forks:
         told = self.forking[threading.get_ident()] = []
         for member in list(self._members.values()):
             told.append(member)
-            member.before_fork()
+            _tell(member.before_fork)
 
     def _after_in_parent(self) -> None:
         for member in self.forking.pop(threading.get_ident(), []):
-            member.after_fork_in_parent()
+            _tell(member.after_fork_in_parent)
 
     def _after_in_child(self) -> None:
         for member in list(self._members.values()):
-            member.after_fork_in_child()
+            _tell(member.after_fork_in_child)
         self.forking.clear()
+
+
+def _tell(hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    except Exception:
+        _logger.exception("what was to be done as this process forked failed")
 
 
 _forks = _Forks()
@@ -82,3 +93,8 @@ def leave(member: Member) -> None:
 def under_way() -> bool:
     """Whether a thread is about to fork; in the child, whether members have not heard yet."""
     return bool(_forks.forking)
+
+
+def keep_for_good(inherited: object) -> None:
+    """Never frees what may not be freed in a child, such as a server that joins its threads."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))

@@ -73,7 +73,7 @@ class _Lent(_ENDLESS):  # type: ignore[misc, valid-type]
         self.region._array_died(self)
 
 
-class Region:
+class Region(process_forks.Member):
     """A mapping of ``size`` bytes.
 
     Args:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import secrets
 import threading
 import time
@@ -160,6 +161,7 @@ class TensorPipeTransport:
         )
         wire.attach(self, self._agent.tensor_tables)
         self._state = _State.OPEN
+        self._process = os.getpid()
         self._at_exit = weakref.finalize(self, _abandon, weakref.ref(self))
         try:
             self._agent.prime(self._caller.pickle(sender.envelope(wire.PRIMER)))
@@ -522,8 +524,9 @@ def _abandon(transport: weakref.ref[TensorPipeTransport]) -> None:
     """The process ends without ``close``.
 
     A finalizer, as these run where the first one of the process was made, by torch's
-    import: after the program's own exit hooks, which may still call and shut down.
+    import: after the program's own exit hooks, which may still call and shut down. What a
+    forked child has of torch is not its to end.
     """
     open_still = transport()
-    if open_still is not None:
+    if open_still is not None and open_still._process == os.getpid():
         open_still.close(0.0)
