@@ -77,6 +77,10 @@ class Liveness:
         """A sign of life came; to be told before the tick that follows."""
         self._asked.pop(life, None)
 
+    def not_asked(self, life: Life) -> None:
+        """This worker could not ask: there is no answer that would be due."""
+        self._asked.pop(life, None)
+
     def tick(self, now: float, watched: Set[Life]) -> list[Effect]:
         """Time has passed; ``watched`` are the workers that somebody here depends on."""
         self._excuse_own_absence(now)

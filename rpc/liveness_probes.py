@@ -65,7 +65,11 @@ class Prober(Protocol):
         """Begins to give signs of life; returns what the others need in order to ask."""
 
     def ask(self, life: Life, address: str) -> None:
-        """Asks a peer, unless it still owes an answer; does not wait."""
+        """Asks a peer, unless it still owes an answer; does not wait.
+
+        Raises:
+            OSError: this worker lacks something for it, such as a file descriptor.
+        """
 
     def collect(self) -> list[Answer]:
         """The answers that came since the last time."""
@@ -74,7 +78,7 @@ class Prober(Protocol):
         """A peer will not be asked for a while."""
 
     def condemn(self, address: str, reason: str) -> None:
-        """Leaves a note for a worker that was declared lost."""
+        """Leaves a note for a worker that was declared lost; raises as :meth:`ask` does."""
 
     def verdict(self) -> str | None:
         """The note that somebody left for this worker."""

@@ -6,6 +6,7 @@ the agent's own threads, so that nobody who is slow or stuck can hold up the wat
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Set
 from functools import partial
@@ -17,6 +18,8 @@ from rpc.liveness_probes import Prober
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+
+_logger = logging.getLogger("rpc")
 
 
 class Watch:
@@ -36,6 +39,8 @@ class Watch:
         self._version = -1
         self._neighbour: Life | None = None
         self._expelled = False
+        self._lacking = False
+        self._lacked = False
 
     def start(self) -> str:
         """Begins to give signs of life; returns what the others need to ask for them."""
@@ -43,19 +48,19 @@ class Watch:
 
     def beat(self, now: float) -> float:
         """Looks after everybody; returns when to come back."""
-        while self._condemned:
-            self._prober.condemn(*self._condemned.popleft())
+        self._leave_notes()
         due = self._liveness.due(now)
         if now < due:
             return due
         self._collect()
         for effect in self._liveness.tick(now, self._watched()):
             if isinstance(effect, Ask):
-                self._prober.ask(effect.life, self._address(effect.life))
+                self._ask(effect.life)
             elif isinstance(effect, Forget):
                 self._prober.forget(effect.life)
             else:
                 self._fell_silent(effect)
+        self._lacked, self._lacking = self._lacking, False
         return self._liveness.due(now)
 
     def tell_lost(self, life: Life, reason: str) -> None:
@@ -86,9 +91,35 @@ class Watch:
 
     def close(self) -> None:
         """Stops giving signs of life; the pulse must have stopped."""
-        while self._condemned:
-            self._prober.condemn(*self._condemned.popleft())
+        self._leave_notes()
         self._prober.close()
+
+    def _ask(self, life: Life) -> None:
+        try:
+            self._prober.ask(life, self._address(life))
+        except OSError as error:
+            self._liveness.not_asked(life)
+            self._lacks(error)
+
+    def _leave_notes(self) -> None:
+        while self._condemned:
+            try:
+                self._prober.condemn(*self._condemned[0])
+            except OSError as error:
+                self._lacks(error)
+                return
+            self._condemned.popleft()
+
+    def _lacks(self, error: OSError) -> None:
+        """This worker's own shortage says nothing of the others; logged once, until it is over."""
+        if not (self._lacked or self._lacking):
+            _logger.error(
+                "%r cannot ask other workers for signs of life, and will not notice when one "
+                "freezes: %s",
+                self._agent.info.name,
+                error,
+            )
+        self._lacking = True
 
     def _collect(self) -> None:
         reason = self.verdict()  # says more than the others' answers

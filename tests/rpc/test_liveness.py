@@ -93,6 +93,13 @@ class TestSilence:
 
 
 class TestWatching:
+    def test_one_that_could_not_be_asked_is_not_silent(self) -> None:
+        liveness = Liveness(5.0)
+        assert liveness.tick(0.0, {B}) == [Ask(B)]
+        for now in range(1, 10):
+            liveness.not_asked(B)
+            assert liveness.tick(float(now), {B}) == [Ask(B)]
+
     def test_one_that_nobody_depends_on_is_not_asked_and_forgotten_in_time(self) -> None:
         liveness = Liveness(BOUND)
         liveness.tick(0, {B})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ import rpc
 from rpc import MembershipChange, MembershipEvent, WorkerLostError
 from rpc.agent import Agent, AgentOptions
 from rpc.group import Group as Members
+from rpc.ids import Life
 from rpc.liveness import Evidence
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, as_worker, connect
@@ -92,6 +95,59 @@ class TestSilence:
         group.hub.freeze(2)
         living = ["alice", "dave"]
         group.pass_time(lambda: all(group.names(who) == living for who in living))
+
+
+class Descriptors:
+    """Those of one worker, which may run out: then its prober cannot connect to anybody."""
+
+    def __init__(self, worker: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert worker.watch is not None
+        self.there_are = False
+        self.connected: Life | None = None
+        prober = worker.watch._prober
+        for name in ("ask", "condemn"):
+            monkeypatch.setattr(prober, name, partial(self._do, getattr(prober, name)))
+
+    def _do(self, act: Callable[..., None], *arguments: object) -> None:
+        if not self.there_are and arguments[0] != self.connected:
+            raise OSError(errno.EMFILE, "Too many open files")
+        act(*arguments)
+
+
+class TestShortage:
+    def test_one_that_cannot_ask_takes_nobody_for_silent_and_says_so_once(
+        self, group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        descriptors = Descriptors(group["alice"], monkeypatch)
+        descriptors.connected = group["carol"].life
+        GATE.clear()
+        call = group["alice"].rpc_async("carol", wait_at_the_gate)
+        for _ in range(150):
+            group.step()
+        GATE.set()
+        group.pass_time(call.done)
+        assert all(group.names(who) == list(NAMES) for who in NAMES)
+        (record,) = caplog.records
+        assert "'alice' cannot ask other workers for signs of life" in record.getMessage()
+        assert "Too many open files" in record.getMessage()
+        descriptors.there_are = True
+        group.hub.freeze(1)
+        group.pass_time(lambda: group.names("alice") == ["alice", "carol", "dave"], limit=6)
+
+    def test_a_note_that_could_not_be_left_is_left_later(
+        self, group: Group, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        alice = group["alice"]
+        descriptors = Descriptors(alice, monkeypatch)
+        assert alice.watch is not None
+        alice.watch.tell_lost(group["bob"].life, "too silent")
+        bob = group["bob"].watch
+        assert bob is not None
+        for _ in range(30):
+            group.step()
+        assert bob.verdict() is None
+        descriptors.there_are = True
+        group.pass_time(lambda: group["bob"].is_expelled)
 
 
 class TestNotes:
