@@ -7,11 +7,12 @@ for it changes its imports and nothing else.
 from __future__ import annotations
 
 import contextvars
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -102,6 +103,10 @@ def init_rpc(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
             f"{rpc_backend_options!r}"
         )
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} is a {type(name).__name__}, not a str")
+    rank = _whole_number("rank", rank)
+    world_size = None if world_size is None else _whole_number("world_size", world_size)
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
@@ -109,6 +114,16 @@ def init_rpc(
     store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
     keep_store(store)
     _init_rpc_backend(chosen, store, name, rank, size, options)
+
+
+def _whole_number(argument: str, value: SupportsIndex) -> int:
+    """``value``, where -1 stands for one that is not given."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{argument}={value!r} is a {type(value).__name__}, not a whole number")
+    number = operator.index(value)
+    if number < -1:
+        raise ValueError(f"{argument}={number} is negative; give it from 0, or leave it out")
+    return number
 
 
 def _init_rpc_backend(

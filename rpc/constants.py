@@ -31,3 +31,6 @@ DEFAULT_LINK_RESUME_TIMEOUT_SEC: Final = 5.0
 DEFAULT_SHARED_MEMORY_BYTES: Final = 1 << 30
 DEFAULT_MAX_BYTES_IN_FLIGHT: Final = 32 << 20
 """Bound on the shared memory that a worker holds for tensors sent to others on its host."""
+
+MAX_RANK: Final = 2**15 - 1
+"""The highest rank, as in the original: what a worker numbers begins with its rank."""

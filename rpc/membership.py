@@ -9,6 +9,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -78,9 +79,24 @@ class Membership:
             BringUpError: the group does not take this worker, or the store does not
                 answer; says why.
         """
-        rendezvous.within(timeout, lambda: rendezvous.join(self._store, self._me))
-        rendezvous.within(timeout, self._look)
+        given_up = threading.Event()
+        rendezvous.within(timeout, lambda: self._join(given_up), given_up, self._resign)
         self._thread.start()
+
+    def _join(self, given_up: threading.Event) -> None:
+        rendezvous.join(self._store, self._me)
+        if given_up.is_set():
+            return
+        try:
+            self._look()
+        except BaseException:
+            self._resign()
+            raise
+
+    def _resign(self) -> None:
+        """Ends a membership that was never watched."""
+        with contextlib.suppress(RpcError):
+            rendezvous.leave(self._store, self._me)
 
     def leave(self) -> None:
         """Ends the membership and stops watching."""

@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
+from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError, RpcError
 from rpc.messages import PROTOCOL_VERSION
 
@@ -51,6 +52,8 @@ _NOBODY = "!"
 _LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
 _NOT_GIVEN = "-1"
 _MUST_AGREE = ("world_size", "backend", "protocol")
+_SECONDS_TO_CONCLUDE = 5.0
+_SECONDS_TO_STOP = 2.0
 
 
 def _this_process() -> str:
@@ -141,21 +144,40 @@ def open_store(
     # A TCP store told how many to expect would wait for them itself, and not say who is missing.
     query["world_size"] = str(size) if parts.scheme == "file" else _NOT_GIVEN
     url = urlunsplit(parts._replace(query=urlencode(query)))
+    if rank >= 0:
+        _check_rank(rank, size)
+    folder = os.path.dirname(parts.path)
+    if parts.scheme == "file" and not os.path.isdir(folder):
+        raise BringUpError(
+            f"init_method={init_method!r} names a file in a folder that does not exist: {folder!r}"
+        )
     store, rank, _ = _connect(url, init_method, timeout)
+    _check_rank(rank, size)
+    return store, rank, size if size > 0 else None
+
+
+def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < (size if size > 0 else rank + 1):
         raise ValueError(f"rank={rank} must be from 0 to world_size - 1, which is {size - 1}")
-    return store, rank, size if size > 0 else None
+    if rank > MAX_RANK:
+        raise ValueError(f"rank={rank} must be from 0 to {MAX_RANK}, the highest there can be")
 
 
 def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, int]:
     wait = timedelta(seconds=timeout)
+    found: tuple[Store, int, int]
     try:
-        found: tuple[Store, int, int] = next(rendezvous(url, timeout=wait))
+        found = within(timeout, lambda: next(rendezvous(url, timeout=wait)))
     except RuntimeError as error:
+        if "No rendezvous handler" in str(error):
+            raise ValueError(
+                f"init_method={init_method!r} has a scheme that is not known; "
+                "use env://, tcp://host:port or file:///path"
+            ) from error
         raise BringUpError(
-            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s: "
-            f"{error}. A worker with rank 0 must be running at that address, or the file be "
-            "writable"
+            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "
+            "a worker with rank 0 must be running at that address, or the file be writable: "
+            f"{error}"
         ) from error
     except AssertionError as error:
         raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
@@ -163,7 +185,12 @@ def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, in
     return found
 
 
-def within(timeout: float, ask: Callable[[], T]) -> T:
+def within(
+    timeout: float,
+    ask: Callable[[], T],
+    given_up: threading.Event | None = None,
+    undo: Callable[[], object] | None = None,
+) -> T:
     """Returns ``ask()``, which makes requests to the store, or gives up waiting for it.
 
     A store whose host is frozen never answers; the thread that waits for it is left behind.
@@ -171,25 +198,51 @@ def within(timeout: float, ask: Callable[[], T]) -> T:
     Args:
         timeout: seconds.
         ask: what to do.
+        given_up: set when nobody waits for ``ask`` any more, which may look at it.
+        undo: called if ``ask`` returns, but its caller does not hear of it.
 
     Raises:
         BringUpError: the time is over.
     """
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(ask())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="rpc-rendezvous", daemon=True).start()
-    if not wait([outcome], timeout).done:
+    asking = threading.Thread(
+        target=_settle, args=(outcome, ask, undo), name="rpc-rendezvous", daemon=True
+    )
+    asking.start()
+    try:
+        wait([outcome], timeout)
+    except BaseException:  # such as Ctrl-C
+        if outcome.cancel():
+            _give_up(given_up)
+        elif undo is not None and outcome.exception() is None:
+            undo()
+        raise
+    if outcome.cancel():
+        _give_up(given_up)
         raise BringUpError(
             f"the store did not answer within {timeout:g} s; is the worker that hosts it, "
             "usually rank 0, frozen or cut off?"
         )
     return outcome.result()
+
+
+def _settle(outcome: Future[T], ask: Callable[[], T], undo: Callable[[], object] | None) -> None:
+    try:
+        result = ask()
+    except BaseException as error:
+        with contextlib.suppress(InvalidStateError):
+            outcome.set_exception(error)
+        return
+    try:
+        outcome.set_result(result)
+    except InvalidStateError:
+        if undo is not None:
+            undo()
+
+
+def _give_up(given_up: threading.Event | None) -> None:
+    if given_up is not None:
+        given_up.set()
 
 
 def next_incarnation(store: Store, name: str, rank: int) -> int:
@@ -227,24 +280,63 @@ def meet(store: Store, me: Record, timeout: float) -> list[Record]:
     """
     if me.world_size is None:
         raise ValueError(f"{me} has no world size; use join for a dynamic group")
-    deadline = time.monotonic() + timeout
-    with _names_store_loss():
-        _set_mode(_ours(store), _STATIC)
-        meeting = _enter(_ours(store), me)
-        if meeting.arrive(me):
-            meeting.conclude(_COMPLETE)
-        verdict = meeting.await_verdict(deadline)
-        if verdict is None:
-            verdict = meeting.conclude(meeting.describe_missing(me, timeout))
-        if verdict != _COMPLETE:
-            raise BringUpError(verdict)
-        return meeting.records(range(me.world_size))
+    meeting = _Meeting(store, me, timeout)
+    try:
+        return within(timeout + _SECONDS_TO_CONCLUDE, meeting.hold, meeting.given_up)
+    except KeyboardInterrupt:
+        meeting.interrupt()
+        raise
+
+
+class _Meeting:
+    """One worker's way through :func:`meet`."""
+
+    def __init__(self, store: Store, me: Record, timeout: float) -> None:
+        self.given_up = threading.Event()
+        self._store = store
+        self._me = me
+        self._timeout = timeout
+        self._round: _Round | None = None
+
+    def hold(self) -> list[Record]:
+        """See :func:`meet`."""
+        me, deadline = self._me, time.monotonic() + self._timeout
+        with _names_store_loss():
+            _set_mode(_ours(self._store), _STATIC)
+            self._round = meeting = _enter(_ours(self._store), me)
+            if self.given_up.is_set():
+                meeting.conclude(self._interrupted())
+            elif meeting.arrive(me):
+                meeting.conclude(_COMPLETE)
+            verdict = meeting.await_verdict(deadline)
+            if verdict is None:
+                verdict = meeting.conclude(meeting.describe_missing(me, self._timeout))
+            if verdict != _COMPLETE:
+                raise BringUpError(verdict)
+            return meeting.records(range(me.world_size or 0))
+
+    def interrupt(self) -> None:
+        """Ends the round, for everybody, that this worker does not wait for any more."""
+        if self._round is not None:
+            number = self._round.number
+            with contextlib.suppress(RuntimeError):
+                within(_SECONDS_TO_STOP, lambda: self._conclude_elsewhere(number))
+
+    def _conclude_elsewhere(self, number: int) -> None:
+        """On a connection of its own, which torch 2.6 cannot make, as the other one waits."""
+        clone: Callable[[], Store] | None = getattr(self._store, "clone", None)
+        store = self._store if clone is None else clone()
+        _Round(_ours(store), number).conclude(self._interrupted())
+
+    def _interrupted(self) -> str:
+        return f"{self._me} was interrupted while it waited for the others"
 
 
 class _Round:
     """One attempt of a static group to form."""
 
     def __init__(self, store: Store, number: int) -> None:
+        self.number = number
         self._store: Store = PrefixStore(str(number), store)
 
     def verdict(self) -> str | None:

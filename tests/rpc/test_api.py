@@ -69,3 +69,26 @@ def test_a_default_timeout_must_be_a_time(worker: Agent, seconds: float) -> None
     with pytest.raises(ValueError, match=f"rpc_timeout must be >= 0 seconds, but got {seconds}"):
         api._set_rpc_timeout(seconds)
     assert rpc.rpc_sync("there", abs, (-1,)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"name": 5}, TypeError, "name=5 is a int"),
+        ({"rank": "0"}, TypeError, "rank='0' is a str"),
+        ({"rank": None}, TypeError, "rank=None is a NoneType"),
+        ({"rank": 0.5}, TypeError, "rank=0.5 is a float"),
+        ({"rank": -2}, ValueError, "rank=-2 is negative"),
+        ({"world_size": "1"}, TypeError, "world_size='1' is a str"),
+        ({"world_size": 1.0}, TypeError, "world_size=1.0 is a float"),
+        ({"world_size": True}, TypeError, "world_size=True is a bool"),
+        ({"world_size": -3}, ValueError, "world_size=-3 is negative"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named_before_anybody_is_waited_for(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1} | given
+    with pytest.raises(error, match=message):
+        rpc.init_rpc(**arguments)
+    assert not api._is_current_rpc_agent_set()

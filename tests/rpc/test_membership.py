@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from rpc import rendezvous
+from rpc.errors import BringUpError
 from rpc.ids import Life
 from rpc.membership import LIVENESS, Membership
 from rpc.rendezvous import Record
@@ -184,3 +186,61 @@ def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
     bob.may_go_on.set()
     until(lambda: bob.is_expelled and not group.members[1]._lost)
     assert group.listed() == {0, 2}
+
+
+class SlowStore(Store):
+    """Answers requests of one kind only when it may."""
+
+    def __init__(self, store: Store, slow: str) -> None:
+        super().__init__()
+        self.may_answer = threading.Event()
+        self._store = store
+        self._slow = slow
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        if name == self._slow:
+            self.may_answer.wait(20)
+        return getattr(self._store, name)(*arguments)
+
+    def add(self, *arguments: Any) -> Any:
+        return self._ask("add", *arguments)
+
+    def set(self, *arguments: Any) -> Any:
+        return self._ask("set", *arguments)
+
+    def get(self, *arguments: Any) -> Any:
+        return self._ask("get", *arguments)
+
+    def check(self, *arguments: Any) -> Any:
+        return self._ask("check", *arguments)
+
+    def compare_set(self, *arguments: Any) -> Any:
+        return self._ask("compare_set", *arguments)
+
+    def multi_get(self, *arguments: Any) -> Any:
+        return self._ask("multi_get", *arguments)
+
+
+@pytest.mark.parametrize("slow", ["compare_set", "add", "multi_get"])
+def test_one_that_gave_up_joining_is_no_member_when_the_store_answers(slow: str) -> None:
+    store, agent = HashStore(), Agent(Life(0, 1))
+    late = SlowStore(store, slow)
+    member = Membership(agent, late, _record(0, 1))  # type: ignore[arg-type]
+    with pytest.raises(BringUpError, match="did not answer"):
+        member.join(0.1)
+    late.may_answer.set()
+    until(lambda: store.check(["tensorwire/member/w0"]))
+    until(lambda: store.get("tensorwire/member/w0") == b"!left 1")
+    assert rendezvous.members(store) == []
+
+
+def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, agent = HashStore(), Agent(Life(0, 1))
+
+    def refuse(peer: Peer) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(agent, "add_peer", refuse)
+    with pytest.raises(OSError, match="no"):
+        Membership(agent, store, _record(0, 1)).join(20)  # type: ignore[arg-type]
+    assert rendezvous.members(store) == []

@@ -1,6 +1,8 @@
 """Bring-up over stores in this process: threads stand for workers."""
 
 import json
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +19,11 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from rpc import rendezvous
 from rpc.errors import BringUpError
 from rpc.rendezvous import Record
+from tests.waiting import until
 
 SOON = 5.0
 """A deadline that only a failing test reaches."""
+SECONDS = timedelta(seconds=SOON)
 
 
 def record(rank: int, world_size: int | None = 2, **fields: Any) -> Record:
@@ -66,6 +70,23 @@ class CountingStore(Store):
         return self._counted("multi_get", *arguments)
 
 
+class FreezingStore(CountingStore):
+    """Answers until somebody waits."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.thaw = threading.Event()
+
+    def wait(self, *arguments: Any) -> Any:
+        self.thaw.wait(SOON)
+        raise RuntimeError("too late")
+
+
+def rounds_of(store: Store) -> Any:
+    """The first round that was held at a store."""
+    return rendezvous._Round(rendezvous._ours(store), 1)
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -98,11 +119,11 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
     if request.param == "file":
         yield lambda: FileStore(str(tmp_path / "store"), -1)
     elif request.param == "tcp":
-        host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SOON))
+        host = TCPStore("127.0.0.1", 0, None, True, SECONDS)
         stores.append(host)
         port = host.port
         del host
-        yield lambda: TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SOON))
+        yield lambda: TCPStore("127.0.0.1", port, None, False, SECONDS)
     else:
         stores.append(HashStore())
         yield lambda: stores[0] if request.param == "hash" else PrefixStore("mine", stores[0])
@@ -159,7 +180,7 @@ class TestStaticGroup:
 
 class TestWhatKeepsAStaticGroupFromForming:
     def test_missing_ranks_are_named_and_so_are_those_who_came(self) -> None:
-        seen = errors(meet_all(HashStore(), [record(0, 4), record(2, 4)], timeout=0.05))
+        seen = errors(meet_all(HashStore(), [record(0, 4), record(2, 4)], timeout=0.5))
         for text in seen:
             assert "2 of 4 workers did not come" in text
             assert "missing ranks [1, 3]" in text
@@ -218,15 +239,46 @@ class TestWhatKeepsAStaticGroupFromForming:
         again = [record(0), record(1)]
         assert meet_all(store, again) == [again] * 2
 
+    def test_a_store_that_freezes_meanwhile_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rendezvous, "_SECONDS_TO_CONCLUDE", 0.1)
+        frozen = FreezingStore(HashStore())
+        with pytest.raises(BringUpError, match="did not answer within"):
+            rendezvous.meet(frozen, record(0), 0.1)
+        frozen.thaw.set()
+
+    @pytest.mark.skipif(not hasattr(Store, "clone"), reason="torch 2.6 cannot clone a store")
+    def test_who_is_interrupted_says_so_and_may_meet_again(self) -> None:
+        store = TCPStore("127.0.0.1", 0, None, True, SECONDS, wait_for_workers=False)
+        main = threading.main_thread().ident
+        assert main is not None
+        looking = store.clone()
+
+        def interrupt() -> None:
+            until(lambda: len(rounds_of(looking).records([0])) == 1)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.meet(store, record(0, 3), SOON)
+        thread.join()
+        verdict = rounds_of(store).verdict()
+        assert verdict is not None
+        assert "'worker0'" in verdict
+        assert "was interrupted while it waited" in verdict
+        assert meet_all(store.clone, [record(0), record(1)]) == [[record(0), record(1)]] * 2
+
     def test_the_loss_of_the_store_is_named(self) -> None:
-        host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SOON))
-        client = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=SOON))
+        host = TCPStore("127.0.0.1", 0, None, True, SECONDS)
+        client = TCPStore("127.0.0.1", host.port, None, False, SECONDS)
         seen: list[Any] = []
         waiting = threading.Thread(
             target=lambda: seen.append(outcome(lambda: rendezvous.meet(client, record(0), SOON)))
         )
         waiting.start()
-        host.wait(["tensorwire/1/arrived"], timedelta(seconds=SOON))
+        host.wait(["tensorwire/1/arrived"], SECONDS)
         del host
         waiting.join()
         assert "the store was lost" in errors(seen)[0]
@@ -379,6 +431,21 @@ class TestWithin:
             rendezvous.within(0.05, lambda: answer.wait(SOON))
         answer.set()
 
+    def test_what_nobody_waits_for_any_more_is_told_so_and_undone(self) -> None:
+        answer, given_up, undone = threading.Event(), threading.Event(), threading.Event()
+        with pytest.raises(BringUpError):
+            rendezvous.within(0.05, lambda: answer.wait(SOON), given_up, undone.set)
+        assert given_up.is_set()
+        assert not undone.is_set()
+        answer.set()
+        assert undone.wait(SOON)
+
+    def test_what_came_in_time_stands(self) -> None:
+        given_up, undone = threading.Event(), threading.Event()
+        assert rendezvous.within(SOON, lambda: 3, given_up, undone.set) == 3
+        assert not given_up.is_set()
+        assert not undone.is_set()
+
 
 class TestOpenStore:
     @pytest.fixture(autouse=True)
@@ -427,7 +494,7 @@ class TestOpenStore:
         assert (rank, size) == (0, 2)
 
     def test_the_launchers_own_store_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        launcher = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SOON))
+        launcher = TCPStore("127.0.0.1", 0, None, True, SECONDS)
         _launch(monkeypatch, RANK="0", WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
         monkeypatch.setenv("MASTER_PORT", str(launcher.port))
         store, *_ = rendezvous.open_store("env://", -1, None, SOON)
@@ -452,8 +519,25 @@ class TestOpenStore:
         with pytest.raises(BringUpError, match=f"{url}.* could not be opened within 0.2 s"):
             rendezvous.open_store(url, 1, 2, 0.2)
 
+    def test_a_host_that_is_frozen_is_not_waited_for_any_longer(self) -> None:
+        with socket.socket() as frozen:
+            frozen.bind(("127.0.0.1", 0))
+            frozen.listen()
+            url = f"tcp://127.0.0.1:{frozen.getsockname()[1]}"
+            with pytest.raises(BringUpError, match=r"could not be opened within 0.5 s.*"):
+                rendezvous.open_store(url, 1, 2, 0.5)
+
+    def test_a_file_in_a_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(BringUpError, match=f"does not exist: '{tmp_path}/none'"):
+            rendezvous.open_store(f"file://{tmp_path}/none/s", 0, 1, SOON)
+
+    @pytest.mark.parametrize("rank", [40000, 2**33])
+    def test_a_rank_that_no_worker_can_have_is_refused_at_once(self, rank: int) -> None:
+        with pytest.raises(ValueError, match=f"rank={rank} must be from 0 to 32767"):
+            rendezvous.open_store("tcp://127.0.0.1:9", rank, None, SOON)
+
     def test_an_unknown_scheme_is_named(self) -> None:
-        with pytest.raises(BringUpError, match="bogus"):
+        with pytest.raises(ValueError, match=r"bogus.*use env://, tcp://host:port or file:///"):
             rendezvous.open_store("bogus://x", 0, 1, SOON)
 
 
@@ -464,4 +548,4 @@ def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 def _free_port() -> int:
-    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SOON)).port
+    return TCPStore("127.0.0.1", 0, None, True, SECONDS).port
