@@ -47,6 +47,13 @@ class MembershipEvent:
 Callback = Callable[[MembershipEvent], object]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Subscription:
+    """One of perhaps several of a callback."""
+
+    callback: Callback
+
+
 class MembershipEvents:
     """The callbacks of one worker.
 
@@ -57,29 +64,31 @@ class MembershipEvents:
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
         self._lock = threading.Lock()
-        self._callbacks: list[Callback] = []
-        self._queue: deque[tuple[MembershipEvent, list[Callback]]] = deque()
+        self._subscriptions: list[_Subscription] = []
+        self._queue: deque[tuple[MembershipEvent, list[_Subscription]]] = deque()
         self._running = False
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Adds a callback; what it raises is logged. Returns what removes it again."""
         if not callable(callback):
             raise TypeError(f"on_membership needs something callable, but got {callback!r}")
+        subscription = _Subscription(callback)
         with self._lock:
-            self._callbacks = [*self._callbacks, callback]
+            self._subscriptions = [*self._subscriptions, subscription]
 
         def unsubscribe() -> None:
             with self._lock:
-                self._callbacks = [each for each in self._callbacks if each is not callback]
+                others = [each for each in self._subscriptions if each is not subscription]
+                self._subscriptions = others
 
         return unsubscribe
 
     def announce(self, event: MembershipEvent) -> None:
         """Something happened."""
         with self._lock:
-            if not self._callbacks:
+            if not self._subscriptions:
                 return
-            self._queue.append((event, self._callbacks))
+            self._queue.append((event, self._subscriptions))
             if self._running:
                 return
             self._running = True
@@ -91,9 +100,9 @@ class MembershipEvents:
                 if not self._queue:
                     self._running = False
                     return
-                event, callbacks = self._queue.popleft()
-            for callback in callbacks:
+                event, subscriptions = self._queue.popleft()
+            for subscription in subscriptions:
                 try:
-                    callback(event)
-                except Exception:
+                    subscription.callback(event)
+                except BaseException:  # such as SystemExit, which ends nothing here
                     _logger.exception("a callback of on_membership failed for %s", event)

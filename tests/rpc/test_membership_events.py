@@ -69,3 +69,30 @@ def test_one_that_raises_is_logged_and_the_others_are_told(
 def test_what_is_not_callable_is_refused() -> None:
     with pytest.raises(TypeError, match="callable"):
         Later().events.subscribe("x")  # type: ignore[arg-type]
+
+
+def test_an_exit_in_a_callback_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    later, seen = Later(), []
+
+    def leave(_: MembershipEvent) -> None:
+        raise SystemExit(1)
+
+    later.events.subscribe(leave)
+    later.events.subscribe(seen.append)
+    for number in (1, 2):
+        later.events.announce(event(number))
+        later.run()
+    assert seen == [event(1), event(2)]
+    assert len(caplog.records) == 2
+
+
+def test_a_callback_that_was_added_twice_is_removed_once_at_a_time() -> None:
+    later, seen = Later(), []
+    tell = seen.append
+    later.events.subscribe(tell)
+    remove = later.events.subscribe(tell)
+    remove()
+    remove()
+    later.events.announce(event(1))
+    later.run()
+    assert seen == [event(1)]
