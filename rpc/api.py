@@ -30,8 +30,8 @@ from rpc.current import (
     current_agent,
     find_agent,
     joined_before,
+    joining,
     keep_store,
-    note_joining,
     set_process_agent,
 )
 from rpc.errors import RpcError
@@ -110,10 +110,11 @@ def init_rpc(
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
-    note_joining()
-    store, rank, size = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
-    keep_store(store)
-    _init_rpc_backend(chosen, store, name, rank, size, options)
+    with joining():
+        found = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
+        store, rank, size = found
+        keep_store(store)
+        _init_rpc_backend(chosen, store, name, rank, size, options)
 
 
 def _whole_number(argument: str, value: SupportsIndex) -> int:

@@ -9,9 +9,12 @@ it is in their context.
 from __future__ import annotations
 
 import contextvars
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rpc.errors import NotInitializedError
+from rpc.errors import NotInitializedError, RpcError
 from rpc.process_forks import keep_for_good
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ class _Process:
     """The process-wide default, and what outlives it."""
 
     agent: Agent | None = None
+    lock = threading.Lock()
+    joining: bool = False
+    """A thread is in ``init_rpc``."""
     joined: bool = False
     """``init_rpc`` was called, however it ended."""
     parent: str = ""
@@ -77,9 +83,23 @@ def keep_store(store: Store) -> None:
     _Process.store = store
 
 
-def note_joining() -> None:
-    """``init_rpc`` was called."""
-    _Process.joined = True
+@contextmanager
+def joining() -> Iterator[None]:
+    """Keeps the place of the process's agent for the block, which may fill it.
+
+    Raises:
+        RpcError: it is taken, or another thread joins.
+    """
+    with _Process.lock:
+        if find_agent() is not None:
+            raise RpcError("RPC is already initialized; call rpc.shutdown() first")
+        if _Process.joining:
+            raise RpcError("RPC is being initialized by another thread; once is enough")
+        _Process.joining = _Process.joined = True
+    try:
+        yield
+    finally:
+        _Process.joining = False
 
 
 def joined_before() -> bool:

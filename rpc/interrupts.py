@@ -57,12 +57,12 @@ def shut_out() -> bool | None:
     if get_ident() != _main:
         return None
     before = _shut
-    _shut = True
     if not before:
         for number in _numbers:
             handler = _handler_of(number)
             if type(handler) is not _Deferring and callable(handler):
                 signal.signal(number, _Deferring(cast(_Handler, handler)))
+    _shut = True
     return before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import rpc
 from rpc import api, collecting
 from rpc.agent import Agent
-from rpc.errors import RpcError
+from rpc.errors import BringUpError, RpcError
 from rpc.testing import local_group
 
 
@@ -92,3 +93,29 @@ def test_an_argument_of_the_wrong_kind_is_named_before_anybody_is_waited_for(
     with pytest.raises(error, match=message):
         rpc.init_rpc(**arguments)
     assert not api._is_current_rpc_agent_set()
+
+
+def test_of_two_threads_that_initialize_at_once_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+
+    def open_slowly(*_: object) -> None:
+        opening.set()
+        go_on.wait(20)
+        raise BringUpError("nobody came")
+
+    monkeypatch.setattr(api, "open_store", open_slowly)
+    first = threading.Thread(target=initialize_in_vain)
+    first.start()
+    assert opening.wait(20)
+    with pytest.raises(RpcError, match="being initialized by another thread"):
+        rpc.init_rpc("w", rank=0, world_size=1)
+    go_on.set()
+    first.join()
+    initialize_in_vain()
+
+
+def initialize_in_vain() -> None:
+    with pytest.raises(BringUpError, match="nobody came"):
+        rpc.init_rpc("w", rank=0, world_size=1)
