@@ -90,8 +90,8 @@ class BackwardPasses:
         context = self._contexts.find(context_id)
         pass_id = PassId(context_id, self._me, next(self._numbers))
         driver = self._make_driver(context, pass_id, retain_graph, finished)
-        self._begin(driver)
         try:
+            self._begin(driver)
             if is_recorded():
                 _run_at_home(driver, roots, done)
             else:
@@ -215,6 +215,8 @@ class BackwardPasses:
     def _begin(self, driver: Driver) -> None:
         pass_id = driver.pass_id
         with self._lock:
+            # Within the lock, so that a release that comes now finds the pass.
+            self._contexts.find(pass_id.context_id)
             passes = self._passes.setdefault(pass_id.context_id, _OfContext())
             passes.drivers[pass_id] = driver
             passes.started.add(pass_id.number)

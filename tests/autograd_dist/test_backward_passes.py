@@ -419,6 +419,25 @@ def test_a_context_that_is_not_there_is_told() -> None:
     assert network.workers[0].passes.running() == 0
 
 
+def test_a_pass_of_a_context_that_ends_as_it_begins_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, roots, network = made(1)
+    passes = network.workers[0].passes
+    make_driver = passes._make_driver
+
+    def release_and_make(*args: object) -> object:
+        driver = make_driver(*args)  # type: ignore[arg-type]
+        network.workers[0].contexts.release(CONTEXT)
+        passes.drop(CONTEXT, "it was released")
+        return driver
+
+    monkeypatch.setattr(passes, "_make_driver", release_and_make)
+    with pytest.raises(UnknownContextError):
+        passes.run(CONTEXT, [root.here for root in roots], False)
+    assert not passes._passes
+
+
 def test_a_request_for_a_context_that_was_released_begins_nothing() -> None:
     worker = Network(0, 2).workers[1]
     worker.contexts.release(CONTEXT)
