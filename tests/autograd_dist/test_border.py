@@ -10,7 +10,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.engine_run import running
-from autograd_dist.retained import retained_is_kept
 
 
 class Run:
@@ -59,13 +58,3 @@ def test_hooks_that_come_after_a_tensor_was_described_are_known():
     described = SentTensor.of(tensor)
     tensor.register_hook(print)
     assert list(described.hooks.values()) == [print]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_a_tensor_retains_is_kept_whatever_the_mode_a_run_begins_in(mode):
-    run, tensor = Run(), (torch.ones(2, requires_grad=True) * 2).unbind()[1]
-    tensor.retain_grad()
-    loss = tensor * 5
-    with mode(), retained_is_kept(run, [tensor.grad_fn]), running(run):
-        torch.autograd.grad(loss, [get_gradient_edge(tensor)])
-    assert tensor.grad.item() == 0.0
