@@ -522,25 +522,33 @@ class ReferenceKeeper:
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         queued = False
+        freed: list[Slot] = []
         for effect in effects:
             match effect:
                 case Send():
                     self.agent.notices.queue(effect.to, effect.message)
                     queued = True
                 case FreeValue():
-                    self._free(effect.rref)
+                    self._free(effect.rref, freed)
                 case FailValue():
                     self._fail_value(effect.rref, effect.reason)
                 case HandleConfirmed() | HandleFailed():
                     self._settled(effect.fork)
         if queued:
             self.agent.notices.flush()
+        if freed:  # their destructors may make calls, which nobody would deliver here
+            self.agent.completions.submit(freed.clear)
 
-    def _free(self, rref: GlobalId) -> None:
+    def _free(self, rref: GlobalId, freed: list[Slot]) -> None:
+        """Lets go of a value, or adds it to ``freed`` if its end may run code."""
         with self._lock:
             slot = self._values.pop(rref, None)
-        if slot is not None and not slot.done():
+        if slot is None:
+            return
+        if not slot.done():
             slot.fail(StaleRRefError(f"the value of {rref} was given up before it was made"))
+        elif not slot.runs_no_code():
+            freed.append(slot)
 
     def _fail_value(self, rref: GlobalId, reason: str) -> None:
         with self._lock:

@@ -10,10 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from rpc.errors import RpcTimeoutError
 from rpc.executor import blocking
 from rpc.futures import Waiter, wait_in_usual_modes
 from rpc.raising import again
+
+_WITHOUT_CODE = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor})
 
 
 class Slot:
@@ -44,6 +48,10 @@ class Slot:
     def error(self) -> BaseException | None:
         """What it failed with; None unless it did."""
         return self._error
+
+    def runs_no_code(self) -> bool:
+        """True if what it keeps can be freed on any thread."""
+        return type(self._value) in _WITHOUT_CODE
 
     def value(self) -> Any:
         """The value of a slot that is done; raises a copy of its error."""

@@ -8,7 +8,7 @@ import pickle
 import threading
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ from rpc.errors import (
 from rpc.rref import RRef
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
 from tests import waiting
+
+SECONDS = 10.0
 
 eventually = partial(waiting.eventually, meanwhile=gc.collect)
 
@@ -247,6 +249,25 @@ def test_the_object_itself_is_freed(pair: list[Agent]) -> None:
     assert _markers[-1]() is not None
     del rref
     assert eventually(lambda: _markers[-1]() is None)
+
+
+class Caller:
+    """Makes a call as it ends."""
+
+    ended = threading.Event()
+    results: ClassVar[list[object]] = []
+
+    def __del__(self) -> None:
+        Caller.results.append(rpc.rpc_sync("alice", abs, (-1,), timeout=SECONDS))
+        Caller.ended.set()
+
+
+def test_a_value_may_make_a_call_as_it_is_freed(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Caller)
+    rref._get_future().wait()
+    del rref
+    assert Caller.ended.wait(2 * SECONDS)
+    assert Caller.results == [1]
 
 
 def test_thousands_of_references_come_and_go(pair: list[Agent]) -> None:
