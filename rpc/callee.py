@@ -54,6 +54,7 @@ _logger = logging.getLogger("rpc")
 _USER_CODE = (Operation.CALL, Operation.CREATE)
 _UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
+_LEAST_PAUSE, _MOST_PAUSE = 1.0, 5.0
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
@@ -67,6 +68,7 @@ class Callee:
         self._book = Book()
         self._early = EarlyCancellations()
         self._once: OnceTable[_Service, _Outcome] = OnceTable()
+        self._lets_go = False
         self._handled = 0
 
     def request_arrived(self, sender: int, frame: Frame, guests: int | None = None) -> None:
@@ -139,8 +141,21 @@ class Callee:
         """A request that may come more than once ran: answers all that came."""
         with self._lock:
             waiters = self._once.ended(service.sender, service.number, service, outcome)
+            is_first, self._lets_go = not self._lets_go, True
+        if is_first:
+            self._let_go_in_time()
         for waiter in waiters or [service]:
             waiter.answer(outcome)
+
+    def _let_go_in_time(self) -> None:
+        """Frees the outcomes of such requests that are over, and comes back for the others."""
+        now = self._agent.clock.now()
+        with self._lock:
+            following = self._once.expire(now)
+            self._lets_go = following is not None
+        if following is not None:
+            pause = min(max(following - now, _LEAST_PAUSE), _MOST_PAUSE)  # one may end sooner
+            self._agent.timers.at(now + pause, self._let_go_in_time)
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""

@@ -201,6 +201,21 @@ class TestOnceTable:
         table.arrived(1, request(3), "w", 5.1)
         assert len(table) == 2
 
+    def test_outcomes_are_let_go_by_time_alone_if_nothing_else_comes(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        for sender, number, seconds in ((1, 1, 5), (1, 2, 7), (2, 1, 9), (2, 2, 1)):
+            table.arrived(sender, request(number, seconds=seconds), "w", 0)
+        assert table.expire(4) is None  # they all run still
+        for sender, number in ((1, 1), (1, 2), (2, 1)):
+            table.ended(sender, number, "w", "outcome")
+        assert (table.expire(4), len(table)) == (5, 4)
+        assert (table.expire(5), len(table)) == (7, 3)
+        assert table.arrived(1, request(1, seconds=5), "late", 6) == (Verdict.OVER, None)
+        assert table.arrived(1, request(2, seconds=7), "w", 6) == (Verdict.REPEAT, "outcome")
+        assert (table.expire(8), len(table)) == (9, 3)
+        assert (table.expire(13), len(table)) == (None, 1)
+        assert table.arrived(2, request(2), "again", 14) == (Verdict.WAIT, None)
+
     def test_one_that_runs_is_kept_however_long_it_takes(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1, seconds=1), "w", 0)

@@ -213,6 +213,15 @@ def test_outcomes_are_not_kept_for_ever(pair: Pair) -> None:
     assert len(pair.bob.callee._once) == 1
 
 
+def test_outcomes_are_not_kept_longer_than_anybody_can_ask_for_them(pair: Pair) -> None:
+    rpc.rpc_sync("bob", double, (1,), timeout=60, retry=THREE)
+    rpc.rpc_sync("bob", double, (2,), timeout=3, retry=THREE)
+    once = pair.bob.callee._once
+    assert len(once) == 1
+    pair.until(lambda: not len(once))
+    assert 3 <= pair.clock.now() < 20
+
+
 # --- remote() -----------------------------------------------------------------------
 
 
