@@ -457,6 +457,9 @@ class _Service:
         if self.orphaned:  # a later life of the caller must not get it
             self._callee.finished(self)
             return
+        if self.cancelled and not self.number:  # the caller only wants to hear that it is over
+            self._send_quietly(Reply(Status.OK))
+            return
         agent = self._agent
         attach = None
         if self.request.extensions:

@@ -18,7 +18,7 @@ from rpc import callee, deadlines
 from rpc.agent import Agent
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.testing import MemoryHub, connect, local_group
-from rpc.transports.base import Peer
+from rpc.transports.base import Frame, Peer
 from tests import waiting
 
 SECONDS = 30.0
@@ -120,6 +120,42 @@ def test_a_function_whose_reply_nobody_takes_did_not_fail(
         assert not any(series.errors for series in bob.callee.metrics())
     del made
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Overheard:
+    """Counts the bytes of tensors that go from worker 1 to worker 0."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def delay(self, source: int, destination: int, frame: Frame) -> float:
+        if source == 1:
+            self.bytes += sum(tensor.nbytes for tensor in frame.tensors)
+        return 0.0
+
+
+def make_large() -> torch.Tensor:
+    pass_gate("large")
+    return torch.ones(100_000)
+
+
+def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
+    gates.clear()
+    heard = Overheard()
+    with local_group("here", "there", hub=MemoryHub(script=heard)) as (here, there):
+        rref = here.remote("there", make_large)
+        assert gates["large"].reached.wait(SECONDS)
+        futures = [here.rpc_async("there", make_large) for _ in range(3)]
+        for _ in range(3):
+            with pytest.raises(RpcTimeoutError):
+                rref.to_here(timeout=0.01)
+        assert all(future.cancel() for future in futures)
+        until(lambda: sum(s.cancelled for s in there.callee._serving) == 6)
+        gates["large"].open.set()
+        until(lambda: there.callee.quiet() and here.caller.quiet())
+        assert heard.bytes == 0
+        assert rref.to_here().sum() == 100_000
+        assert heard.bytes == 400_000
 
 
 def refuse() -> None:
