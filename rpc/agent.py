@@ -61,6 +61,7 @@ _logger = logging.getLogger("rpc")
 
 _LEFT = "it left the group"
 _SYSTEM_THREADS = 4
+_SECONDS_BETWEEN_STARTS = 1.0
 
 Destination = WorkerInfo | str | int
 
@@ -116,8 +117,9 @@ class Agent(process_forks.Member):
         self.group = Group()
         context = context_of(self)
         name = f"rpc-{info.name}"
-        self.executor = Executor(name, self.options.num_worker_threads, context)
-        self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context)
+        short, threads = self._short_of_threads, self.options.num_worker_threads
+        self.executor = Executor(name, threads, context, short)
+        self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context, short)
         self.completions = Completions(self.system_executor, transport, self.activity_changed)
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
         self.notices = Notices(self)
@@ -173,6 +175,9 @@ class Agent(process_forks.Member):
         watched = None if self.watch is None else self.watch.beat(now)
         times = (self.caller.expire(now), self.timers.beat(now), watched)
         return min((time for time in times if time is not None), default=None)
+
+    def _short_of_threads(self, executor: Executor) -> None:
+        self.timers.at(self.clock.now() + _SECONDS_BETWEEN_STARTS, executor.try_again)
 
     def add_peer(self, peer: Peer) -> None:
         """A worker joined, or came back in a new life."""

@@ -113,12 +113,20 @@ class Executor:
         name: prefix of the threads' names.
         limit: how many tasks may run at once, not counting blocked ones; at least 1.
         context: each task runs in a copy of it.
+        short: told when a thread could not be started; :meth:`try_again` then, later.
     """
 
-    def __init__(self, name: str, limit: int, context: contextvars.Context) -> None:
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        context: contextvars.Context,
+        short: Callable[[Executor], None] | None = None,
+    ) -> None:
         self._name = name
         self._limit = limit
         self._context = context
+        self._short = short
         self._lock = threading.Lock()
         self._all_started = threading.Condition(self._lock)
         self._queue: deque[Task] = deque()
@@ -179,6 +187,12 @@ class Executor:
                 missing = self._staff()
             self._start(missing)
         return True
+
+    def try_again(self) -> None:
+        """Starts the thread that could not be started, if it is still needed."""
+        with self._lock:
+            missing = self._staff()
+        self._start(missing)
 
     def busy(self) -> int:
         """Tasks queued or running."""
@@ -282,6 +296,8 @@ class Executor:
                 self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             self._starting -= 1
             self._all_started.notify_all()
+        if thread.ident is None and self._short is not None:
+            self._short(self)
 
     def _serve(self) -> None:
         _current.executor = self

@@ -526,3 +526,50 @@ def test_a_member_that_leaves_alone_may_wait_for_ever(pair: list[Agent], seconds
     leaving.join(20)
     assert not leaving.is_alive()
     assert call.wait()
+
+
+
+def test_a_call_is_served_though_a_thread_could_not_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, refused = threading.Thread.start, threading.Event()
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "rpc-there-handler" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    with local_group("here", "there") as (here, _):
+        assert here.rpc_sync("there", abs, (-1,), timeout=20) == 1
+    assert refused.is_set()
+
+
+left_running: list[asyncio.Task[int]] = []
+
+
+async def leave_running() -> None:
+    async def call_later() -> int:
+        while not time_is_over.is_set():
+            await asyncio.sleep(0.001)
+        return await rpc.rpc_async("here", abs, (-1,))
+
+    left_running.append(asyncio.create_task(call_later()))
+
+
+time_is_over = threading.Event()
+
+
+async def join_what_was_left() -> int:
+    return await left_running.pop()
+
+
+def test_what_a_handler_left_running_is_not_bound_by_the_time_of_its_call() -> None:
+    clock = VirtualClock()
+    with local_group("here", "there", clock=clock) as (here, there):
+        here.rpc_sync("there", leave_running, timeout=5)
+        until(there.callee.quiet)
+        clock.advance(10)
+        time_is_over.set()
+        assert here.rpc_sync("there", join_what_was_left) == 1

@@ -461,6 +461,24 @@ def test_a_thread_that_cannot_be_started_costs_nothing_but_the_delay(
         done.wait()
 
 
+def test_who_owns_the_executor_may_try_again_to_start_a_thread(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done, short = threading.Event(), []
+    executor = Executor("test", 2, contextvars.Context(), short.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        executor.submit(done.set)
+        executor.try_again()
+    assert short == [executor, executor]
+    executor.try_again()
+    assert done.wait(SECONDS)
+    executor.try_again()
+    assert executor.thread_count() == 1
+    executor.close()
+
+
 # --- Contexts
 
 
