@@ -159,6 +159,7 @@ class Callee:
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""
+        service.deadline = 0.0  # what it left running does nothing on the caller's behalf
         now = self._agent.clock.now()
         with self._lock:
             since = self._serving.pop(service, now)

@@ -36,7 +36,8 @@ class Retry:
 
     Only for functions marked with :func:`rpc.functions.idempotent`. A request that
     reaches the same life of a worker twice still runs once; in a later life of the
-    worker it may run again.
+    worker it may run again. Each attempt sends the arguments as they are then: leave
+    lists and tensors alone until the call is over.
 
     Args:
         attempts: how many there are at most, 1 or more. Default 3.
