@@ -54,7 +54,7 @@ _logger = logging.getLogger("rpc")
 _USER_CODE = (Operation.CALL, Operation.CREATE)
 _UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
-_LEAST_PAUSE, _MOST_PAUSE = 1.0, 5.0
+_SECONDS_TO_LET_GO = 5.0
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
@@ -151,11 +151,10 @@ class Callee:
         """Frees the outcomes of such requests that are over, and comes back for the others."""
         now = self._agent.clock.now()
         with self._lock:
-            following = self._once.expire(now)
-            self._lets_go = following is not None
-        if following is not None:
-            pause = min(max(following - now, _LEAST_PAUSE), _MOST_PAUSE)  # one may end sooner
-            self._agent.timers.at(now + pause, self._let_go_in_time)
+            self._once.expire(now)
+            self._lets_go = len(self._once) > 0
+        if self._lets_go:
+            self._agent.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
 
     def finished(self, service: _Service) -> None:
         """The reply to a request was sent, or need not be."""

@@ -185,14 +185,12 @@ class _Caller(Generic[W, R]):
                 self.let_go.add(number)
         self.let_go = {number for number in self.let_go if number >= self.oldest}
 
-    def expire(self, now: float) -> list[float]:
-        """Lets go of outcomes whose time is over; returns when that of the others is."""
-        ended = {n: entry for n, entry in self.entries.items() if entry.outcome is not None}
-        over = {number for number, entry in ended.items() if entry.is_over(False, now)}
+    def expire(self, now: float) -> None:
+        """Lets go of outcomes whose time is over."""
+        over = {number for number, entry in self.entries.items() if entry.is_over(False, now)}
         for number in over:
             del self.entries[number]
         self.let_go |= over
-        return [entry.keep_until for number, entry in ended.items() if number not in over]
 
     def is_late(self, number: int) -> bool:
         return number < self.oldest or number in self.let_go
@@ -239,10 +237,10 @@ class OnceTable(Generic[W, R]):
         waiters, entry.waiters = entry.waiters, []
         return waiters
 
-    def expire(self, now: float) -> float | None:
-        """Lets go of outcomes whose time is over; returns when the next one's is, if any."""
-        times = [time for caller in self._callers.values() for time in caller.expire(now)]
-        return min(times, default=None)
+    def expire(self, now: float) -> None:
+        """Lets go of outcomes whose time is over; for when no request comes that would."""
+        for caller in self._callers.values():
+            caller.expire(now)
 
     def worker_lost(self, sender: int) -> None:
         """A caller is gone; in its next life it counts anew."""
