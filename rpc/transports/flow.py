@@ -5,7 +5,9 @@ covers every queue on the way, the receiver's included. Small and large requests
 are counted apart, each against the bound, so that a small one never waits for
 a large one. Something larger than the bound may travel alone. Who waits gets room
 before who comes later; but a handler does not queue for room that is there, as those
-before it may wait for what it does. Replies may be counted likewise, from before
+before it may wait for what it does. If nothing comes back for a while, one handler
+that waits goes on without room, and later another, ever more slowly: so handlers
+that wait for each other's room do not do so for ever. Replies may be counted likewise, from before
 they are sent until the peer says that it has them.
 """
 
@@ -27,6 +29,7 @@ from rpc.transports.base import Patience
 _LEAST_CHARGE = 4096
 _LARGE_FROM = 1 << 16
 _LOW_WATER = 0.75
+_STALL_SECONDS = 0.25
 
 
 class WhenFull(enum.Enum):
@@ -54,11 +57,16 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Lane:
-    """The requests of one size class: the charges of those under way, and those that wait."""
+    """The requests of one size class: the charges of those under way, and those that wait.
+
+    ``moves`` counts what changed while some waited, ``stalls`` how often nothing did.
+    """
 
     charges: dict[int, int] = field(default_factory=dict)
     held: int = 0
     queue: deque[_Waiter] = field(default_factory=deque)
+    moves: int = 0
+    stalls: int = 0
 
     def count(self, correlation: int, charge: int) -> None:
         """A request is under way."""
@@ -73,8 +81,9 @@ class FlowWindow:
         name: the peer's.
         limit: bytes, for each size class; something counts for at least 4096.
         when_full: what becomes of a request that finds no room.
-        gives_way: whether another handler runs while one waits for room. Not if the waiting
-            one holds what it would send: each would add to that.
+        gives_way: whether another handler runs while one waits for room, and one goes on when
+            nothing moves. Not if the waiting one holds what it would send: each would add to
+            that.
     """
 
     def __init__(
@@ -87,7 +96,7 @@ class FlowWindow:
         self._name = name
         self._limit = limit
         self._when_full = when_full
-        self._gives_way = blocking if gives_way else nullcontext
+        self._gives_way = gives_way
         self._lock = threading.Lock()
         self._small = _Lane()
         self._large = _Lane()
@@ -138,7 +147,7 @@ class FlowWindow:
             with self._lock:
                 lane.count(correlation, waiter.charge)
             return True
-        with self._gives_way():
+        with blocking() if self._gives_way else nullcontext():
             try:
                 self._wait(lane, waiter, patience)
             except BaseException:
@@ -152,6 +161,8 @@ class FlowWindow:
             lane = self._small if correlation in self._small.charges else self._large
             lane.held -= lane.charges.pop(correlation, 0)
             if lane.queue:
+                lane.moves += 1
+                lane.stalls = 0
                 self._let_in(lane)
 
     def release_all(self, correlations: Iterable[int]) -> None:
@@ -207,7 +218,9 @@ class FlowWindow:
         with self._lock:
             lane.queue.append(waiter)
             self._let_in(lane)
+        nested = self._gives_way and in_handler()
         while not waiter.counted:
+            seen = lane.moves
             if self._closed:
                 self._leave(lane, waiter)
                 return
@@ -217,10 +230,24 @@ class FlowWindow:
                 )
             before = let_in()
             try:
-                waiter.bell.wait()
+                rang = waiter.bell.wait(_STALL_SECONDS * (1 + lane.stalls) if nested else None)
             finally:
                 restore(before)
-            waiter.bell.clear()
+            if rang:
+                waiter.bell.clear()
+            else:
+                self._go_on(lane, waiter, seen)
+
+    def _go_on(self, lane: _Lane, waiter: _Waiter, seen: int) -> None:
+        """Counts a handler's request without room if nothing has moved; one at a time."""
+        with self._lock:
+            if waiter.counted or lane.moves != seen:
+                return
+            lane.queue.remove(waiter)
+            lane.count(waiter.correlation, waiter.charge)
+            waiter.counted = True
+            lane.moves += 1
+            lane.stalls += 1
 
     def _leave(self, lane: _Lane, waiter: _Waiter) -> None:
         """A request is not to be sent, after all."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import pytest
@@ -28,6 +29,7 @@ from rpc.executor import Executor, share_this_thread
 from rpc.references import Counts
 from rpc.sinks import WaitingCaller
 from rpc.testing import as_worker, local_group
+from rpc.transports import flow
 from rpc.transports.base import Patience
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireTransport
@@ -270,6 +272,30 @@ def test_an_interrupted_wait_takes_no_room() -> None:
     assert window.held == window.waiting == 0
 
 
+def test_of_handlers_that_wait_one_goes_on_whenever_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flow, "_STALL_SECONDS", 0.05)
+    executor = Executor("test", 1, contextvars.copy_context())
+    window = FlowWindow("w", 8192)
+    assert window.try_charge(1, 8192)
+    held: list[int] = []
+
+    def ask(correlation: int) -> None:
+        window.charge(correlation, 8192, always)
+        held.append(window.held)
+
+    with waiting(window, (2, 8192)) as got:
+        for correlation in (3, 4):
+            executor.submit(partial(ask, correlation))
+        until(lambda: len(held) == 2)
+        assert not got, "it waits on, as no handler depends on it"
+        for correlation in (1, 3, 4):
+            window.release(correlation)
+    executor.close()
+    assert held == [16384, 24576]
+
+
 # Agents whose window is full of one request that is not replied to.
 
 
@@ -346,3 +372,19 @@ def test_gradients_do_not_wait_for_room(pair: list[Agent]) -> None:
         with in_thread(backward) as passing:
             assert torch.equal(cast("torch.Tensor", passing.result(10)), torch.full((3,), 2.0))
         stuck.wait()
+
+
+both = threading.Barrier(2)
+
+
+def call_back(to: str, number: int) -> int:
+    both.wait(10)
+    return cast("int", rpc.rpc_sync(to, operator.neg, (number,)))
+
+
+def test_calls_back_and_forth_do_not_wait_for_each_others_room(pair: list[Agent]) -> None:
+    a, b = pair
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(a.rpc_sync, "b", call_back, ("a", 1))
+        back = pool.submit(b.rpc_sync, "a", call_back, ("b", 2))
+        assert (there.result(20), back.result(20)) == (-1, -2)
