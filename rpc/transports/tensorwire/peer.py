@@ -147,7 +147,7 @@ class RemotePeer:
             if not self._window.try_charge(frame.correlation, size):
                 self._await_window(frame.correlation, size)
         elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
-            self._await_sockets(frame, link)
+            self._await_sockets(link)
         if link is None:
             self._send_early(frame, looks)
         elif self._is_in_burst(frame):
@@ -171,7 +171,7 @@ class RemotePeer:
             raise self._lost_error()
         machinery = self._machinery
         if link.unsent.count > machinery.max_bytes_in_flight:
-            self._await_sockets(frame, link)
+            self._await_sockets(link)
         requests = machinery.requests
         link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
 
@@ -205,10 +205,8 @@ class RemotePeer:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
         self._window.look_again()
 
-    def _await_sockets(self, frame: Frame, link: Link) -> None:
-        """Waits until most of what was accepted has left; replies never raise here."""
-        if frame.kind is FrameKind.NOTICE and self._machinery.when_full is WhenFull.RAISE:
-            raise self._window.full_error()
+    def _await_sockets(self, link: Link) -> None:
+        """Waits until most of what was accepted has left; what is not a call is never refused."""
         if self._machinery.may_wait():
             link.unsent.wait(self._machinery.max_bytes_in_flight // 2, None)
 

@@ -438,6 +438,21 @@ def test_at_the_bound_a_request_is_refused_if_asked_for(make: Maker) -> None:
     b.until(lambda: len(b.received) == 16)
 
 
+def test_a_notice_is_not_refused_when_calls_are(make: Maker) -> None:
+    settings = Settings(max_bytes_in_flight=64 << 10, when_full=WhenFull.RAISE)
+    a, b = make(settings, settings)
+    a.call(b, b"h")
+    assert isinstance(a.transport, TensorWireTransport)
+    link = a.transport._peers[1]._outgoing
+    assert link is not None
+    link.unsent.add(1 << 20)  # as if the sockets were full
+    telling = threading.Thread(target=a.notify, args=(b, b"a reference is free"))
+    telling.start()
+    link.unsent.add(-(1 << 20))
+    telling.join(SECONDS)
+    b.until(lambda: b"a reference is free" in [frame.header for _, frame in b.received])
+
+
 def test_at_the_bound_a_request_waits_for_replies(make: Maker) -> None:
     a, b = make(Settings(max_bytes_in_flight=64 << 10), Settings())
     check_that_requests_wait(a, b, room=16)
