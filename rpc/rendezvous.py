@@ -10,7 +10,8 @@ for which all others wait. So a worker makes a fixed number of requests to the
 store and one bulk read, and an error reaches everyone at once.
 
 Members of a dynamic group come and go: each name has a key with its worker's
-record, in whose place it says later whether that worker left or was lost.
+record, in whose place it says later whether that worker left or was lost. A rank has
+a claim, the name and the incarnation, which says so until it is confirmed.
 
 Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` and
 ``incarnation-of-rank/RANK`` count lives; ``round/RANK`` a rank's meetings;
@@ -50,6 +51,7 @@ _STATIC, _DYNAMIC = "static", "dynamic"
 _NOBODY = "!"
 """In the place of the name that has a rank, and at the start of what follows a member's record."""
 _LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
+_JOINING = " joining"
 _NOT_GIVEN = "-1"
 _MUST_AGREE = ("world_size", "backend", "protocol")
 _SECONDS_TO_CONCLUDE = 5.0
@@ -432,7 +434,7 @@ def join(store: Store, me: Record) -> None:
 
     Raises:
         BringUpError: the group is a static one, the name or the rank belongs to another
-            member, or members use another backend or protocol.
+            member, or to a later life, or members use another backend or protocol.
     """
     with _names_store_loss():
         ours = _ours(store)
@@ -446,8 +448,8 @@ def join(store: Store, me: Record) -> None:
                 )
         _claim_rank(ours, me)
         _claim_name(ours, me)
+        _confirm_rank(store, me)
         ours.add("changes", 1)
-        _check_rank_is_held(store, me)
 
 
 def leave(store: Store, me: Record) -> None:
@@ -473,7 +475,7 @@ def _end(store: Store, member: Record, how: str) -> None:
         record = member.encode().decode()
         if _value(ours, f"member/{member.name}") == record:
             ours.compare_set(f"member/{member.name}", record, _mark(how, member))
-            ours.compare_set(f"id/{member.rank}", member.name, _NOBODY)
+            ours.compare_set(f"id/{member.rank}", _claim(member), _NOBODY)
             ours.add("changes", 1)
 
 
@@ -481,7 +483,8 @@ def lookup(store: Store, who: str | int) -> Record | None:
     """The member with this name or rank, if there is one."""
     with _names_store_loss():
         ours = _ours(store)
-        name = _value(ours, f"id/{who}") if isinstance(who, int) else who
+        claim = _value(ours, f"id/{who}") if isinstance(who, int) else who
+        name = claim.split(" ")[0] if claim else None
         record = _value(ours, f"member/{name}") if name else None
         return Record.decode(record.encode()) if record else None
 
@@ -503,24 +506,40 @@ def changes(store: Store) -> int:
         return count
 
 
+def _claim(me: Record, how: str = "") -> str:
+    return f"{me.name} {me.incarnation}{how}"
+
+
 def _claim_rank(store: Store, me: Record) -> None:
-    holder = _text(store.compare_set(f"id/{me.rank}", "", me.name))
-    while holder != me.name:
-        member = _value(store, f"member/{holder}") if _is_there(holder) else None
-        if member is not None and Record.decode(member.encode()).rank == me.rank:
-            raise BringUpError(
-                f"rank {me.rank} is claimed by two workers, {Record.decode(member.encode())} "
-                f"and {me}"
-            )
-        holder = _text(store.compare_set(f"id/{me.rank}", holder, me.name))
+    """Until it is confirmed, another worker may take the rank, which changes the claim."""
+    key, mine = f"id/{me.rank}", _claim(me, _JOINING)
+    holder = _text(store.compare_set(key, "", mine))
+    while holder != mine:
+        if _is_there(holder):
+            _give_way(store, me, holder)
+        holder = _text(store.compare_set(key, holder, mine))
 
 
-def _check_rank_is_held(store: Store, me: Record) -> None:
+def _give_way(store: Store, me: Record, holder: str) -> None:
+    """Raises if the rank is that of another member, or of a later life."""
+    name, incarnation, *_ = holder.split(" ")
+    found = _value(store, f"member/{name}")
+    member = None if found is None else Record.decode(found.encode())
+    others = name != me.name and member is not None and member.rank == me.rank
+    if others or int(incarnation) > me.incarnation:
+        raise BringUpError(
+            f"rank {me.rank} is claimed by two workers, {member or repr(name)} and {me}"
+        )
+
+
+def _confirm_rank(store: Store, me: Record) -> None:
     """Another worker may have taken the rank before our record was there to stop it."""
-    holder = _text(_ours(store).get(f"id/{me.rank}"))
-    if holder != me.name:
+    key = f"id/{me.rank}"
+    holder = _text(_ours(store).compare_set(key, _claim(me, _JOINING), _claim(me)))
+    if holder != _claim(me):
         leave(store, me)
-        raise BringUpError(f"rank {me.rank} is claimed by two workers, {holder!r} and {me}")
+        name = holder.split(" ")[0]
+        raise BringUpError(f"rank {me.rank} is claimed by two workers, {name!r} and {me}")
 
 
 def _claim_name(store: Store, me: Record) -> None:
@@ -533,14 +552,27 @@ def _claim_name(store: Store, me: Record) -> None:
             return
     found = _text(store.get(key))
     while found != record:
-        if _is_there(found):
-            other = Record.decode(found.encode())
-            if other.rank != me.rank:
-                store.compare_set(f"id/{me.rank}", me.name, _NOBODY)
-                raise BringUpError(
-                    f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
-                )
+        try:
+            _check_name(found, me)
+        except BringUpError:
+            store.compare_set(f"id/{me.rank}", _claim(me, _JOINING), _NOBODY)
+            raise
         found = _text(store.compare_set(key, found, record))
+
+
+def _check_name(found: str, me: Record) -> None:
+    """Raises if the name is that of another rank, or of a later life."""
+    if _is_there(found):
+        other = Record.decode(found.encode())
+        if other.rank != me.rank or other.incarnation > me.incarnation:
+            raise BringUpError(
+                f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
+            )
+    elif int(found.split(" ")[1]) > me.incarnation:
+        raise BringUpError(
+            f"RPC worker name {me.name} is not unique: another {me.name} joined later than "
+            f"{me}, and is gone already"
+        )
 
 
 # --- The store

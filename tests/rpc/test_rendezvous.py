@@ -1,6 +1,7 @@
 """Bring-up over stores in this process: threads stand for workers."""
 
 import json
+import random
 import signal
 import socket
 import threading
@@ -68,6 +69,46 @@ class CountingStore(Store):
 
     def multi_get(self, *arguments: Any) -> Any:
         return self._counted("multi_get", *arguments)
+
+
+class TurnsStore(CountingStore):
+    """Makes a request when it is its turn."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.turn = threading.Semaphore(0)
+        self.made = threading.Semaphore(0)
+        self.ended = False
+
+    def _counted(self, name: str, *arguments: Any) -> Any:
+        self.turn.acquire()
+        try:
+            return super()._counted(name, *arguments)
+        finally:
+            self.made.release()
+
+    def join(self, me: Record) -> Record | None:
+        try:
+            rendezvous.join(self, me)
+        except BringUpError:
+            return None
+        finally:
+            self.ended = True
+            self.made.release()
+        return me
+
+
+def join_in_turns(store: Store, workers: list[Record], seed: int) -> list[Record | None]:
+    """Who joined, where the workers make their requests in an order drawn from a seed."""
+    draw = random.Random(seed)
+    stores = [TurnsStore(store) for _ in workers]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        joining = [pool.submit(each.join, me) for each, me in zip(stores, workers, strict=True)]
+        while active := [each for each in stores if not each.ended]:
+            chosen = draw.choice(active)
+            chosen.turn.release()
+            assert chosen.made.acquire(timeout=SOON)
+        return [each.result() for each in joining]
 
 
 class FreezingStore(CountingStore):
@@ -365,6 +406,35 @@ class TestDynamicGroup:
         with pytest.raises(BringUpError, match="rank 0 is claimed by two workers"):
             rendezvous.join(store, record(0, None, name="other"))
         assert rendezvous.members(store) == [record(0, None, name=name)]
+
+    def test_a_life_does_not_take_the_place_of_a_later_one(self) -> None:
+        store = HashStore()
+        first, second = record(1, None), record(1, None, incarnation=2)
+        rendezvous.join(store, second)
+        with pytest.raises(BringUpError, match="rank 1 is claimed by two workers"):
+            rendezvous.join(store, first)
+        assert rendezvous.members(store) == [second]
+        assert rendezvous.lookup(store, 1) == second
+
+    def test_a_life_does_not_come_after_a_later_one_left(self) -> None:
+        store = HashStore()
+        rendezvous.join(store, record(1, None, incarnation=2))
+        rendezvous.leave(store, record(1, None, incarnation=2))
+        with pytest.raises(BringUpError, match="worker1 is not unique"):
+            rendezvous.join(store, record(1, None))
+        assert rendezvous.members(store) == []
+        rendezvous.join(store, record(1, None, name="other", incarnation=3))
+
+    @pytest.mark.parametrize("names", [("alice", "bob"), ("twin", "twin")])
+    def test_of_two_that_claim_a_rank_at_once_one_is_a_member(self, names: tuple[str, str]) -> None:
+        """Their requests come in every kind of order; in 100 orders the races are found."""
+        lives = [record(1, None, name=name, incarnation=i) for i, name in enumerate(names, 1)]
+        for seed in range(100):
+            store = HashStore()
+            joined = [each for each in join_in_turns(store, lives, seed) if each is not None]
+            assert rendezvous.members(store) == joined[-1:], seed
+            assert rendezvous.lookup(store, 1) == (joined[-1] if joined else None), seed
+            assert len(joined) < 2 or names[0] == names[1], seed
 
     def test_backends_must_agree(self) -> None:
         store = HashStore()
