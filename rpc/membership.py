@@ -143,6 +143,8 @@ class Membership:
             rendezvous.leave(self._store, self._me)
         except RpcError as error:
             _logger.error("nobody can join the group any more: %s", error)
+        except Exception:
+            _logger.exception("nobody can join the group any more; this is a bug in TensorWire")
         finally:
             with self._looked:
                 self._closed = True

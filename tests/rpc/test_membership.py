@@ -244,3 +244,16 @@ def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no"):
         Membership(agent, store, _record(0, 1)).join(20)  # type: ignore[arg-type]
     assert rendezvous.members(store) == []
+
+
+def test_what_ends_the_watch_is_logged(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(peer: Peer) -> None:
+        raise OSError("no more peers")
+
+    monkeypatch.setattr(group.agents[0], "add_peer", refuse)
+    rendezvous.join(group.store, _record(7, 1))
+    until(lambda: bool(caplog.records))
+    assert "nobody can join the group any more" in caplog.text
+    assert "no more peers" in caplog.text
