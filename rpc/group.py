@@ -87,6 +87,9 @@ class Group:
         if isinstance(to, WorkerInfo):
             peer = self._by_id.get(to.id)
             missing = f"id {to.id}"
+            if peer is not None and peer.info is not to and peer.info != to:
+                missing = f"{to}, as {peer.info.name} has that id"
+                peer = None
         elif isinstance(to, str):
             peer = self._by_name.get(to)
             missing = f"name {to}"

@@ -51,6 +51,12 @@ def test_a_destination_is_an_info_a_name_or_an_id(to: object) -> None:
         group().find(to)  # type: ignore[arg-type]
 
 
+def test_an_info_whose_id_is_anothers_now_is_not_found_and_both_are_named() -> None:
+    with pytest.raises(UnknownWorkerError, match=r"WorkerInfo\(id=1, name=dave\), as bob has that"):
+        group().find(WorkerInfo("dave", 1))
+    assert group().find(WorkerInfo("bob", 1)) == BOB
+
+
 def test_a_lost_member_is_known_but_cannot_be_called() -> None:
     members = group()
     assert identity(members.lose(1, "killed")) == ("bob", 0, "killed")
