@@ -528,7 +528,6 @@ def test_a_member_that_leaves_alone_may_wait_for_ever(pair: list[Agent], seconds
     assert call.wait()
 
 
-
 def test_a_call_is_served_though_a_thread_could_not_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
