@@ -71,6 +71,14 @@ def test_only_the_thread_that_collects_is_there() -> None:
     assert not finalizers.running()
 
 
+def test_a_collection_whose_end_was_missed_is_over_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finalizers.watch()
+    monkeypatch.setattr(finalizers, "_collecting", threading.get_ident())
+    assert not finalizers.running()
+
+
 def test_a_call_is_made_although_its_thread_holds_our_lock(pair: list[Agent]) -> None:
     alice, _ = pair
     made: list[Future[int]] = []

@@ -173,6 +173,7 @@ def test_a_handler_may_make_a_call_while_the_thread_waits_for_another(pair: list
     assert found == [-1]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_at_any_moment_cost_only_the_calls_that_they_end(pair: list[Agent]) -> None:
     alice, bob = pair
     ended = 0
