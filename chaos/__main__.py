@@ -17,13 +17,17 @@ _VARYING_DESCRIPTORS = {"TENSORPIPE": 4, "TENSORWIRE": 8}
 """Signs of life have connections that come and go; and over TENSORWIRE two workers that reach
 for each other at the same time keep the connections of both, two descriptors more."""
 
+_VARYING_THREADS = 8
+"""As many handlers may run at once as others have calls under way."""
+
 
 def run(settings: Settings, seconds: float, seed: int) -> Report:
     """Makes one run and judges it."""
     faults = plan(seed, seconds, settings.victims, settings.bound * 2 + _RECOVERY_SECONDS)
     director = Director(settings)
     end = director.run(faults, seconds)
-    limits = Limits(settings.bound, descriptors=_VARYING_DESCRIPTORS[settings.backend])
+    descriptors = _VARYING_DESCRIPTORS[settings.backend]
+    limits = Limits(settings.bound, descriptors=descriptors, threads=_VARYING_THREADS)
     told = settings.log.with_suffix(".events")
     told.write_text("".join(event.encode() + "\n" for event in director.events))
     report = judge(director.done, director.events, WITNESS, end, limits, called=SERVER)

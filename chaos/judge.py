@@ -26,9 +26,10 @@ class Limits:
         grace: seconds on top of it.
         recovery: seconds from a fault until its victim, started again, is back.
         rss: bytes by which the witness may grow after the first fifth.
-        more: threads and segments that it may have more at the end than after the first
-            fifth: a pool may have grown.
+        more: segments that it may have more at the end than after the first fifth: a pool
+            may have grown.
         descriptors: likewise; some connections come and go.
+        threads: likewise; those of handlers come with calls and go when idle.
     """
 
     bound: float
@@ -37,6 +38,7 @@ class Limits:
     rss: int = 20 * _MIB
     more: int = 2
     descriptors: int = 2
+    threads: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def _held(events: Sequence[Event], faults: Sequence[float], end: float) -> tuple
 
 
 def _leaks(witness: str, held: tuple[Vitals, Vitals], limits: Limits) -> Iterable[str]:
-    more = (limits.more, limits.descriptors, limits.more)
+    more = (limits.threads, limits.descriptors, limits.more)
     names = ("threads", "descriptors", "segments")
     for what, before, after, allowed in zip(names, *map(_counts, held), more, strict=True):
         if after > before + allowed:

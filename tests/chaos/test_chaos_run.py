@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
     ],
 )
 def test_the_survivors_go_on(backend: str, faults: list[Fault], tmp_path: Path) -> None:
-    limits = Limits(bound=2.0, grace=30.0, recovery=60.0, more=99, descriptors=99)  # it is short
+    limits = Limits(
+        bound=2.0, grace=30.0, recovery=60.0, more=99, descriptors=99, threads=99
+    )  # it is short
     director = Director(Settings(backend, 2, limits.bound, tmp_path / "log"))
     end = director.run(faults, 20.0)
     report = judge(director.done, director.events, WITNESS, end, limits)

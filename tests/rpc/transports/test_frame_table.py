@@ -135,3 +135,9 @@ def test_a_tensor_over_memory_is_no_view(shape: tuple[int, ...]) -> None:
     found = tensor_over(bytearray(40), MATRIX._replace(nbytes=size, shape=shape, strides=strides))
     assert not found._is_view()
     assert found.detach_() is found
+
+
+def test_a_tensor_over_memory_cannot_be_resized() -> None:
+    row = MATRIX._replace(nbytes=40, shape=(10,), strides=(1,))
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor_over(bytearray(40), row).resize_(20)
