@@ -30,7 +30,7 @@ class Odd(Exception):
 
 
 class Tally:
-    """The last calls that ran here, to see that none ran twice."""
+    """The last calls that ran in this life of the worker, to see that none ran twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,6 +44,11 @@ class Tally:
             self._seen[key] = None
             if len(self._seen) > _REMEMBERED:
                 del self._seen[next(iter(self._seen))]
+
+    def begin(self) -> None:
+        """Another life begins: a call that is tried again may come to it, too."""
+        with self._lock:
+            self._seen.clear()
 
     def twice(self) -> int:
         """How many had run before."""

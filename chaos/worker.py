@@ -98,6 +98,7 @@ class Worker:
             rpc_timeout=60.0,
             bring_up_timeout=30.0,
         )
+        tally.begin()
         rpc.init_rpc(self._name, rank=self._arguments.rank, rpc_backend_options=options)
         self._failed.clear()
         rpc.on_membership(self._member)
