@@ -286,7 +286,7 @@ class TensorPipeTransport:
         kind = envelope.kind
         if kind in _ANSWERED_LATER:
             future: AnswerFuture = self._agent.future()
-            self._take(envelope, frame, future, in_batch=True)
+            self._take(envelope, frame, future)
             return future
         if kind == wire.RESUME:
             return self._resume(envelope, frame)

@@ -155,6 +155,8 @@ class TestMembership:
         assert {a.reply(correlation).header for correlation in asked} == {b"0", b"1", b"2"}
         b.until(lambda: (0, b"notice") in [(s, frame.header) for s, frame in b.received])
         assert {b"0", b"1", b"2"} <= {*b.in_batch}, "a handler could block whoever adds peers"
+        a.call(b, b"later")
+        assert b"later" not in b.in_batch, "a thread of torch's is not used for its handler"
 
     def test_an_old_life_is_refused(self, workers: Callable[..., list[Worker]]) -> None:
         a, b = workers(2, acquainted=False)
