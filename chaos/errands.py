@@ -7,12 +7,12 @@ else than was sent, or leave anything behind.
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -207,10 +207,8 @@ class Errands:
             raise errors[0]
 
 
-def held() -> dict[str, object]:
-    """What this worker has that belongs to calls, references or contexts."""
-    gc.collect()
-    info = rpc.debug_info()
+def held(info: Mapping[str, Any]) -> dict[str, object]:
+    """What a worker has that belongs to calls, references or contexts, by its ``debug_info``."""
     counts = {name: value for name, value in info.items() if name.startswith("num_")}
     counts |= {name: info[name] for name in ("calls", "retrying", "serving")}
     return {name: value for name, value in counts.items() if value}

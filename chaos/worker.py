@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -138,7 +139,8 @@ class Worker:
     def _look_for_remains(self) -> None:
         """Before leaving: nothing of what was called, shared or trained may still be here."""
         deadline = time.monotonic() + _QUIET_SECONDS
-        while not self._failed.is_set() and (remains := held()):
+        while not self._failed.is_set() and (remains := held(rpc.debug_info())):
+            gc.collect()
             if time.monotonic() > deadline:
                 self._tell_wrong(f"still holds {remains}")
                 break

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,16 +240,13 @@ class Caller:
         In a finalizer that is not known yet: it is done later.
         """
         if finalizers.running():
-            self._agent.references.do_later(lambda: self._cancel_in_time(future))
+            self._agent.references.do_later(partial(self.cancel, future))
             return True
         before = shut_out()
         try:
             return self.cancel_where(lambda sink: feeds(sink, future))
         finally:
             restore(before)
-
-    def _cancel_in_time(self, future: Future[Any]) -> None:
-        self.cancel_where(lambda sink: feeds(sink, future))
 
     def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
         """Gives up the call whose sink is wanted; False if there is none."""

@@ -26,7 +26,7 @@ LINGER_SECONDS = 0.01
 class _Errand:
     """Something else to do."""
 
-    task: Callable[[], None]
+    task: Callable[[], object]
 
 
 class Reaper(Generic[T]):
@@ -63,7 +63,7 @@ class Reaper(Generic[T]):
         self._unburied.append(None)
         self._queue.put(dead)
 
-    def call(self, task: Callable[[], None]) -> None:
+    def call(self, task: Callable[[], object]) -> None:
         """Queues something else to do, which must not block; safe in finalizers."""
         self._unburied.append(None)
         self._queue.put(_Errand(task))

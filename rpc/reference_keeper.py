@@ -450,7 +450,7 @@ class ReferenceKeeper:
         """A handle was garbage collected; safe in finalizers."""
         self._reaper.put(holding)
 
-    def do_later(self, task: Callable[[], None]) -> None:
+    def do_later(self, task: Callable[[], object]) -> None:
         """Runs a task soon, on a thread that it must not block; safe in finalizers."""
         self._reaper.call(task)
 

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ import torch
 
 import autograd_dist
 import rpc
+from chaos.errands import dawdle, held
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent, AgentOptions
 from rpc.errors import RpcError
@@ -41,22 +41,14 @@ def once(key: object) -> None:
         ran[key] += 1
 
 
-def spin(seconds: float) -> bool:
-    """Works until it is over or nobody wants it any more."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not rpc.cancelled():
-        torch.ones(100).sum()
-    return rpc.cancelled()
-
-
 async def spin_elsewhere(seconds: float, name: str) -> bool:
     await asyncio.sleep(seconds)
-    return bool(await rpc.rpc_async(name, spin, (seconds,)))
+    return bool(await rpc.rpc_async(name, dawdle, (seconds,)))
 
 
 @rpc.functions.async_execution
 def pass_on(name: str, seconds: float) -> rpc.Future[bool]:
-    return rpc.rpc_async(name, spin, (seconds,))
+    return rpc.rpc_async(name, dawdle, (seconds,))
 
 
 def nest(depth: int, seed: int) -> int:
@@ -129,7 +121,7 @@ class Storm:
         draw, to, other = self.draw, self.draw.choice(NAMES), self.draw.choice(NAMES)
         timeout, seconds = draw.choice(DEADLINES), draw.random() * 0.005
         starts: tuple[Callable[[], rpc.Future[object]], ...] = (
-            lambda: rpc.rpc_async(to, spin, (seconds,), timeout=timeout),
+            lambda: rpc.rpc_async(to, dawdle, (seconds,), timeout=timeout),
             lambda: rpc.rpc_async(to, spin_elsewhere, (seconds, other), timeout=timeout),
             lambda: rpc.rpc_async(to, pass_on, (other, seconds), timeout=timeout),
             lambda: rpc.rpc_async(to, nest, (draw.randrange(5), number), timeout=timeout),
@@ -168,13 +160,10 @@ class Storm:
         rpc.rpc_sync(self.draw.choice(NAMES), once, (key,), timeout=0.2, retry=again)
 
 
-def held(agent: Agent) -> dict[str, object]:
-    """What a worker has that belongs to calls, references or contexts."""
+def remains(agent: Agent) -> dict[str, object]:
+    """What a worker still holds."""
     gc.collect()
-    info = agent.debug_info()
-    counts = {name: value for name, value in info.items() if name.startswith("num_")}
-    counts |= {name: info[name] for name in ("calls", "retrying", "serving")}
-    return {name: value for name, value in counts.items() if value}
+    return held(agent.debug_info())
 
 
 @pytest.mark.slow
@@ -203,4 +192,6 @@ def test_nothing_hangs_or_stays_behind(
         assert wrong == []
         assert set(ran.values()) <= {1}
         del storms, threads
-        assert eventually(lambda: not any(map(held, staying)), pause=0.05), list(map(held, staying))
+        assert eventually(lambda: not any(map(remains, staying)), pause=0.05), list(
+            map(remains, staying)
+        )
