@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.resource_tracker
 import os
+import sys
 import threading
 import time
 import warnings
@@ -29,6 +30,10 @@ from rpc.transports.tensorwire import TensorWireTransport
 # A slow example on a busy machine is no finding.
 settings.register_profile("tensorwire", deadline=None)
 settings.load_profile("tensorwire")
+
+# Tests start hundreds of processes, each of which would compile every module anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 _SECONDS_TO_SETTLE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.02

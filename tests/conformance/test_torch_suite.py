@@ -34,7 +34,7 @@ def test_a_part_of_torchs_tests_passes(subject: str, tmp_path: Path):
     assert done.returncode == 0, noteworthy
     passed = re.search(r"^(\d+) passed, 0 failed", done.stdout, re.MULTILINE)
     assert passed is not None, noteworthy
-    assert int(passed[1]) > 100
+    assert int(passed[1]) > 50
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,9 @@ def test_a_broken_library_is_noticed(sabotage: str, noticed: str, tmp_path: Path
 
 def test_spawned_workers_get_our_names_too(tmp_path: Path):
     options = ("-k", r"RpcTest\.test_scalar_add$", "--start", "spawn")
-    done = _run(tmp_path, "tensorpipe", *options)
-    assert done.returncode == 0, done.stdout
     done = _run(tmp_path, "tensorpipe", *options, "--sabotage", "wrong-results")
     assert done.returncode == 1
+    assert "None is not tensor" in done.stdout  # what a sabotaged call of ours returns
 
 
 @pytest.fixture
