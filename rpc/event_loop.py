@@ -41,6 +41,7 @@ class EventLoop:
         self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
         self._started = threading.Event()
         self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio's own references are weak
 
     def run(
         self,
@@ -57,6 +58,7 @@ class EventLoop:
 
         def ended(task: asyncio.Task[Any]) -> None:
             begun.clear()  # who can cancel it must not keep it, and with it its outcome
+            self._tasks.discard(task)
             report = partial(_report, task, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
@@ -65,6 +67,7 @@ class EventLoop:
         def begin() -> None:
             task = asyncio.ensure_future(coroutine)
             begun.append(task)
+            self._tasks.add(task)
             task.add_done_callback(ended)
 
         def cancel() -> None:

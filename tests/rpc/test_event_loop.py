@@ -9,6 +9,7 @@ import gc
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -186,6 +187,29 @@ def test_close_cancels_what_still_runs_and_says_so(loop: EventLoop, outcomes: Ou
     assert held.ended == ["cancelled"]
     assert isinstance(outcomes.outcome(), asyncio.CancelledError)
     loop.close()
+
+
+def test_what_waits_for_itself_alone_is_not_collected(outcomes: Outcomes):
+    waiting: list[asyncio.Event] = []
+    begun = threading.Event()
+
+    async def wait() -> str:
+        event = asyncio.Event()
+        waiting.append(weakref.proxy(event))
+        begun.set()
+        await event.wait()
+        return "woken"
+
+    async def wake() -> None:
+        waiting[0].set()
+
+    outcomes.run(wait())
+    assert begun.wait(SECONDS)
+    outcomes.run(value())  # so that the first has begun to wait when this has ended
+    assert outcomes.outcome() == 7
+    gc.collect()
+    outcomes.run(wake())
+    assert {outcomes.outcome(), outcomes.outcome()} == {None, "woken"}
 
 
 def test_close_cancels_what_has_not_begun_yet(loop: EventLoop, outcomes: Outcomes):
