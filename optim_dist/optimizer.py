@@ -17,6 +17,7 @@ import rpc
 from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
+from rpc import leftovers
 
 
 class DistributedOptimizer:
@@ -120,7 +121,7 @@ def _by_owner(
         if not isinstance(rref, rpc.RRef):
             raise TypeError(
                 f"params_rref[{position}] must be an RRef to a parameter, but is of type "
-                f"{type(rref).__name__}"
+                f"{type(rref).__name__}{leftovers.remedy(rref)}"
             )
         by_owner.setdefault(rref.owner(), []).append(rref)
     if not by_owner:

@@ -19,6 +19,7 @@ from remote_module import handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
+from rpc import leftovers
 from rpc.current import current_agent
 
 if TYPE_CHECKING:
@@ -126,7 +127,10 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             encoder = RemoteModule.init_from_module_rref("server", other.get_module_rref())
         """
         if not isinstance(module_rref, rpc.RRef):
-            raise TypeError(f"module_rref must be an RRef, but got {type(module_rref).__name__}")
+            raise TypeError(
+                f"module_rref must be an RRef, but got {type(module_rref).__name__}"
+                f"{leftovers.remedy(module_rref)}"
+            )
         remote_module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
         remote_module._place(remote_device, _module_interface_cls)

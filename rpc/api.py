@@ -17,9 +17,9 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc import collecting, deadlines, interrupts, torch_contexts
+from rpc import collecting, deadlines, interrupts, leftovers, torch_contexts
 from rpc.agent import Agent, Destination
-from rpc.backend_registry import BackendType, init_backend
+from rpc.backend_registry import BackendType, init_backend, ours
 from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.call_metrics import Snapshot
 from rpc.constants import (
@@ -96,12 +96,11 @@ def init_rpc(
     register_builtin_backends()
     if find_agent() is not None:
         raise RpcError("RPC is already initialized; call rpc.shutdown() first")
-    if backend is not None and not isinstance(backend, BackendType):
-        raise TypeError(f"Argument backend must be a member of BackendType, but got {backend!r}")
+    backend = None if backend is None else ours(backend)
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
-            f"{rpc_backend_options!r}"
+            f"{rpc_backend_options!r}{leftovers.remedy(rpc_backend_options)}"
         )
     if not isinstance(name, str):
         raise TypeError(f"name={name!r} is a {type(name).__name__}, not a str")

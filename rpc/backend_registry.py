@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch._C._distributed_c10d import Store
 
+from rpc import leftovers
 from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions
@@ -87,6 +88,23 @@ def _by_name(name: str) -> BackendType:
     return BackendType[name]
 
 
+def ours(backend: object) -> BackendType:
+    """``backend``, or ours of that name if it is a member of torch's ``BackendType``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(backend, BackendType):
+        return backend
+    name = getattr(backend, "name", None)
+    if leftovers.is_torchs(backend, "BackendType") and name in BackendType.__members__:
+        return BackendType[name]
+    raise TypeError(
+        f"Argument backend must be a member of BackendType, but got {backend!r}"
+        f"{leftovers.remedy(backend)}"
+    )
+
+
 def backend_registered(backend_name: str) -> bool:
     """True if a backend of that name exists."""
     return backend_name in BackendType.__members__
@@ -127,7 +145,7 @@ def construct_rpc_backend_options(
     **kwargs: Any,
 ) -> RpcBackendOptions:
     """Makes the options of a backend; ``kwargs`` are its own."""
-    make = backend.value.construct_rpc_backend_options_handler
+    make = ours(backend).value.construct_rpc_backend_options_handler
     return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
@@ -140,7 +158,7 @@ def init_backend(
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
     """Forms the group over ``backend`` and returns this worker's agent."""
-    return backend.value.init_backend_handler(
+    return ours(backend).value.init_backend_handler(
         store=store,
         name=name,
         rank=rank,

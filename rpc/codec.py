@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from rpc import leftovers
 from rpc.errors import DecodeError, EncodeError, RpcError
 from rpc.tensor_reductions import (
     loses_its_gradient,
@@ -383,6 +384,8 @@ def _treatment(kind: type) -> _Treatment:
     for special, reduce in _SPECIAL_REDUCTIONS:
         if issubclass(kind, special):
             return _running_code(reduce)
+    if leftovers.works_in_torchs_calls_only(kind):
+        return _refuse_leftover
     return _running_code(getattr(kind, "__rpc_reduce__", None) or _leave)
 
 
@@ -425,6 +428,10 @@ def _leave_class(lifter: _Lifter, kind: type) -> Any:
     if kind.__module__ == "__main__" and _main_is_interactive():
         raise _ByValue
     return NotImplemented
+
+
+def _refuse_leftover(lifter: _Lifter, obj: object) -> Any:
+    raise EncodeError(f"a {_type_name(obj)} means nothing to another worker{leftovers.remedy(obj)}")
 
 
 def _refuse_future(future: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from copy import copy
 
+from rpc import leftovers
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.ids import Life
 from rpc.transports.base import Peer
@@ -99,7 +100,7 @@ class Group:
         else:
             raise ValueError(
                 f"Cannot get WorkerInfo from {to!r}: "
-                "a destination is a WorkerInfo, a worker's name or its id"
+                f"a destination is a WorkerInfo, a worker's name or its id{leftovers.remedy(to)}"
             )
         if peer is None:
             known = ", ".join(sorted(self._by_name))

@@ -1,0 +1,49 @@
+"""Objects of ``torch.distributed.rpc`` that come here because an import was left as it was.
+
+Decides which objects those are, and says what to import instead. Needs none of torch's
+packages: it looks at the names of classes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_MOVED: Final = (
+    ("torch._C._distributed_rpc", "torch.distributed.rpc", "rpc"),
+    ("torch.distributed.rpc", "torch.distributed.rpc", "rpc"),
+    ("torch.distributed.nn.api", "torch.distributed.nn", "remote_module"),
+)
+"""Where torch's class is defined, where programs import it from, and where they find ours."""
+
+_PUBLIC: Final = {"PyRRef": "RRef", "_RemoteModule": "RemoteModule"}
+_BOUND_TO_TORCHS_AGENT: Final = ("RRef", "RemoteModule")
+
+
+def remedy(value: object) -> str:
+    """What to add to an error about ``value``; empty if it is nothing of torch's."""
+    found = _find(type(value))
+    if found is None:
+        return ""
+    name, theirs, ours = found
+    return f"; this is {theirs}'s {name}, so import {name} from {ours} instead"
+
+
+def is_torchs(value: object, name: str) -> bool:
+    """Whether ``value`` is of torch's class ``name``, or of one derived from it."""
+    found = _find(type(value))
+    return found is not None and found[0] == name
+
+
+def works_in_torchs_calls_only(kind: type) -> bool:
+    """Whether objects of a class mean nothing to the workers of a group of ours."""
+    found = _find(kind)
+    return found is not None and found[0] in _BOUND_TO_TORCHS_AGENT
+
+
+def _find(kind: type) -> tuple[str, str, str] | None:
+    """The name of torch's class that ``kind`` is or derives from, and both packages."""
+    for base in kind.__mro__:
+        for module, theirs, ours in _MOVED:
+            if f"{base.__module__}.".startswith(f"{module}."):
+                return _PUBLIC.get(base.__name__, base.__name__), theirs, ours
+    return None
