@@ -45,6 +45,7 @@ from rpc.remote_errors import encode_error, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
 from rpc.transports.base import Frame, FrameKind
+from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -482,7 +483,7 @@ class _Service:
             self.give_up()
             return
         self.failed = True
-        _print_traceback(error)
+        _print_traceback(error, self._agent.info)
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
@@ -548,10 +549,11 @@ class _Service:
         self._callee.finished(self)
 
 
-def _print_traceback(error: BaseException) -> None:
+def _print_traceback(error: BaseException, worker: WorkerInfo) -> None:
     """Never raises, whatever ``sys.stderr`` is: the caller waits for a reply."""
     try:
-        traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        sys.stderr.write(f"On {worker}:\n{''.join(lines)}")  # at once: others write there too
     except BaseException:
         with suppress(BaseException):  # where the log goes may be as broken
             _logger.error("sys.stderr does not take this traceback", exc_info=error)

@@ -189,6 +189,21 @@ def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
         assert "sys.stderr does not take this traceback" in caplog.text
 
 
+def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+    with local_group("here", "there") as (here, there):
+        log = SimpleNamespace(write=written.append)
+        monkeypatch.setattr(callee, "sys", SimpleNamespace(stderr=log))
+        with pytest.raises(ValueError, match="naïve"):
+            here.rpc_sync("there", refuse, timeout=10)
+        until(there.callee.quiet)
+    (text,) = written
+    assert text.startswith("On WorkerInfo(id=1, name=there):\nTraceback (most recent call last):\n")
+    assert text.endswith("\nValueError: naïve\n")
+
+
 def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes() -> None:
     with local_group("here", "there") as (here, _):
         with pytest.raises(
