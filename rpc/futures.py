@@ -89,10 +89,15 @@ _collectors = _Collectors()
 
 
 def collect(futures: Iterable[Future[Any]], collector: Collector) -> None:
-    """Tells ``collector``, while it lives, if one of ``futures`` fails or has failed."""
+    """Tells ``collector``, while it lives, if one of ``futures`` fails or has failed.
+
+    What the others fail with is no news either: whoever waits is told of one failure, and
+    asks those that it kept.
+    """
     _collectors.add(collector)
     for future in futures:
         with future._lock:  # it may have looked for collectors just before
+            future._collected = True
             error = future._error
         if error is not None:
             future._tell_failure()
@@ -129,7 +134,8 @@ class Future(_TorchFuture[T]):
     A :class:`torch.futures.Future` (so ``wait``, ``value``, ``done``, ``then``,
     ``add_done_callback``, ``torch.futures.wait_all`` and ``collect_all`` work),
     which can also be awaited in asyncio code. A failure that nobody ever looks
-    at is logged when the future is collected.
+    at is logged when the future is garbage; ``torch.futures.wait_all`` and
+    ``collect_all`` look at all of theirs.
 
     Args:
         devices: as for torch's.
@@ -158,6 +164,7 @@ class Future(_TorchFuture[T]):
         self._failure: _Failure | None = None
         self._lock = threading.RLock()
         self._watched = False
+        self._collected = False
 
     def wait(self) -> T:
         """Blocks until the result is there and returns it, or raises the call's error."""
@@ -250,7 +257,7 @@ class Future(_TorchFuture[T]):
     def _fail(self, error: BaseException) -> None:
         if not self.done():
             self._error = error
-            self._failure = _Failure(self, self._watched)
+            self._failure = _Failure(self, self._watched or self._collected)
             super()._set_unwrap_func(self._failure.reveal)
         self.set_result(cast(T, None))
 

@@ -132,6 +132,35 @@ def test_an_error_that_was_raised_for_all_is_not_logged(caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
+def test_the_errors_of_the_others_are_not_logged_and_stay_where_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, kept, dropped = Future[int](), Future[int](), Future[int]()
+    first.set_exception(ValueError("first"))
+    with pytest.raises(ValueError, match="first"):
+        torch.futures.wait_all([first, kept, dropped])
+    kept.set_exception(ValueError("kept"))
+    dropped.set_exception(ValueError("dropped"))
+    with pytest.raises(ValueError, match="kept"):
+        kept.wait()
+    del first, dropped
+    gc.collect()
+    assert caplog.text == ""
+
+
+def test_an_error_of_all_that_nobody_looked_at_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = [Future[int](description="the call of f") for _ in range(2)]
+    torch.futures.collect_all(given)
+    for future in given:
+        future.set_exception(ValueError("no"))
+    del future, given
+    gc.collect()
+    (record,) = caplog.records
+    assert record.getMessage() == "a list of calls failed and nobody looked: ValueError: no"
+
+
 def test_all_is_freed_when_nobody_needs_it_any_more() -> None:
     given: Future[int] = Future()
     together = torch.futures.collect_all([given])
