@@ -37,7 +37,8 @@ class DistributedOptimizer:
     Args:
         optimizer_class: a subclass of ``torch.optim.Optimizer``; not one whose
             ``step`` needs a closure, as that of ``LBFGS``.
-        params_rref: references to the parameters, owned by any number of workers.
+        params_rref: references to the parameters, owned by any number of workers; with
+            none, a step does nothing.
         args: further positional arguments for ``optimizer_class``.
         kwargs: keyword arguments for it, such as ``lr``.
 
@@ -47,7 +48,7 @@ class DistributedOptimizer:
 
     Raises:
         TypeError: ``optimizer_class`` or a member of ``params_rref`` is something else.
-        ValueError: no parameters, or the optimizer needs a closure.
+        ValueError: the optimizer needs a closure.
         Exception: what ``optimizer_class`` raised at an owner, which the text names.
 
     Example::
@@ -124,8 +125,6 @@ def _by_owner(
                 f"{type(rref).__name__}{leftovers.remedy(rref)}"
             )
         by_owner.setdefault(rref.owner(), []).append(rref)
-    if not by_owner:
-        raise ValueError("params_rref is empty: there is nothing to optimize")
     return by_owner
 
 

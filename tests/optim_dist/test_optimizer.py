@@ -464,9 +464,16 @@ def test_a_context_that_was_left_is_reported(agents: list[Agent]) -> None:
 # --- What is refused before anything is sent
 
 
-def test_references_are_needed_and_at_least_one(agents: list[Agent]) -> None:
-    with pytest.raises(ValueError, match="params_rref is empty"):
-        DistributedOptimizer(optim.SGD, [], lr=1.0)
+def test_an_optimizer_of_no_parameters_steps_and_changes_nothing(agents: list[Agent]) -> None:
+    optimizer = DistributedOptimizer(optim.SGD, [], lr=1.0)
+    assert optimizer.remote_optimizers == []
+    with autograd_dist.context() as context_id:
+        optimizer.step(context_id)
+    with pytest.raises(RuntimeError, match="Could not find autograd context"):
+        optimizer.step(context_id)
+
+
+def test_references_are_needed(agents: list[Agent]) -> None:
     with pytest.raises(TypeError, match=r"params_rref\[1\] must be an RRef .* is of type Tensor"):
         DistributedOptimizer(optim.SGD, [make("first"), torch.ones(1)], lr=1.0)  # type: ignore[list-item]
     for one in (make("first"), torch.ones(2)):
