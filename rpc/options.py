@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -22,7 +23,14 @@ from rpc.constants import (
     DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
+from rpc.errors import RpcError
 from rpc.transports.flow import WhenFull
+
+_TRANSPORTS: Final = frozenset({"ibv", "shm", "uv"})
+_CHANNELS: Final = frozenset(
+    {"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv"}
+)
+"""By torch's names: what some build of it has. Not every build, nor host, has each."""
 
 
 class RpcBackendOptions:
@@ -151,6 +159,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     Raises:
         TypeError: if a value has the wrong type.
         ValueError: if a number is out of range.
+        RuntimeError: if no transport or channel has such a name.
 
     Example:
         >>> options = TensorPipeRpcBackendOptions(num_worker_threads=8)
@@ -187,8 +196,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.device_maps = {} if device_maps is None else device_maps
         self.devices = [] if devices is None else devices
-        self._transports = _names("_transports", _transports)
-        self._channels = _names("_channels", _channels)
+        self._transports = _names("_transports", _transports, _TRANSPORTS)
+        self._channels = _names("_channels", _channels, _CHANNELS)
         self.link_resume_timeout = link_resume_timeout
         self.shared_memory = shared_memory
         self.max_bytes_in_flight = max_bytes_in_flight
@@ -311,11 +320,16 @@ def _bytes(argument: str, size: int, least: int) -> int:
     return size
 
 
-def _names(argument: str, value: Sequence[str] | None) -> list[str] | None:
+def _names(argument: str, value: Sequence[str] | None, known: frozenset[str]) -> list[str] | None:
     if value is None:
         return None
     if isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise _wrong_type(argument, value, "a list of names")
+    for name in value:
+        if name not in known:
+            kind = argument.strip("_").removesuffix("s")
+            names = ", ".join(sorted(known))
+            raise RpcError(f"Unknown {kind}: {name}, in {argument}={value!r}; there are: {names}")
     return list(value)
 
 

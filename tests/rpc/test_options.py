@@ -9,6 +9,7 @@ import torch
 
 from rpc import constants
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 
 
 def cuda(index: int) -> torch.device:
@@ -102,6 +103,23 @@ class TestValues:
     def test_transports_are_a_list_of_names(self) -> None:
         with pytest.raises(TypeError, match="_transports='uv'"):
             TensorPipeRpcBackendOptions(_transports="uv")
+
+    @pytest.mark.parametrize("kind", [TensorPipeRpcBackendOptions, TensorWireRpcBackendOptions])
+    def test_a_transport_or_channel_that_torch_does_not_know_is_refused_for_every_backend(
+        self, kind: type[TensorPipeRpcBackendOptions]
+    ) -> None:
+        with pytest.raises(
+            RuntimeError, match=r"Unknown transport: zz, in _transports=\['uv', 'zz"
+        ):
+            kind(_transports=["uv", "zz"])
+        with pytest.raises(RuntimeError, match=r"Unknown channel: zz, .* there are: basic, cma, "):
+            kind(_channels=["zz"])
+
+    @pytest.mark.parametrize("kind", [TensorPipeRpcBackendOptions, TensorWireRpcBackendOptions])
+    def test_torchs_transports_and_channels_are_accepted(
+        self, kind: type[TensorPipeRpcBackendOptions]
+    ) -> None:
+        kind(_transports=["ibv", "shm", "uv"], _channels=["cuda_ipc", "cma", "mpt_uv", "basic"])
 
 
 class TestDeviceMaps:
