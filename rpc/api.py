@@ -7,12 +7,13 @@ for it changes its imports and nothing else.
 from __future__ import annotations
 
 import contextvars
+import functools
 import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -55,6 +56,7 @@ from rpc.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # What programs of the original set or look at, and so are plain module variables.
 _ignore_rref_leak = True
@@ -405,6 +407,17 @@ def _wait_as_replaced(agent: Agent, timeout: float) -> None:
     except BaseException:
         agent.shutdown(graceful=False)
         raise
+
+
+def _require_initialized(func: Callable[P, T]) -> Callable[P, T]:
+    """Makes ``func`` raise ``NotInitializedError`` while this process is no worker."""
+
+    @functools.wraps(func)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        current_agent()
+        return func(*args, **kwargs)
+
+    return checked
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:

@@ -119,3 +119,16 @@ def test_of_two_threads_that_initialize_at_once_one_is_refused(
 def initialize_in_vain() -> None:
     with pytest.raises(BringUpError, match="nobody came"):
         rpc.init_rpc("w", rank=0, world_size=1)
+
+
+def test_a_function_may_require_that_this_process_is_a_worker(worker: Agent) -> None:
+    @api._require_initialized
+    def how_many(factor: int, *, more: int = 0) -> int:
+        """Counts."""
+        return factor * len(rpc.workers()) + more
+
+    assert how_many(3, more=1) == 7
+    assert how_many.__doc__ == "Counts."
+    rpc.shutdown(graceful=False)
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        how_many(3)
