@@ -35,6 +35,8 @@ class Holding:
         maker: what makes the value, and where, at the caller of ``remote()``.
         creation_ends_at: when ``creation`` will be done at the latest; 0 if that is not known.
         constant: the value, if it came with the news that it was made.
+        dropped: the object is gone.
+        looked_at: whoever used it was told how ``creation`` ended, or will be.
     """
 
     handle: Handle
@@ -43,6 +45,16 @@ class Holding:
     maker: Maker | None = None
     creation_ends_at: float = 0.0
     constant: tuple[Any, ...] = ()
+    dropped: bool = False
+    looked_at: bool = False
+
+    def unread(self) -> BaseException | None:
+        """Why ``remote()`` failed if nobody can learn of it any more; once."""
+        if not self.dropped or self.looked_at or self.creation is None:
+            return None
+        error = self.creation.error()
+        self.looked_at = error is not None
+        return error
 
     @property
     def reference(self) -> Reference:

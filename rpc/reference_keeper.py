@@ -7,6 +7,7 @@ freed and waiters told after it was let go.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -52,6 +53,7 @@ from rpc.reference_terms import (
     UserHandle,
 )
 from rpc.references import ReferenceTable
+from rpc.remote_errors import text_of
 from rpc.rref import RRef, _rref_typeof_on_owner, run_backward
 from rpc.sinks import Unpack, WaitingCaller, harmless
 from rpc.slot import Slot
@@ -61,6 +63,8 @@ from rpc.worker_info import WorkerInfo
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
+
+_logger = logging.getLogger("rpc")
 
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
 
@@ -204,6 +208,8 @@ class ReferenceKeeper:
             holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
         if holding.creation is not None:
             holding.creation.fail(error)
+        if holding.dropped:
+            self.agent.completions.submit(lambda: self._tell_unread([holding]))
 
     def creations_under_way(self) -> int:
         """Calls of ``remote()`` whose outcome is not known yet."""
@@ -345,6 +351,7 @@ class ReferenceKeeper:
         holding = rref._holding
         self.require_usable(holding)
         if holding.value is not None:
+            holding.looked_at = True
             return holding.value.wait(self.agent.timeout_of(timeout))
         if not holding.constant:
             self._await_constant(holding, timeout)
@@ -383,6 +390,7 @@ class ReferenceKeeper:
                 f"can't call localValue() on user {self.agent.info}. "
                 f"Call it on owner {self.owner_of(holding)}"
             )
+        holding.looked_at = True
         return holding.value.wait()
 
     def await_local(self, holding: Holding) -> Any:
@@ -407,6 +415,7 @@ class ReferenceKeeper:
         if holding.creation is None:
             future.set_result(None)
         else:
+            holding.looked_at = True
             completions = self.agent.completions
             holding.creation.when_done(
                 lambda slot: completions.submit(lambda: future.complete_from(slot.value))
@@ -518,7 +527,18 @@ class ReferenceKeeper:
     def _bury(self, dead: list[Holding]) -> None:
         with self._lock:
             effects = [e for holding in dead for e in self._table.dropped(holding.handle)]
+            for holding in dead:
+                holding.dropped = True
         self._perform(effects)
+        self._tell_unread(dead)
+
+    def _tell_unread(self, holdings: Iterable[Holding]) -> None:
+        """Logs why ``remote()`` failed for those that were dropped before anybody asked."""
+        with self._lock:
+            unread = [error for holding in holdings if (error := holding.unread())]
+        for error in unread:
+            kind, text = type(error).__name__, text_of(error)  # logs may be kept
+            _logger.error("a remote() failed and nobody looked: %s: %s", kind, text)
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         queued = False
@@ -564,6 +584,7 @@ class ReferenceKeeper:
             callback()
 
     def _error(self, holding: Holding, failure: Failure, deleted: str) -> Exception:
+        holding.looked_at = True
         if failure.kind is FailureKind.CREATION:
             return RRefCreationError(failure.reason)
         if failure.kind is FailureKind.DELETED:
@@ -584,6 +605,7 @@ def _require_created(holding: Holding) -> None:
     """Raises if the call that should have made this worker's own value never did."""
     error = None if holding.value is None else holding.value.error()
     if isinstance(error, RRefCreationError):
+        holding.looked_at = True
         raise again(error)
 
 

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -263,6 +264,8 @@ class Caller:
 
 
 def test_a_value_may_make_a_call_as_it_is_freed(pair: list[Agent]) -> None:
+    Caller.ended.clear()
+    Caller.results.clear()
     rref = pair[0].remote("bob", Caller)
     rref._get_future().wait()
     del rref
@@ -333,6 +336,61 @@ def test_a_timed_out_to_here_may_be_repeated() -> None:
         assert "RPC ran for more than" in str(errors[0])
         _gate.set()
         assert rref.to_here() == 1
+
+
+@pytest.fixture
+def closed_gate() -> Iterator[None]:
+    _gate.clear()
+    yield
+    _gate.set()
+
+
+@pytest.mark.usefixtures("closed_gate")
+def test_a_creation_that_failed_is_logged_once_if_its_reference_was_dropped_unread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    with local_group("alice", "bob", clock=clock) as (alice, _):
+        kept = alice.remote("bob", wait_at_the_gate, timeout=1)
+        for owner in ("alice", "bob"):
+            alice.remote(owner, wait_at_the_gate, timeout=1)  # dropped at once
+        assert eventually(alice.references._reaper.quiet)
+        clock.advance(2)
+        assert eventually(lambda: len(caplog.records) == 2)
+        assert eventually(lambda: alice.references.creations_under_way() == 0)
+        del kept
+        assert eventually(lambda: len(caplog.records) == 3)
+        _gate.set()
+    told = "a remote() failed and nobody looked: RpcTimeoutError: RPC ran for more than set timeout"
+    assert [record.getMessage().startswith(told) for record in caplog.records] == [True] * 3
+
+
+@pytest.mark.usefixtures("closed_gate")
+@pytest.mark.parametrize("owner", ["alice", "bob"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda rref: rref.to_here(),
+        lambda rref: rref.rpc_sync().bit_count(),
+        lambda rref: rref._get_future().wait(),
+        lambda rref: rpc.rpc_sync("bob", identity, (rref,)),
+    ],
+    ids=["to_here", "rpc_sync", "future", "argument"],
+)
+def test_a_creation_that_failed_is_not_logged_if_somebody_looked(
+    owner: str, look: Callable[[RRef[Any]], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = VirtualClock()
+    with local_group("alice", "bob", clock=clock) as (alice, _), as_worker(alice):
+        rref = alice.remote(owner, wait_at_the_gate, timeout=1)
+        clock.advance(2)
+        assert eventually(lambda: alice.references.creations_under_way() == 0)
+        with pytest.raises(RuntimeError):
+            look(rref)
+        del rref
+        assert eventually(alice.references._reaper.quiet)
+        _gate.set()
+    assert caplog.text == ""
 
 
 def test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed() -> None:
