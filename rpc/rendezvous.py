@@ -14,7 +14,8 @@ record, in whose place it says later whether that worker left or was lost. A ran
 a claim, the name and the incarnation, which says so until it is confirmed.
 
 Keys, under ``tensorwire/``: ``mode``; ``incarnation/NAME`` and
-``incarnation-of-rank/RANK`` count lives; ``round/RANK`` a rank's meetings;
+``incarnation-of-rank/RANK`` count lives; ``round/RANK`` a rank's latest round and who
+claims it there;
 ``ROUND/...`` belongs to one round; ``member/NAME``, ``id/RANK`` and ``names/N`` to the
 dynamic group, in which ``joined`` counts names and ``changes`` comings and goings.
 """
@@ -339,6 +340,7 @@ class _Round:
 
     def __init__(self, store: Store, number: int) -> None:
         self.number = number
+        self._group = store
         self._store: Store = PrefixStore(str(number), store)
 
     def verdict(self) -> str | None:
@@ -383,10 +385,33 @@ class _Round:
         if namesake.rank != me.rank:
             yield f"RPC worker name {me.name} is not unique: it is claimed by {namesake} and {me}"
 
-    def raise_disagreement(self) -> None:
-        """Raises what those who came disagreed about, if they did: a latecomer shares that."""
-        if self._store.check(["disagreement"]):
-            raise BringUpError(_text(self._store.get("disagreement")))
+    def raise_problems(self, rank: int) -> None:
+        """Raises why it ended before ``rank``, whose round it is, could come.
+
+        A latecomer shares what those who came disagreed about.
+        """
+        for problem in (f"claimed/{rank}", "disagreement"):
+            if self._store.check([problem]):
+                raise BringUpError(_text(self._store.get(problem)))
+
+    def refuse_beside(self, other: Record, me: Record) -> None:
+        """Raises if ``me`` was begun before the round of its rank, ``other``'s, had ended."""
+        problem = (
+            f"rank {me.rank} is claimed by two processes, {other} and {me}: either both were "
+            "started with this rank, or the first died while the group was forming"
+        )
+        if self.verdict() is None:
+            self._store.compare_set(f"begun/{me.rank}", "", str(_latest_life(self._group, me.rank)))
+            self._store.set(f"claimed/{me.rank}", problem)
+            self.conclude(problem)
+        elif me.incarnation > self._begun(me.rank):
+            return
+        raise BringUpError(problem)
+
+    def _begun(self, rank: int) -> int:
+        """The latest life of ``rank`` when two were seen to claim it; 0 if none were."""
+        key = f"begun/{rank}"
+        return int(_text(self._store.get(key))) if self._store.check([key]) else 0
 
     def records(self, ranks: Iterable[int]) -> list[Record]:
         """The records of ``ranks``, which must be there."""
@@ -406,22 +431,26 @@ class _Round:
 
 def _enter(store: Store, me: Record) -> _Round:
     """The first round, from this rank's next on, that did not end before it came."""
+    record, number, last = me.encode().decode(), 1, ""
     while True:
-        number: int = store.add(f"round/{me.rank}", 1)
-        earlier = _Round(store, number - 1)
-        if number > 1 and earlier.verdict() is None:
-            store.add(f"round/{me.rank}", -1)
-            other = "".join(str(record) for record in earlier.records([me.rank])) or "another"
-            problem = (
-                f"rank {me.rank} is claimed by two processes, {other} and {me}: either both were "
-                "started with this rank, or the first died while the group was forming"
-            )
-            earlier.conclude(problem)
-            raise BringUpError(problem)
-        meeting = _Round(store, number)
-        if meeting.verdict() is None:
-            return meeting
-        meeting.raise_disagreement()
+        claim = f"{number} {record}"
+        found = _text(store.compare_set(f"round/{me.rank}", last, claim))
+        if found == claim:
+            meeting = _Round(store, number)
+            if meeting.verdict() is None:
+                return meeting
+            meeting.raise_problems(me.rank)
+        else:
+            latest, _, other = found.partition(" ")
+            number = int(latest)
+            _Round(store, number).refuse_beside(Record.decode(other.encode()), me)
+        number, last = number + 1, found
+
+
+def _latest_life(store: Store, rank: int) -> int:
+    """The highest incarnation that a worker of this rank has begun."""
+    life: int = store.add(f"incarnation-of-rank/{rank}", 0)
+    return life
 
 
 # --- Dynamic groups

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def record(rank: int, world_size: int | None = 2, **fields: Any) -> Record:
         "address": b"\x00\xff:%d" % rank,
     }
     return Record(rank=rank, world_size=world_size, **(values | fields))
+
+
+def begun(store: Store, rank: int, world_size: int | None = 2, **fields: Any) -> Record:
+    """The record of a worker that begins its next life now."""
+    name = fields.get("name", f"worker{rank}")
+    incarnation = rendezvous.next_incarnation(store, name, rank)
+    return record(rank, world_size, **fields, incarnation=incarnation)
 
 
 class CountingStore(Store):
@@ -87,28 +95,49 @@ class TurnsStore(CountingStore):
         finally:
             self.made.release()
 
-    def join(self, me: Record) -> Record | None:
+    def wait(self, *arguments: Any) -> Any:
+        self._needs_no_more_turns()
+        return self._store.wait(*arguments)
+
+    def take_turns(self, task: Callable[[Store], Any]) -> Any:
+        """What became of a task."""
         try:
-            rendezvous.join(self, me)
-        except BringUpError:
-            return None
+            return outcome(lambda: task(self))
         finally:
-            self.ended = True
-            self.made.release()
-        return me
+            self._needs_no_more_turns()
+
+    def _needs_no_more_turns(self) -> None:
+        self.ended = True
+        self.turn.release(1000)
+        self.made.release()
 
 
-def join_in_turns(store: Store, workers: list[Record], seed: int) -> list[Record | None]:
-    """Who joined, where the workers make their requests in an order drawn from a seed."""
+def in_turns(store: Store, tasks: list[Callable[[Store], Any]], seed: int) -> list[Any]:
+    """What became of each, where their requests come in an order drawn from a seed."""
     draw = random.Random(seed)
-    stores = [TurnsStore(store) for _ in workers]
-    with ThreadPoolExecutor(len(workers)) as pool:
-        joining = [pool.submit(each.join, me) for each, me in zip(stores, workers, strict=True)]
+    stores = [TurnsStore(store) for _ in tasks]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        calls = [
+            pool.submit(each.take_turns, task) for each, task in zip(stores, tasks, strict=True)
+        ]
         while active := [each for each in stores if not each.ended]:
             chosen = draw.choice(active)
             chosen.turn.release()
             assert chosen.made.acquire(timeout=SOON)
-        return [each.result() for each in joining]
+        return [call.result() for call in calls]
+
+
+def join_in_turns(store: Store, workers: list[Record], seed: int) -> list[Record | None]:
+    """Who joined."""
+
+    def join(store: Store, me: Record) -> Record:
+        rendezvous.join(store, me)
+        return me
+
+    outcomes = in_turns(store, [partial(join, me=me) for me in workers], seed)
+    unexpected = [each for each in outcomes if not isinstance(each, Record | BringUpError)]
+    assert not unexpected
+    return [each if isinstance(each, Record) else None for each in outcomes]
 
 
 class FreezingStore(CountingStore):
@@ -246,7 +275,7 @@ class TestWhatKeepsAStaticGroupFromForming:
         errors(meet_all(store, [record(1, 3), record(2, 3, name="worker1")]))
         (text,) = errors(meet_all(store, [record(0, 3)], timeout=60.0))
         assert "worker1 is not unique" in text
-        again = [record(0, 3), record(1, 3), record(2, 3)]
+        again = [record(rank, 3, incarnation=2) for rank in range(3)]
         assert meet_all(store, again) == [again] * 3
 
     @pytest.mark.parametrize(
@@ -276,9 +305,34 @@ class TestWhatKeepsAStaticGroupFromForming:
 
     def test_ranks_in_step_after_two_processes_claimed_one(self) -> None:
         store = HashStore()
-        errors(meet_all(store, [record(0, 2), record(0, 2, name="twin")], timeout=60.0))
-        again = [record(0), record(1)]
+        errors(meet_all(store, [begun(store, 0), begun(store, 0, name="twin")], timeout=60.0))
+        again = [begun(store, 0), begun(store, 1)]
         assert meet_all(store, again) == [again] * 2
+
+    @pytest.mark.parametrize("number", [2, 3])
+    @pytest.mark.parametrize("rounds_before", [0, 1])
+    def test_all_processes_with_one_rank_hear_so_at_once(
+        self, number: int, rounds_before: int
+    ) -> None:
+        """Their requests come in every kind of order; in 100 orders the races are found."""
+        for seed in range(100):
+            store = HashStore()
+            for _ in range(rounds_before):
+                rendezvous.meet(store, begun(store, 0, 1), SOON)
+            claimers = [begun(store, 0, name=f"twin{i}") for i in range(number)]
+            meetings = [partial(rendezvous.meet, me=me, timeout=SOON) for me in claimers]
+            for text in errors(in_turns(store, meetings, seed)):
+                assert "rank 0 is claimed by two processes" in text, seed
+                assert sum(str(me) in text for me in claimers) == 2, seed
+
+    def test_one_with_a_rank_that_two_claimed_before_it_was_begun_may_meet(self) -> None:
+        store = HashStore()
+        early = [begun(store, 0, name=f"twin{i}") for i in range(3)]
+        errors(meet_all(store, early[:2], timeout=60.0))
+        (text,) = errors(meet_all(store, early[2:], timeout=60.0))
+        assert "'twin2'" in text
+        late = begun(store, 0, 1)
+        assert rendezvous.meet(store, late, SOON) == [late]
 
     def test_a_store_that_freezes_meanwhile_is_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +363,8 @@ class TestWhatKeepsAStaticGroupFromForming:
         assert verdict is not None
         assert "'worker0'" in verdict
         assert "was interrupted while it waited" in verdict
-        assert meet_all(store.clone, [record(0), record(1)]) == [[record(0), record(1)]] * 2
+        again = [record(0, incarnation=2), record(1)]
+        assert meet_all(store.clone, again) == [again] * 2
 
     def test_the_loss_of_the_store_is_named(self) -> None:
         host = TCPStore("127.0.0.1", 0, None, True, SECONDS)
