@@ -40,6 +40,7 @@ from rpc.functions import is_async_execution
 from rpc.futures import Future
 from rpc.gathering import all_gather as _all_gather
 from rpc.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
+from rpc.group_store import open_store
 from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
@@ -49,7 +50,6 @@ from rpc.internal import (
 )
 from rpc.membership_events import MembershipEvent
 from rpc.options import RpcBackendOptions
-from rpc.rendezvous import open_store
 from rpc.retry import Retry
 from rpc.rref import RRef
 from rpc.script_functions import check_arguments

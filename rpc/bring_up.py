@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import Store
 from rpc import rendezvous
 from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
+from rpc.group_store import Record, next_incarnation, within
 from rpc.liveness_probes import StoreProber
 from rpc.membership import LIVENESS, Membership, peer_of
 from rpc.options import RpcBackendOptions
-from rpc.rendezvous import Record
 from rpc.transports.base import Transport
 from rpc.worker_info import WorkerInfo
 
@@ -55,9 +55,7 @@ def form_group(
         BringUpError: workers are missing or disagree.
     """
     info = WorkerInfo(name, rank)
-    incarnation = rendezvous.within(
-        options.bring_up_timeout, lambda: rendezvous.next_incarnation(store, name, rank)
-    )
+    incarnation = within(options.bring_up_timeout, lambda: next_incarnation(store, name, rank))
     prober = StoreProber(address_towards(options.init_method)) if options.liveness_timeout else None
     agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
     agent.store = store

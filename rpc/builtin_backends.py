@@ -17,8 +17,8 @@ from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
 from rpc.bring_up import address_towards, form_group
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
+from rpc.group_store import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.rendezvous import Record
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_torch import available as tensorpipe_available
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
-from rpc import rendezvous
+from rpc import member_list
 from rpc.clock import Alarm
 from rpc.errors import RpcError
+from rpc.group_store import Record, within
 from rpc.ids import Life
-from rpc.rendezvous import Record
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
 
@@ -80,11 +80,11 @@ class Membership:
                 answer; says why.
         """
         given_up = threading.Event()
-        rendezvous.within(timeout, lambda: self._join(given_up), given_up, self._resign)
+        within(timeout, lambda: self._join(given_up), given_up, self._resign)
         self._thread.start()
 
     def _join(self, given_up: threading.Event) -> None:
-        rendezvous.join(self._store, self._me)
+        member_list.join(self._store, self._me)
         if given_up.is_set():
             return
         try:
@@ -96,7 +96,7 @@ class Membership:
     def _resign(self) -> None:
         """Ends a membership that was never watched."""
         with contextlib.suppress(RpcError):
-            rendezvous.leave(self._store, self._me)
+            member_list.leave(self._store, self._me)
 
     def leave(self) -> None:
         """Ends the membership and stops watching."""
@@ -140,7 +140,7 @@ class Membership:
                 pause = _PRESSING_LOOK_SECONDS if self._waiting else _LOOK_SECONDS
                 self._alarm.wait(pause)
             self._remove_lost()
-            rendezvous.leave(self._store, self._me)
+            member_list.leave(self._store, self._me)
         except RpcError as error:
             _logger.error("nobody can join the group any more: %s", error)
         except Exception:
@@ -155,19 +155,19 @@ class Membership:
             self._look()  # who was itself declared lost meanwhile has no say any more
             record = self._lost.popleft()
             if not self._agent.is_expelled:
-                rendezvous.strike_off(self._store, record)
+                member_list.strike_off(self._store, record)
 
     def _look(self) -> None:
         """Asks the store who is there."""
-        changes = rendezvous.changes(self._store)
+        changes = member_list.changes(self._store)
         if changes == self._changes:
             return
-        records = {record.rank: record for record in rendezvous.members(self._store)}
+        records = {record.rank: record for record in member_list.members(self._store)}
         for rank, record in list(self._known.items()):
             if rank not in records:
                 del self._known[rank]
                 life = Life(rank, record.incarnation)
-                self._agent.struck_off(life, rendezvous.has_left(self._store, record))
+                self._agent.struck_off(life, member_list.has_left(self._store, record))
         for rank, record in records.items():
             known = self._known.get(rank)
             if known is None or known.incarnation < record.incarnation:

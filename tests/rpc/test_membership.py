@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from rpc import rendezvous
+from rpc import member_list
 from rpc.errors import BringUpError
+from rpc.group_store import Record
 from rpc.ids import Life
 from rpc.membership import LIVENESS, Membership
-from rpc.rendezvous import Record
 from rpc.transports.base import Peer
 from tests.waiting import until
 
@@ -60,7 +60,7 @@ class Group:
         until(lambda: all(len(agent.peers) == 3 for agent in self.agents))
 
     def listed(self) -> set[int]:
-        return {record.rank for record in rendezvous.members(self.store)}
+        return {record.rank for record in member_list.members(self.store)}
 
 
 @pytest.fixture
@@ -107,17 +107,17 @@ def check_look(seed: int) -> None:
     listed = {0: _record(0, 0)}
     view = View(Life(0, 0))
     member = Membership(view, store, listed[0])  # type: ignore[arg-type]
-    rendezvous.join(store, listed[0])
+    member_list.join(store, listed[0])
     born = dict.fromkeys(range(4), 0)
     for _ in range(draw.randint(1, 25)):
         who = draw.randrange(1 if draw.random() < 0.95 else 0, 4)
         if who in listed and draw.random() < 0.5:
-            rendezvous.leave(store, listed[who])
+            member_list.leave(store, listed[who])
             view.leavers.add(Life(who, listed.pop(who).incarnation))
         elif who not in listed:
             born[who] += 1
             listed[who] = _record(who, born[who])
-            rendezvous.join(store, listed[who])
+            member_list.join(store, listed[who])
             view.last[who] = Life(who, born[who])
         if draw.random() < 0.3:
             _declare_lost(draw, member, view, listed)
@@ -143,7 +143,7 @@ def _declare_lost(
     record = listed.get(life.worker)
     if removed and record is not None and record.incarnation == life.incarnation:
         del listed[life.worker]
-    assert {each.rank for each in rendezvous.members(member._store)} == listed.keys()
+    assert {each.rank for each in member_list.members(member._store)} == listed.keys()
 
 
 def test_what_the_store_says_is_told_once_and_in_full() -> None:
@@ -171,7 +171,7 @@ def test_who_waits_for_a_worker_goes_on_when_it_joins(group: Group) -> None:
     waiting = threading.Thread(target=member.wait_for, args=(3, 0))
     waiting.start()
     until(lambda: member._waiting == 1)
-    rendezvous.join(group.store, Record("dave", 3, None, 0, "test", b""))
+    member_list.join(group.store, Record("dave", 3, None, 0, "test", b""))
     waiting.join(20)
     assert not waiting.is_alive()
 
@@ -231,7 +231,7 @@ def test_one_that_gave_up_joining_is_no_member_when_the_store_answers(slow: str)
     late.may_answer.set()
     until(lambda: store.check(["tensorwire/member/w0"]))
     until(lambda: store.get("tensorwire/member/w0") == b"!left 1")
-    assert rendezvous.members(store) == []
+    assert member_list.members(store) == []
 
 
 def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(agent, "add_peer", refuse)
     with pytest.raises(OSError, match="no"):
         Membership(agent, store, _record(0, 1)).join(20)  # type: ignore[arg-type]
-    assert rendezvous.members(store) == []
+    assert member_list.members(store) == []
 
 
 def test_what_ends_the_watch_is_logged(
@@ -253,7 +253,7 @@ def test_what_ends_the_watch_is_logged(
         raise OSError("no more peers")
 
     monkeypatch.setattr(group.agents[0], "add_peer", refuse)
-    rendezvous.join(group.store, _record(7, 1))
+    member_list.join(group.store, _record(7, 1))
     until(lambda: bool(caplog.records))
     assert "nobody can join the group any more" in caplog.text
     assert "no more peers" in caplog.text

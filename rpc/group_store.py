@@ -1,0 +1,300 @@
+"""The store at which a group meets, and what static and dynamic groups both keep there.
+
+Owns the form of a worker's record, which is JSON and never pickled; opening the
+store; and waiting for one that may never answer. How a static group meets is
+``rendezvous``'s business, who comes and goes in a dynamic one ``member_list``'s.
+
+Keys, under ``tensorwire/``: ``mode``, what kind of group meets there;
+``incarnation/NAME`` and ``incarnation-of-rank/RANK`` count lives.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from rpc.constants import MAX_RANK
+from rpc.errors import BringUpError, RpcError
+from rpc.messages import PROTOCOL_VERSION
+
+T = TypeVar("T")
+
+STATIC, DYNAMIC = "static", "dynamic"
+MUST_AGREE = ("world_size", "backend", "protocol")
+"""What all members of a group must say alike in their records."""
+
+_PREFIX = "tensorwire"
+_NOT_GIVEN = "-1"
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a worker tells the others when it joins.
+
+    Args:
+        name: the worker's.
+        rank: its id.
+        world_size: how many workers it expects; None in a dynamic group.
+        incarnation: which life of that name this is; see ``next_incarnation``.
+        backend: the backend it uses.
+        address: where its transport can be reached; the transport's own format.
+        protocol: the version of the messages it speaks.
+        process: where it runs, for people.
+        extras: anything else that JSON can hold.
+    """
+
+    name: str
+    rank: int
+    world_size: int | None
+    incarnation: int
+    backend: str
+    address: bytes
+    protocol: int = PROTOCOL_VERSION
+    process: str = field(default_factory=_this_process)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As bytes for the store."""
+        fields = asdict(self)
+        fields["address"] = base64.b64encode(self.address).decode()
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            BringUpError: something else wrote to the store under our keys.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            fields["address"] = base64.b64decode(fields["address"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BringUpError(
+                f"the store holds something else than a record of this version: {error}"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"{self.name!r} (rank {self.rank}, {self.process})"
+
+
+def open_store(
+    init_method: str, rank: int, world_size: int | None, timeout: float
+) -> tuple[Store, int, int | None]:
+    """Connects to the store that ``init_method`` names; hosts it, if this is the place.
+
+    The same URL may serve ``init_process_group`` in the same process.
+
+    Args:
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        rank: this worker's, or -1 to take it from the URL or, with ``env://``, from ``RANK``.
+        world_size: likewise; None to take it from the URL or ``WORLD_SIZE``.
+        timeout: seconds to wait for the store's host.
+
+    Returns:
+        The store, the rank and the world size, which is None for a dynamic group.
+
+    Raises:
+        ValueError: something that is needed is given nowhere.
+        BringUpError: the store's host does not answer, or cannot be it.
+    """
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    if rank >= 0:
+        query["rank"] = str(rank)
+    if world_size is not None and world_size > 0:
+        query["world_size"] = str(world_size)
+    elif parts.scheme == "env" and os.environ.get("WORLD_SIZE"):
+        query.setdefault("world_size", os.environ["WORLD_SIZE"])
+    size = int(query.get("world_size", _NOT_GIVEN))
+    # A TCP store told how many to expect would wait for them itself, and not say who is missing.
+    query["world_size"] = str(size) if parts.scheme == "file" else _NOT_GIVEN
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    if rank >= 0:
+        _check_rank(rank, size)
+    folder = os.path.dirname(parts.path)
+    if parts.scheme == "file" and not os.path.isdir(folder):
+        raise BringUpError(
+            f"init_method={init_method!r} names a file in a folder that does not exist: {folder!r}"
+        )
+    store, rank, _ = _connect(url, init_method, timeout)
+    _check_rank(rank, size)
+    return store, rank, size if size > 0 else None
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < (size if size > 0 else rank + 1):
+        raise ValueError(f"rank={rank} must be from 0 to world_size - 1, which is {size - 1}")
+    if rank > MAX_RANK:
+        raise ValueError(f"rank={rank} must be from 0 to {MAX_RANK}, the highest there can be")
+
+
+def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, int]:
+    wait = timedelta(seconds=timeout)
+    found: tuple[Store, int, int]
+    try:
+        found = within(timeout, lambda: next(rendezvous(url, timeout=wait)))
+    except RuntimeError as error:
+        if "No rendezvous handler" in str(error):
+            raise ValueError(
+                f"init_method={init_method!r} has a scheme that is not known; "
+                "use env://, tcp://host:port or file:///path"
+            ) from error
+        raise BringUpError(
+            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "
+            "a worker with rank 0 must be running at that address, or the file be writable: "
+            f"{error}"
+        ) from error
+    except AssertionError as error:
+        raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
+    found[0].set_timeout(wait)
+    return found
+
+
+def within(
+    timeout: float,
+    ask: Callable[[], T],
+    given_up: threading.Event | None = None,
+    undo: Callable[[], object] | None = None,
+) -> T:
+    """Returns ``ask()``, which makes requests to the store, or gives up waiting for it.
+
+    A store whose host is frozen never answers; the thread that waits for it is left behind.
+
+    Args:
+        timeout: seconds.
+        ask: what to do.
+        given_up: set when nobody waits for ``ask`` any more, which may look at it.
+        undo: called if ``ask`` returns, but its caller does not hear of it.
+
+    Raises:
+        BringUpError: the time is over.
+    """
+    outcome: Future[T] = Future()
+    asking = threading.Thread(
+        target=_settle, args=(outcome, ask, undo), name="rpc-rendezvous", daemon=True
+    )
+    asking.start()
+    try:
+        wait([outcome], timeout)
+    except BaseException:  # such as Ctrl-C
+        if outcome.cancel():
+            _give_up(given_up)
+        elif undo is not None and outcome.exception() is None:
+            undo()
+        raise
+    if outcome.cancel():
+        _give_up(given_up)
+        raise BringUpError(
+            f"the store did not answer within {timeout:g} s; is the worker that hosts it, "
+            "usually rank 0, frozen or cut off?"
+        )
+    return outcome.result()
+
+
+def _settle(outcome: Future[T], ask: Callable[[], T], undo: Callable[[], object] | None) -> None:
+    try:
+        result = ask()
+    except BaseException as error:
+        with contextlib.suppress(InvalidStateError):
+            outcome.set_exception(error)
+        return
+    try:
+        outcome.set_result(result)
+    except InvalidStateError:
+        if undo is not None:
+            undo()
+
+
+def _give_up(given_up: threading.Event | None) -> None:
+    if given_up is not None:
+        given_up.set()
+
+
+def next_incarnation(store: Store, name: str, rank: int) -> int:
+    """The number of the life that ``name`` begins now: higher than any of this name or rank.
+
+    Raises:
+        BringUpError: the store was lost.
+    """
+    counters = (f"incarnation/{name}", f"incarnation-of-rank/{rank}")
+    with names_store_loss():
+        ours = our_part(store)
+        counts = {counter: ours.add(counter, 1) for counter in counters}
+        life: int = max(counts.values())
+        for counter, count in counts.items():
+            if count < life:
+                ours.add(counter, life - count)
+        return life
+
+
+# --- What is kept in it
+
+
+def our_part(store: Store) -> Store:
+    """The part of a store that is for groups, beside which others may use it."""
+    return PrefixStore(_PREFIX, store)
+
+
+def set_mode(store: Store, mode: str) -> None:
+    """Says what kind of group meets here.
+
+    Raises:
+        BringUpError: the other kind does.
+    """
+    if text(store.compare_set("mode", "", mode)) != mode:
+        raise BringUpError(
+            "RPC group mixes statically and dynamically initialized members which is not "
+            "supported. Give every worker a world_size, or none."
+        )
+
+
+def read(store: Store, prefix: str, keys: Iterable[object]) -> list[bytes]:
+    """Reads what there is of several keys, in one request if all are there."""
+    wanted = [f"{prefix}{key}" for key in keys]
+    if not wanted:
+        return []
+    if not store.check(wanted):
+        wanted = [key for key in wanted if store.check([key])]
+    return store.multi_get(wanted) if wanted else []
+
+
+def text(value: bytes) -> str:
+    """What a key holds, as text."""
+    return value.decode()
+
+
+@contextlib.contextmanager
+def names_store_loss() -> Iterator[None]:
+    """Turns what torch raises when the store is gone into an error that says so.
+
+    Raises:
+        BringUpError: the store was lost.
+    """
+    try:
+        yield
+    except RpcError:
+        raise
+    except RuntimeError as error:
+        raise BringUpError(
+            "the store was lost while workers were meeting; is the worker that hosts it, "
+            f"usually rank 0, still running? ({error})"
+        ) from error

@@ -1,0 +1,177 @@
+"""Records, and stores in this process: threads stand for workers."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from torch.distributed import HashStore, TCPStore
+
+from rpc import group_store, rendezvous
+from rpc.errors import BringUpError
+from rpc.group_store import Record
+from tests.rpc.stores import SECONDS, SOON, record
+
+
+class TestRecord:
+    def test_survives_encoding(self) -> None:
+        original = record(3, extras={"cores": 2})
+        assert Record.decode(original.encode()) == original
+
+    def test_is_json(self) -> None:
+        assert json.loads(record(1).encode())["name"] == "worker1"
+
+    @pytest.mark.parametrize("data", [b"", b"{}", b"\x80\x04N.", b'{"name": "x"}', b"[]"])
+    def test_anything_else_in_its_place_is_named(self, data: bytes) -> None:
+        with pytest.raises(BringUpError, match="something else than a record"):
+            Record.decode(data)
+
+
+class TestIncarnations:
+    def test_each_life_of_a_name_has_its_number(self) -> None:
+        store = HashStore()
+        assert [group_store.next_incarnation(store, "a", 0) for _ in range(3)] == [1, 2, 3]
+        assert group_store.next_incarnation(store, "b", 1) == 1
+
+    def test_neither_a_name_nor_a_rank_has_two_lives_of_one_number(self) -> None:
+        store = HashStore()
+        lives = [("a", 3), ("b", 3), ("b", 4), ("a", 3), ("c", 4), ("c", 3), ("a", 4)]
+        numbers = [group_store.next_incarnation(store, *life) for life in lives]
+        for position in (0, 1):
+            for key in {life[position] for life in lives}:
+                mine = [n for n, life in zip(numbers, lives, strict=True) if life[position] == key]
+                assert mine == sorted(set(mine))
+
+
+class TestWithin:
+    def test_returns_and_raises_what_was_asked_for(self) -> None:
+        assert group_store.within(SOON, lambda: 3) == 3
+        with pytest.raises(KeyError):
+            group_store.within(SOON, lambda: {}["x"])
+
+    def test_gives_up_waiting_for_a_store_that_does_not_answer(self) -> None:
+        answer = threading.Event()
+        with pytest.raises(BringUpError, match=r"did not answer within 0\.05 s"):
+            group_store.within(0.05, lambda: answer.wait(SOON))
+        answer.set()
+
+    def test_what_nobody_waits_for_any_more_is_told_so_and_undone(self) -> None:
+        answer, given_up, undone = threading.Event(), threading.Event(), threading.Event()
+        with pytest.raises(BringUpError):
+            group_store.within(0.05, lambda: answer.wait(SOON), given_up, undone.set)
+        assert given_up.is_set()
+        assert not undone.is_set()
+        answer.set()
+        assert undone.wait(SOON)
+
+    def test_what_came_in_time_stands(self) -> None:
+        given_up, undone = threading.Event(), threading.Event()
+        assert group_store.within(SOON, lambda: 3, given_up, undone.set) == 3
+        assert not given_up.is_set()
+        assert not undone.is_set()
+
+
+class TestOpenStore:
+    @pytest.fixture(autouse=True)
+    def _no_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        store, rank, size = group_store.open_store(f"file://{tmp_path}/s", 1, 2, SOON)
+        store.set("key", "value")
+        assert (rank, size, store.get("key")) == (1, 2, b"value")
+
+    def test_tcp_hosts_at_rank_0_and_waits_for_nobody(self) -> None:
+        port = _free_port()
+        host, *rest = group_store.open_store(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
+        assert rest == [0, 2]
+        guest, *_ = group_store.open_store(f"tcp://127.0.0.1:{port}", 1, 2, SOON)
+        host.set("key", "value")
+        assert guest.get("key") == b"value"
+
+    def test_tcp_port_still_serves_a_process_group(self) -> None:
+        url = f"tcp://127.0.0.1:{_free_port()}"
+        store, *_ = group_store.open_store(url, 0, 1, SOON)
+        torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        try:
+            assert rendezvous.meet(store, record(0, 1), SOON) == [record(0, 1)]
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_env_takes_everything_from_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _launch(monkeypatch, RANK="0", WORLD_SIZE="3")
+        _, rank, size = group_store.open_store("env://", -1, None, SOON)
+        assert (rank, size) == (0, 3)
+
+    def test_env_without_a_world_size_is_a_dynamic_group(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _launch(monkeypatch)
+        _, rank, size = group_store.open_store("env://", 0, None, SOON)
+        assert (rank, size) == (0, None)
+
+    def test_arguments_win_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _launch(monkeypatch, RANK="5", WORLD_SIZE="6")
+        _, rank, size = group_store.open_store("env://", 0, 2, SOON)
+        assert (rank, size) == (0, 2)
+
+    def test_the_launchers_own_store_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        launcher = TCPStore("127.0.0.1", 0, None, True, SECONDS)
+        _launch(monkeypatch, RANK="0", WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
+        monkeypatch.setenv("MASTER_PORT", str(launcher.port))
+        store, *_ = group_store.open_store("env://", -1, None, SOON)
+        launcher.set("key", "value")
+        assert store.get("key") == b"value"
+
+    @pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "file:///tmp/never-opened"])
+    def test_a_missing_rank_is_named(self, url: str) -> None:
+        with pytest.raises(ValueError, match="rank parameter missing"):
+            group_store.open_store(url, -1, None, SOON)
+
+    def test_a_missing_variable_is_named(self) -> None:
+        with pytest.raises(ValueError, match="environment variable RANK expected"):
+            group_store.open_store("env://", -1, None, SOON)
+
+    def test_a_rank_outside_the_group_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="rank=2 must be from 0 to world_size - 1"):
+            group_store.open_store(f"file://{tmp_path}/s", 2, 2, SOON)
+
+    def test_a_host_that_does_not_answer_is_named(self) -> None:
+        url = f"tcp://127.0.0.1:{_free_port()}"
+        with pytest.raises(BringUpError, match=f"{url}.* could not be opened within 0.2 s"):
+            group_store.open_store(url, 1, 2, 0.2)
+
+    def test_a_host_that_is_frozen_is_not_waited_for_any_longer(self) -> None:
+        with socket.socket() as frozen:
+            frozen.bind(("127.0.0.1", 0))
+            frozen.listen()
+            url = f"tcp://127.0.0.1:{frozen.getsockname()[1]}"
+            with pytest.raises(BringUpError, match=r"could not be opened within 0.5 s.*"):
+                group_store.open_store(url, 1, 2, 0.5)
+
+    def test_a_file_in_a_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(BringUpError, match=f"does not exist: '{tmp_path}/none'"):
+            group_store.open_store(f"file://{tmp_path}/none/s", 0, 1, SOON)
+
+    @pytest.mark.parametrize("rank", [40000, 2**33])
+    def test_a_rank_that_no_worker_can_have_is_refused_at_once(self, rank: int) -> None:
+        with pytest.raises(ValueError, match=f"rank={rank} must be from 0 to 32767"):
+            group_store.open_store("tcp://127.0.0.1:9", rank, None, SOON)
+
+    def test_an_unknown_scheme_is_named(self) -> None:
+        with pytest.raises(ValueError, match=r"bogus.*use env://, tcp://host:port or file:///"):
+            group_store.open_store("bogus://x", 0, 1, SOON)
+
+
+def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for name, value in (defaults | variables).items():
+        monkeypatch.setenv(name, value)
+
+
+def _free_port() -> int:
+    return TCPStore("127.0.0.1", 0, None, True, SECONDS).port
