@@ -33,11 +33,9 @@ from rpc.messages import PROTOCOL_VERSION
 T = TypeVar("T")
 
 STATIC, DYNAMIC = "static", "dynamic"
-MUST_AGREE = ("world_size", "backend", "protocol")
-"""What all members of a group must say alike in their records."""
-
 _PREFIX = "tensorwire"
 _NOT_GIVEN = "-1"
+_MUST_AGREE = ("world_size", "backend", "protocol")
 
 
 def _this_process() -> str:
@@ -94,6 +92,16 @@ class Record:
 
     def __str__(self) -> str:
         return f"{self.name!r} (rank {self.rank}, {self.process})"
+
+
+def disagreements(me: Record, first: Record) -> list[str]:
+    """What ``me`` says otherwise than the group's first member, in words."""
+    return [
+        f"the workers disagree about {what}: "
+        f"{first.name} says {getattr(first, what)}, {me.name} says {getattr(me, what)}"
+        for what in _MUST_AGREE
+        if getattr(me, what) != getattr(first, what)
+    ]
 
 
 def open_store(

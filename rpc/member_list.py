@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 from rpc.errors import BringUpError
 from rpc.group_store import (
     DYNAMIC,
-    MUST_AGREE,
     Record,
+    disagreements,
     names_store_loss,
     our_part,
     read,
@@ -44,12 +44,8 @@ def join(store: Store, me: Record) -> None:
         ours = our_part(store)
         set_mode(ours, DYNAMIC)
         first = Record.decode(ours.compare_set("first", "", me.encode().decode()))
-        for what in MUST_AGREE:
-            if getattr(me, what) != getattr(first, what):
-                raise BringUpError(
-                    f"the workers disagree about {what}: {first.name} says "
-                    f"{getattr(first, what)}, {me.name} says {getattr(me, what)}"
-                )
+        for problem in disagreements(me, first):
+            raise BringUpError(problem)
         _claim_rank(ours, me)
         _claim_name(ours, me)
         _confirm_rank(store, me)

@@ -26,9 +26,9 @@ from torch.distributed import DistNetworkError
 
 from rpc.errors import BringUpError
 from rpc.group_store import (
-    MUST_AGREE,
     STATIC,
     Record,
+    disagreements,
     names_store_loss,
     our_part,
     read,
@@ -151,13 +151,7 @@ class _Round:
 
     def _problems(self, me: Record, record: str) -> Iterator[str]:
         first = Record.decode(self._store.compare_set("first", "", record))
-        for what in MUST_AGREE:
-            ours, theirs = getattr(me, what), getattr(first, what)
-            if ours != theirs:
-                yield (
-                    f"the workers disagree about {what}: "
-                    f"{first.name} says {theirs}, {me.name} says {ours}"
-                )
+        yield from disagreements(me, first)
         namesake = Record.decode(self._store.compare_set(f"name/{me.name}", "", record))
         if namesake.rank != me.rank:
             yield f"RPC worker name {me.name} is not unique: it is claimed by {namesake} and {me}"
