@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from rpc import codec
 from rpc.control import (
     PASSED_BYTES,
@@ -54,7 +52,7 @@ from rpc.reference_terms import (
 )
 from rpc.references import ReferenceTable
 from rpc.remote_errors import text_of
-from rpc.rref import RRef, _rref_typeof_on_owner, run_backward
+from rpc.rref import RRef, _rref_typeof_on_owner
 from rpc.sinks import Unpack, WaitingCaller, harmless
 from rpc.slot import Slot
 from rpc.transports.base import Frame
@@ -430,28 +428,6 @@ class ReferenceKeeper:
             return known
         self.require_usable(rref._holding)
         return self.agent.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
-
-    def backward(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-        """A backward pass from the value; see ``RRef.backward``."""
-        if not rref.is_owner():
-            if context_id == -1:
-                raise RpcError(
-                    "User RRefs require 'dist_autograd_ctx_id' to be specified: "
-                    "local autograd runs on the owner only"
-                )
-            args = (rref, context_id, retain_graph)
-            self.agent.rpc_sync(rref.owner(), run_backward, args, None, 0)
-            return
-        value = rref.local_value()
-        if not isinstance(value, torch.Tensor):
-            raise RpcError(
-                "RRef should contain a tensor for .backward(), "
-                f"but it contains a {type(value).__name__}"
-            )
-        if context_id == -1:
-            torch.autograd.backward([value], retain_graph=retain_graph)
-        else:
-            self.agent.extensions.backward(context_id, [value], retain_graph)
 
     # --- What arrives and who goes
 

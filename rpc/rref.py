@@ -140,7 +140,16 @@ class RRef(Handle, Generic[T]):
         Raises:
             RuntimeError: the value is no tensor, the context is unknown or needed.
         """
-        self._keeper.backward(self, dist_autograd_ctx_id, retain_graph)
+        if self.is_owner():
+            _backward_here(self, dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise RpcError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: "
+                "local autograd runs on the owner only"
+            )
+        args = (self, dist_autograd_ctx_id, retain_graph)
+        self._keeper.agent.rpc_sync(self.owner(), run_backward, args, None, 0)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked of the owner once; a future of it if not ``blocking``."""
@@ -219,3 +228,16 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
 def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """At the owner: a distributed backward pass from the value."""
     rref.backward(context_id, retain_graph)
+
+
+def _backward_here(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RpcError(
+            "RRef should contain a tensor for .backward(), "
+            f"but it contains a {type(value).__name__}"
+        )
+    if context_id == -1:
+        torch.autograd.backward([value], retain_graph=retain_graph)
+    else:
+        rref._keeper.agent.extensions.backward(context_id, [value], retain_graph)
