@@ -132,7 +132,7 @@ class Agent(process_forks.Member):
         self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings()
         self.gil_profiling = False
-        self._early_frames = EarlyFrames(self._deliver_early)
+        self._early_frames = EarlyFrames(self._deliver_early, self._peer_lost)
         self.events = MembershipEvents(self.completions.submit)
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
@@ -159,7 +159,7 @@ class Agent(process_forks.Member):
         """Makes the group known; ``peers`` includes this worker."""
         with self._early_frames.held_back():
             for peer in peers:
-                self.add_peer(peer)
+                self._add_peer(peer)
 
     def _start_watch(self) -> None:
         """Begins to give signs of life, and to ask for them; what cannot be is logged."""
@@ -180,7 +180,12 @@ class Agent(process_forks.Member):
         self.timers.at(self.clock.now() + _SECONDS_BETWEEN_STARTS, executor.try_again)
 
     def add_peer(self, peer: Peer) -> None:
-        """A worker joined, or came back in a new life."""
+        """A worker joined, or came back in a new life; if this raises, it is not known."""
+        with self._early_frames.held_back():
+            self._add_peer(peer)
+
+    def _add_peer(self, peer: Peer) -> None:
+        """The transport comes first: whoever finds the peer in the group can reach it."""
         known = self.group.latest(peer.info.id)
         if known is not None and known.incarnation < peer.incarnation:
             if peer.info == self.info:
@@ -188,10 +193,10 @@ class Agent(process_forks.Member):
                 return
             former = Life(peer.info.id, known.incarnation)
             self._lose(former, "it was replaced", MembershipChange.LOST)
+        self.transport.add_peer(peer)
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
         self.departure.worker_joined(peer.info.id)
-        self.transport.add_peer(peer)
         self.notices.joined(Life(peer.info.id, peer.incarnation))
         returned = known is not None and known.info.name == peer.info.name
         change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
@@ -488,6 +493,10 @@ class Agent(process_forks.Member):
 
     def peer_lost(self, worker_id: int, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
+        if not self._early_frames.keep_loss(worker_id, reason):
+            self._peer_lost(worker_id, reason)
+
+    def _peer_lost(self, worker_id: int, reason: str) -> None:
         verdict = None if self.watch is None else self.watch.verdict()
         if verdict is not None:
             self.expelled(verdict)

@@ -1,8 +1,9 @@
-"""Holds back what arrives while the group is being made known.
+"""Holds back what arrives while the group, or a newcomer, is being made known.
 
 Workers start to call each other as soon as they know the group, so the first
 calls may arrive when this worker knows only some of the others. A handler that
-ran then would not find the rest.
+ran then would not find the rest. A newcomer's frames, and the news that it is
+lost, may come as soon as the transport knows it, and the group knows it later.
 """
 
 from __future__ import annotations
@@ -10,48 +11,56 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rpc.transports.base import Frame
 
 Deliver = Callable[[int, Frame], None]
+Lose = Callable[[int, str], None]
 
 
 class EarlyFrames:
-    """The frames that have to wait, if any have to.
+    """The frames, and the losses, that have to wait, if any have to.
 
     Args:
         deliver: takes a frame when its time has come.
+        lose: likewise a loss.
     """
 
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self, deliver: Deliver, lose: Lose) -> None:
         self._deliver = deliver
+        self._lose = lose
         self._lock = threading.Lock()
-        self._held: list[tuple[int, Frame]] | None = None
+        self._held: list[Callable[[], None]] | None = None
 
     def keep(self, sender: int, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
-        return self._held is not None and self._append(sender, frame)
+        return self._held is not None and self._append(partial(self._deliver, sender, frame))
 
-    def _append(self, sender: int, frame: Frame) -> bool:
+    def keep_loss(self, worker_id: int, reason: str) -> bool:
+        """Likewise the news that a worker cannot be reached."""
+        return self._held is not None and self._append(partial(self._lose, worker_id, reason))
+
+    def _append(self, arrival: Callable[[], None]) -> bool:
         with self._lock:
             if self._held is None:
                 return False
-            self._held.append((sender, frame))
+            self._held.append(arrival)
             return True
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Makes frames wait until the end of the block, where they are delivered in order."""
+        """Makes all wait until the end of the block, where it is delivered in order."""
         with self._lock:
             self._held = []
         try:
             yield
         finally:
             while held := self._take():
-                for sender, frame in held:
-                    self._deliver(sender, frame)
+                for arrival in held:
+                    arrival()
 
-    def _take(self) -> list[tuple[int, Frame]]:
+    def _take(self) -> list[Callable[[], None]]:
         with self._lock:
             held = self._held or []
             self._held = [] if held else None

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 import rpc
 from rpc.agent import Agent
+from rpc.control import Leaving, encode_batch
 from rpc.errors import (
     AgentClosedError,
     DecodeError,
@@ -25,9 +27,12 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.membership_events import MembershipChange
 from rpc.messages import Operation
 from rpc.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
+from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")
@@ -197,6 +202,54 @@ def test_calls_that_came_before_the_group_was_known_may_wait_for_each_other(
         until(lambda: len(came) == 2)
     second.wait()
     assert first.wait() is True
+
+
+def test_a_newcomer_is_in_the_group_once_it_can_be_reached(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, _ = pair
+    add, before = alice.transport.add_peer, alice.group.version
+
+    def look_and_add(peer: Peer) -> None:
+        assert not alice.group.knows("carol")
+        add(peer)
+        alice.deliver(9, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
+
+    monkeypatch.setattr(alice.transport, "add_peer", look_and_add)
+    changes: list[MembershipChange] = []
+    alice.events.subscribe(lambda event: changes.append(event.change))
+    alice.add_peer(Peer(WorkerInfo("carol", 9), 1, alice.group.peer(1).address))
+    assert alice.group.version == before + 2
+    until(lambda: len(changes) == 2)
+    assert changes == [MembershipChange.JOINED, MembershipChange.LEFT]
+
+
+def test_a_newcomer_that_is_lost_at_once_is_known_to_be(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, _ = pair
+    lose = partial(alice.peer_lost, 9, "its process ended")
+    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
+    alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
+    with pytest.raises(WorkerLostError, match=r"carol.*its process ended"):
+        alice.rpc_sync("carol", whoami)
+
+
+def test_one_that_the_transport_refuses_is_not_in_the_group(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+
+    def refuse(peer: Peer) -> None:
+        raise ValueError("no such address")
+
+    monkeypatch.setattr(alice.transport, "add_peer", refuse)
+    with pytest.raises(ValueError, match="no such address"):
+        alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
+    assert alice.get_worker_infos() == [alice.info, bob.info]
+    with pytest.raises(UnknownWorkerError, match="carol"):
+        alice.rpc_sync("carol", whoami)
+    assert alice.rpc_sync("bob", whoami) == "bob"
 
 
 def test_async_execution_replies_with_the_value_of_the_future(make_group: Any) -> None:

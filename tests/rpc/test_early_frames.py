@@ -10,9 +10,13 @@ def _frame(number: int) -> Frame:
     return Frame(FrameKind.REQUEST, number, b"")
 
 
+def _no_loss(worker_id: int, reason: str) -> None:
+    raise AssertionError
+
+
 def test_frames_wait_until_the_group_is_known_and_keep_their_order() -> None:
     delivered: list[tuple[int, Frame]] = []
-    early = EarlyFrames(lambda sender, frame: delivered.append((sender, frame)))
+    early = EarlyFrames(lambda sender, frame: delivered.append((sender, frame)), _no_loss)
     with early.held_back():
         assert early.keep(1, _frame(1))
         assert early.keep(2, _frame(2))
@@ -21,11 +25,26 @@ def test_frames_wait_until_the_group_is_known_and_keep_their_order() -> None:
 
 
 def test_nothing_waits_before_or_after() -> None:
-    early = EarlyFrames(lambda sender, frame: None)
-    assert not early.keep(1, _frame(1))
+    early = EarlyFrames(lambda sender, frame: None, _no_loss)
+    for _ in range(2):
+        assert not early.keep(1, _frame(1))
+        assert not early.keep_loss(1, "its process ended")
+        with early.held_back():
+            pass
+
+
+def test_a_loss_waits_its_turn() -> None:
+    taken: list[object] = []
+    early = EarlyFrames(
+        lambda sender, frame: taken.append(frame.correlation),
+        lambda worker_id, reason: taken.append((worker_id, reason)),
+    )
     with early.held_back():
-        pass
-    assert not early.keep(1, _frame(1))
+        assert early.keep(1, _frame(1))
+        assert early.keep_loss(1, "its process ended")
+        assert early.keep(2, _frame(2))
+        assert taken == []
+    assert taken == [1, (1, "its process ended"), 2]
 
 
 def test_what_arrives_during_the_delivery_of_early_frames_comes_after_them() -> None:
@@ -36,7 +55,7 @@ def test_what_arrives_during_the_delivery_of_early_frames_comes_after_them() -> 
         if frame.correlation == 1:
             assert early.keep(1, _frame(2))
 
-    early = EarlyFrames(deliver)
+    early = EarlyFrames(deliver, _no_loss)
     with early.held_back():
         early.keep(1, _frame(1))
     assert delivered == [1, 2]
