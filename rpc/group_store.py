@@ -84,11 +84,19 @@ class Record:
         try:
             fields: dict[str, Any] = json.loads(data)
             fields["address"] = base64.b64decode(fields["address"])
-            return cls(**fields)
+            record = cls(**fields)
+            record._check_types()
+            return record
         except (ValueError, TypeError, KeyError) as error:
             raise BringUpError(
                 f"the store holds something else than a record of this version: {error}"
             ) from error
+
+    def _check_types(self) -> None:
+        for what, kind in (("name", str), ("rank", int), ("incarnation", int), ("extras", dict)):
+            value = getattr(self, what)
+            if not isinstance(value, kind):
+                raise TypeError(f"{what}={value!r} is a {type(value).__name__}")
 
     def __str__(self) -> str:
         return f"{self.name!r} (rank {self.rank}, {self.process})"

@@ -11,6 +11,8 @@ which all others must agree.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 from torch._C._distributed_c10d import Store
 
 from rpc.errors import BringUpError
@@ -28,7 +30,10 @@ from rpc.group_store import (
 _NOBODY = "!"
 """In the place of the name that has a rank, and at the start of what follows a member's record."""
 _LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
+_GONE = _NOBODY.encode()
 _JOINING = " joining"
+
+Skip = Callable[[str, BringUpError], object]
 
 
 def join(store: Store, me: Record) -> None:
@@ -89,14 +94,29 @@ def lookup(store: Store, who: str | int) -> Record | None:
         return Record.decode(record.encode()) if record else None
 
 
-def members(store: Store) -> list[Record]:
-    """All members, in the order in which their names first joined."""
+def members(store: Store, skip: Skip = lambda name, error: None) -> list[Record]:
+    """All members, in the order in which their names first joined.
+
+    Args:
+        store: where the group meets.
+        skip: is told the name of each whose record cannot be read, and why.
+    """
     with names_store_loss():
         ours = our_part(store)
         slots = range(1, ours.add("joined", 0) + 1)
         names = [text(name) for name in read(ours, "names/", slots)]
-        found = [text(record) for record in read(ours, "member/", names)]
-        return [Record.decode(record.encode()) for record in found if _is_there(record)]
+        found = zip(names, read(ours, "member/", names), strict=True)
+        return list(_readable(found, skip))
+
+
+def _readable(found: Iterable[tuple[str, bytes]], skip: Skip) -> Iterator[Record]:
+    for name, value in found:
+        if value.startswith(_GONE):
+            continue
+        try:
+            yield Record.decode(value)
+        except BringUpError as error:
+            skip(name, error)
 
 
 def changes(store: Store) -> int:

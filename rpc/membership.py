@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
 from rpc import member_list
 from rpc.clock import Alarm
-from rpc.errors import RpcError
+from rpc.errors import BringUpError, RpcError
 from rpc.group_store import Record, within
 from rpc.ids import Life
 from rpc.transports.base import Peer
@@ -58,6 +59,7 @@ class Membership:
         self._store = store
         self._me = me
         self._known: dict[int, Record] = {}
+        self._unreadable: Set[str] = frozenset()
         self._changes = -1
         self._lost: deque[Record] = deque()
         self._waiting = 0
@@ -162,9 +164,12 @@ class Membership:
         changes = member_list.changes(self._store)
         if changes == self._changes:
             return
-        records = {record.rank: record for record in member_list.members(self._store)}
+        unreadable: dict[str, BringUpError] = {}
+        found = member_list.members(self._store, unreadable.__setitem__)
+        self._log_unreadable(unreadable)
+        records = {record.rank: record for record in found}
         for rank, record in list(self._known.items()):
-            if rank not in records:
+            if rank not in records and record.name not in unreadable:
                 del self._known[rank]
                 life = Life(rank, record.incarnation)
                 self._agent.struck_off(life, member_list.has_left(self._store, record))
@@ -172,7 +177,21 @@ class Membership:
             known = self._known.get(rank)
             if known is None or known.incarnation < record.incarnation:
                 self._known[rank] = record
-                self._agent.add_peer(peer_of(record))
+                self._meet(record)
         self._changes = changes
         with self._looked:
             self._looked.notify_all()
+
+    def _meet(self, member: Record) -> None:
+        """One that this worker cannot take keeps it from nobody else."""
+        try:
+            self._agent.add_peer(peer_of(member))
+        except Exception as error:
+            if member == self._me:
+                raise
+            _logger.error("%s cannot be reached from here: %s", member, error, exc_info=True)
+
+    def _log_unreadable(self, unreadable: Mapping[str, BringUpError]) -> None:
+        for name in unreadable.keys() - self._unreadable:
+            _logger.error("what the store says of %s is not heeded: %s", name, unreadable[name])
+        self._unreadable = unreadable.keys()

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
@@ -23,10 +24,19 @@ class TestRecord:
     def test_is_json(self) -> None:
         assert json.loads(record(1).encode())["name"] == "worker1"
 
-    @pytest.mark.parametrize("data", [b"", b"{}", b"\x80\x04N.", b'{"name": "x"}', b"[]"])
+    @pytest.mark.parametrize("data", [b"", b"{}", b"\x80\x04N.", b'{"name": "x"}', b"[]", b"\xff"])
     def test_anything_else_in_its_place_is_named(self, data: bytes) -> None:
         with pytest.raises(BringUpError, match="something else than a record"):
             Record.decode(data)
+
+    @pytest.mark.parametrize(
+        "field", [{"name": 5}, {"rank": "0"}, {"incarnation": None}, {"extras": "x"}]
+    )
+    def test_a_value_of_another_type_is_named(self, field: dict[str, Any]) -> None:
+        fields = json.loads(record(0).encode()) | field
+        (named,) = field
+        with pytest.raises(BringUpError, match=f"something else than a record.*{named}="):
+            Record.decode(json.dumps(fields).encode())
 
 
 class TestIncarnations:

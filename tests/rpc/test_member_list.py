@@ -68,6 +68,18 @@ class TestDynamicGroup:
         member_list.join(store, record(6, None, incarnation=2))
         assert member_list.lookup(store, "worker6") == record(6, None, incarnation=2)
 
+    @pytest.mark.parametrize("value", ["", "{}", "\x80", '{"name": "worker0"}'])
+    def test_a_member_that_cannot_be_read_is_skipped_and_told_of(self, value: str) -> None:
+        store = HashStore()
+        workers = [record(rank, None) for rank in range(3)]
+        for worker in workers:
+            member_list.join(store, worker)
+        store.set("tensorwire/member/worker1", value)
+        skipped: list[str] = []
+        found = member_list.members(store, lambda name, error: skipped.append(name))
+        assert found == [workers[0], workers[2]]
+        assert skipped == ["worker1"]
+
     def test_a_worker_that_died_comes_back_in_its_place(self) -> None:
         store = HashStore()
         first, second = record(1, None), record(1, None, incarnation=2, address=b"new")

@@ -249,11 +249,46 @@ def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch
 def test_what_ends_the_watch_is_logged(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(peer: Peer) -> None:
-        raise OSError("no more peers")
+    def fail(*_: object) -> None:
+        raise OSError("no more members")
 
-    monkeypatch.setattr(group.agents[0], "add_peer", refuse)
+    monkeypatch.setattr(member_list, "members", fail)
     member_list.join(group.store, _record(7, 1))
     until(lambda: bool(caplog.records))
     assert "nobody can join the group any more" in caplog.text
-    assert "no more peers" in caplog.text
+    assert "no more members" in caplog.text
+
+
+def test_one_that_cannot_be_reached_does_not_end_the_watch(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = group.agents[0]
+    add = alice.add_peer
+
+    def refuse(peer: Peer) -> None:
+        if peer.info.id == 7:
+            raise OSError("no more peers")
+        add(peer)
+
+    monkeypatch.setattr(alice, "add_peer", refuse)
+    member_list.join(group.store, _record(7, 1))
+    member_list.join(group.store, _record(8, 1))
+    until(lambda: alice.lives(8))
+    assert "'w7' (rank 7" in caplog.text
+    assert "cannot be reached from here: no more peers" in caplog.text
+
+
+def test_a_record_that_cannot_be_read_is_logged_once_and_says_nothing(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    member_list.join(group.store, _record(7, 1))
+    until(lambda: all(agent.lives(7) for agent in group.agents))
+    group.store.set("tensorwire/member/w7", "spoilt")
+    for number in (8, 9):
+        member_list.join(group.store, _record(number, 1))
+        until(lambda number=number: all(agent.lives(number) for agent in group.agents))
+    assert caplog.text.count("what the store says of w7 is not heeded") == 3
+    assert all(agent.lives(7) for agent in group.agents)
+    group.store.set("tensorwire/member/w7", "!left 1")
+    member_list.leave(group.store, _record(8, 1))
+    until(lambda: all(Life(7, 1) in agent.left for agent in group.agents))
