@@ -96,8 +96,6 @@ def init_rpc(
         RuntimeError: RPC is initialized already, or the name is not unique.
     """
     register_builtin_backends()
-    if find_agent() is not None:
-        raise RpcError("RPC is already initialized; call rpc.shutdown() first")
     backend = None if backend is None else ours(backend)
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError(

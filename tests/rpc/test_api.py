@@ -13,7 +13,7 @@ import rpc
 from rpc import api, collecting
 from rpc.agent import Agent
 from rpc.errors import BringUpError, RpcError
-from rpc.testing import local_group
+from rpc.testing import as_worker, local_group
 
 
 @pytest.fixture
@@ -93,6 +93,15 @@ def test_an_argument_of_the_wrong_kind_is_named_before_anybody_is_waited_for(
     with pytest.raises(error, match=message):
         rpc.init_rpc(**arguments)
     assert not api._is_current_rpc_agent_set()
+
+
+def test_a_process_that_is_a_worker_is_not_initialized_again() -> None:
+    with (
+        local_group("alice") as (alice,),
+        as_worker(alice),
+        pytest.raises(RpcError, match=r"already initialized; call rpc\.shutdown"),
+    ):
+        rpc.init_rpc("w", rank=0, world_size=1)
 
 
 def test_of_two_threads_that_initialize_at_once_one_is_refused(
