@@ -15,6 +15,7 @@ copied before the fork, when the parent still keeps it as it is.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import threading
@@ -57,6 +58,19 @@ def view_of(array: Array, length: int) -> memoryview:
     return memoryview(array).cast("B")[:length]
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """The C library's functions; one for all, as each object of them weighs kilobytes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mmap, mremap = libc.mmap, libc.mremap
+    mmap.restype = mremap.restype = ctypes.c_void_p
+    mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    mremap.argtypes = (*mmap.argtypes[:2], ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
 class _Lent(_ENDLESS):  # type: ignore[misc, valid-type]
     """Memory of a region, which hears when nobody refers to it any more.
 
@@ -85,15 +99,7 @@ class Region(process_forks.Member):
     """
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        mmap = self._libc.mmap
-        mmap.restype = ctypes.c_void_p
-        mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-        self._libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        mremap = self._libc.mremap
-        mremap.restype = ctypes.c_void_p
-        mremap.argtypes = (*mmap.argtypes[:2], ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self._libc = _libc()
         self.size = size
         self.address = self._map(descriptor)
         self._shared = descriptor is not None
@@ -104,11 +110,22 @@ class Region(process_forks.Member):
         self._inherited = False
         self._twins: dict[int, int] = {}
         self._late: deque[Callable[[], None] | None] = deque()
-        self._libc.madvise(self.address, size, _MADV_HUGEPAGE)
         process_forks.join(self)
 
     def _map(self, descriptor: int | None) -> int:
-        """Maps at a multiple of the huge page size, without which there are no huge pages."""
+        """Maps at a multiple of the huge page size, without which there are no huge pages.
+
+        Private memory that has no room for one lies where the system puts it, beside other
+        such memory: so it counts as one mapping with that, of which a process may have few.
+        """
+        if descriptor is None and self.size < _HUGE_PAGE:
+            flags = _MAP_PRIVATE | _MAP_ANONYMOUS
+            return self._mmap(None, self.size, _PROT_READ_WRITE, flags, -1)
+        address = self._map_aligned(descriptor)
+        self._libc.madvise(address, self.size, _MADV_HUGEPAGE)
+        return address
+
+    def _map_aligned(self, descriptor: int | None) -> int:
         span = self.size + _HUGE_PAGE
         reserved = self._mmap(None, span, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1)
         start = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
