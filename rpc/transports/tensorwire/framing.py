@@ -25,6 +25,7 @@ from zlib import crc32
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind
+from rpc.transports.frame_table import INLINE_ALIGNMENT
 
 MAGIC = 0x5754
 VERSION = 1
@@ -126,7 +127,7 @@ class FrameDecoder:
 
     Args:
         max_frame_bytes: a frame that says it is longer is refused.
-        allocate: where memory for long frames comes from.
+        allocate: where memory for long frames comes from, aligned as ``INLINE_ALIGNMENT`` says.
         acknowledged: told how many of the frames sent have arrived, now and then.
     """
 
@@ -210,10 +211,11 @@ class FrameDecoder:
         if length < _LARGE:
             return False
         present = data[start + FIXED_SIZE :]
-        self._large = self._allocate(length - FIXED_SIZE)
+        fixed = self._large_fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
+        before_inline = -(fixed.header + fixed.table) % INLINE_ALIGNMENT
+        self._large = self._allocate(before_inline + length - FIXED_SIZE)[before_inline:]
         self._large[: len(present)] = present
         self._large_end = len(present)
-        self._large_fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
         self._rest = b""
         return True
 

@@ -6,11 +6,13 @@ import struct
 import zlib
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
+from rpc.transports.frame_table import INLINE_ALIGNMENT
 from rpc.transports.tensorwire.framing import (
     FIXED_SIZE,
     Acknowledged,
@@ -94,6 +96,13 @@ def test_long_frames_arrive_between_short_ones(step: int, before: int, tabled: b
     sent = [short] * before + [long, short, long]
     data = b"".join(frame.encode(number) for number, frame in enumerate(sent))
     assert plain(feed(FrameDecoder(LIMIT), data, step)) == sent
+
+
+@given(st.integers(0, 100), st.integers(1, 100), st.integers(41, 70_000))
+def test_what_travels_inline_in_a_long_frame_is_aligned(header: int, table: int, step: int) -> None:
+    data = Sent(2, 6, b"h" * header, b"t" * table, bytes(30_000)).encode(0)
+    ((frame, _),) = feed(FrameDecoder(LIMIT), data, step)
+    assert np.frombuffer(frame.payload, np.uint8).ctypes.data % INLINE_ALIGNMENT == 0
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 100))
