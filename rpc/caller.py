@@ -48,7 +48,7 @@ from rpc.observation import (
 from rpc.remote_errors import decode_error
 from rpc.rref import call_method
 from rpc.sinks import Decode, Sink, WaitingCaller
-from rpc.transports.base import Frame, FrameKind, Patience
+from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -462,7 +462,7 @@ class Caller:
         call.sink.replied(reply, frame, unpack)
 
     def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame, decode: Decode) -> Any:
-        if reply.status is Status.ERROR:
+        if reply.status is Status.ERROR and type(frame.payload) is not Unreceived:
             raise decode_error(bytes(frame.payload))
         adopted = self._agent.references.adopt(reply.references)
         replace = None

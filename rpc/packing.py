@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc import codec, tensor_table
+from rpc.errors import DecodeError
 from rpc.holdings import Adopted, Loan
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
+from rpc.transports.base import Unreceived
 
 _NONE_INLINE = -1
 
@@ -79,9 +81,11 @@ def unpack(
     ``decode`` is the codec's, or its variant for threads that must not run user code.
 
     Raises:
-        DecodeError: something it needs does not exist on this worker.
+        DecodeError: something it needs does not exist on this worker, or no memory was left.
         FrameError: the tensor table is malformed.
     """
+    if type(payload) is Unreceived:
+        raise DecodeError(payload.decode())
     tensors: list[torch.Tensor] = []
     if table:
         raised = tensor_table.unpack_tensors(table, slots)

@@ -40,6 +40,10 @@ class FrameKind(enum.IntEnum):
     """Nothing comes back; correlation is 0."""
 
 
+class Unreceived(bytes):
+    """The payload of a frame whose payload and tensors came, but could not be taken in: why."""
+
+
 class Frame(NamedTuple):
     """The unit a transport carries.
 
@@ -47,7 +51,8 @@ class Frame(NamedTuple):
         kind: see :class:`FrameKind`.
         correlation: 64-bit id, unique per sender among its outstanding requests.
         header: the message header, a few dozen bytes.
-        payload: pickled user value, from nothing to gigabytes.
+        payload: pickled user value, from nothing to gigabytes. One that arrives may be
+            :class:`Unreceived`; then there are no tensors either.
         tensors: strided, non-overlapping and dense, detached; dtype, shape and
             strides arrive as they are. Small tensors never come here: the codec
             puts them into the header.

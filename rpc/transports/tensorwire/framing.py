@@ -39,6 +39,7 @@ FIXED_SIZE = _CHECKED.size
 _CHECKED_BYTES = _FIXED.size
 _COUNTER_MASK = (1 << 64) - 1
 _LARGE = 1 << 14
+_WASTE_BYTES = 1 << 16
 _unpack_checked = _CHECKED.unpack_from
 
 Buffer = bytes | bytearray | memoryview
@@ -272,8 +273,10 @@ class Acknowledged:
 
 
 BulkEvent = Chunk | SegmentOffered | SegmentAnswered | Acknowledged
-Place = Callable[[int, int, int, int], memoryview]
-"""``(transfer, offset, length, total) -> length writable bytes``; raises FrameError."""
+Place = Callable[[int, int, int, int], memoryview | None]
+"""``(transfer, offset, length, total) -> length writable bytes``; raises FrameError.
+
+None if the bytes are to be thrown away."""
 
 
 def pack_pair(first: int, second: int) -> bytes:
@@ -295,6 +298,7 @@ class BulkDecoder:
         self._head = bytearray(self._HEAD)
         self._filled = 0
         self._section: memoryview | None = None
+        self._is_waste = False
         self._chunk = Chunk(0, 0)
         self._sequence = 0
         self._received = 0
@@ -313,6 +317,8 @@ class BulkDecoder:
     def buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; never empty."""
         if self._section is not None:
+            if self._is_waste:
+                return self._section[: self._chunk.length - self._filled]
             return self._section[self._filled :]
         return memoryview(self._head)[self._filled :]
 
@@ -324,7 +330,7 @@ class BulkDecoder:
         """
         self._filled += count
         if self._section is not None:
-            if self._filled < len(self._section):
+            if self._filled < self._chunk.length:
                 return None
             self._section = None
             self._filled = 0
@@ -358,5 +364,9 @@ class BulkDecoder:
             raise FrameError(
                 f"a chunk of {fixed.inline} bytes at {offset} in a transfer of {total} bytes"
             )
-        self._section = self._place(fixed.correlation, offset, fixed.inline, total)
+        place = self._place(fixed.correlation, offset, fixed.inline, total)
+        self._is_waste = place is None
+        if place is None:
+            place = memoryview(bytearray(min(fixed.inline, _WASTE_BYTES)))
+        self._section = place
         self._chunk = Chunk(fixed.correlation, fixed.inline)

@@ -20,7 +20,8 @@ from typing import Protocol
 
 import torch
 
-from rpc.transports.base import Frame
+from rpc.errors import FrameError
+from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.frame_table import (
     INLINE_ALIGNMENT,
     Item,
@@ -268,7 +269,32 @@ class Link:
                 os.close(descriptor)
         sender.send(Outgoing(answer, offered.segment, pack_pair(0, 0)))
 
-    def _assemble(self, frame: Frame, items: list[Item], arrays: dict[int, Array]) -> Frame:
+    def _assemble(
+        self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""
+    ) -> Frame:
+        if problem:
+            return self._unreceived(frame, items, problem)
+        try:
+            return self._with_parts(frame, items, arrays)
+        except FrameError:
+            raise
+        except Exception as error:  # a device has no memory left, most likely
+            return self._unreceived(frame, items, f"{type(error).__name__}: {error}")
+
+    def _unreceived(self, frame: Frame, items: list[Item], problem: str) -> Frame:
+        """Stands for a message that cannot be taken in, so that its call alone fails.
+
+        Raises:
+            FrameError: there is no call.
+        """
+        size = sum(item.nbytes for item in items)
+        what = f"a message of {size} bytes from worker {self._peer_name!r}"
+        why = f"{what} could not be taken in: {problem}"
+        if frame.kind is FrameKind.NOTICE:
+            raise FrameError(why)
+        return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
+
+    def _with_parts(self, frame: Frame, items: list[Item], arrays: dict[int, Array]) -> Frame:
         inline = frame.payload
         first = items[0]
         payload: Buffer

@@ -1,8 +1,8 @@
 """Frames whose parts arrive on several channels: which are complete, and when.
 
 A frame on the main channel may refer to transfers on bulk channels; either may
-arrive first. This collects both and says when a frame has everything. Does no
-I/O and builds no frames.
+arrive first. This collects both and says when a frame has everything, or that
+there was no memory for it. Does no I/O and builds no frames.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 @dataclass(slots=True)
 class _Transfer:
-    array: Array
+    array: Array | None
     total: int
     missing: int
+    problem: str = ""
 
 
 class Parcel(NamedTuple):
-    """A frame with its table parsed and its transfers, by number, complete."""
+    """A frame with its table parsed and its transfers, by number, complete.
+
+    With a ``problem`` it has come, but found no memory.
+    """
 
     frame: Frame
     items: list[Item]
     arrays: dict[int, Array]
+    problem: str = ""
 
 
 class Transfers:
@@ -48,8 +53,8 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: dict[int, tuple[Frame, list[Item]]] = {}
 
-    def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview:
-        """Where a chunk is to be received.
+    def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview | None:
+        """Where a chunk is to be received; None for nowhere, as there is no memory for it.
 
         Raises:
             FrameError: the chunk contradicts what is known about its transfer.
@@ -61,11 +66,18 @@ class Transfers:
         with self._lock:
             known = self._transfers.get(transfer)
             if known is None:
-                known = _Transfer(self._buffers.take(total), total, total)
-                self._transfers[transfer] = known
+                known = self._transfers[transfer] = self._begin(total)
             if known.total != total or length > known.missing:
                 raise FrameError(f"chunks of transfer {transfer} contradict each other")
+            if known.array is None:
+                return None
             return view_of(known.array, total)[offset : offset + length]
+
+    def _begin(self, total: int) -> _Transfer:
+        try:
+            return _Transfer(self._buffers.take(total), total, total)
+        except MemoryError as error:
+            return _Transfer(None, total, total, str(error))
 
     def chunk_received(self, transfer: int, length: int) -> Parcel | None:
         """A chunk is in its place; returns the frame that it completed."""
@@ -89,6 +101,7 @@ class Transfers:
             FrameError: the frame and a transfer disagree about a length.
         """
         arrays: dict[int, Array] = {}
+        problem = ""
         wanted = [item for item in items if item.place is Place.STREAM]
         with self._lock:
             for item in wanted:
@@ -99,6 +112,7 @@ class Transfers:
                 if known.total != item.nbytes:
                     raise FrameError(f"transfer {item.position} is not {item.nbytes} bytes long")
                 arrays[item.position] = known.array
+                problem = problem or known.problem
             for item in wanted:
                 self._transfers.pop(item.position, None)
-        return Parcel(frame, items, arrays)
+        return Parcel(frame, items, arrays, problem)

@@ -237,6 +237,16 @@ def test_chunks_are_received_into_their_places(payload: bytes, size: int, step: 
     assert bulk.transfers[5] == payload
 
 
+@given(st.integers(1, 70_000))
+def test_chunks_that_have_no_place_are_thrown_away(step: int) -> None:
+    unplaced, placed = chunk(1, 0, 0, bytes(200_000), 200_000), chunk(2, 1, 0, b"abc", 3)
+    memory = bytearray(3)
+    bulk = _Bulk()
+    bulk.decoder = BulkDecoder(lambda n, *_: None if n == 1 else memoryview(memory))
+    assert bulk.feed(unplaced + placed, step) == [Chunk(1, 200_000), Chunk(2, 3)]
+    assert memory == b"abc"
+
+
 @given(st.lists(frames, max_size=6), st.lists(st.integers(0, 5000), max_size=4))
 def test_a_decoder_goes_on_with_another_connection_where_frames_are_missing(
     sent: list[Sent], lengths: list[int]

@@ -29,7 +29,9 @@ def transfers(max_bytes: int = 1 << 20) -> Transfers:
 def deliver_chunk(
     into: Transfers, transfer: int, offset: int, data: bytes, total: int
 ) -> Parcel | None:
-    into.place(transfer, offset, len(data), total)[:] = data
+    place = into.place(transfer, offset, len(data), total)
+    if place is not None:
+        place[:] = data
     return into.chunk_received(transfer, len(data))
 
 
@@ -76,3 +78,25 @@ def test_a_frame_that_contradicts_its_transfer_is_refused() -> None:
     deliver_chunk(into, 1, 0, b"x" * 60, 60)
     with pytest.raises(FrameError, match="not 61 bytes"):
         into.frame_received(FRAME, [EMPTY, streamed(1, 61)])
+
+
+def test_a_frame_for_which_there_is_no_memory_comes_with_what_was_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = ReceiveBuffers.take
+
+    def refuse_large(buffers: ReceiveBuffers, length: int) -> object:
+        if length > 50:
+            raise MemoryError(f"{length} bytes cannot be allocated")
+        return take(buffers, length)
+
+    monkeypatch.setattr(ReceiveBuffers, "take", refuse_large)
+    into = transfers()
+    assert into.place(1, 0, 60, 100) is None
+    into.chunk_received(1, 60)
+    assert into.frame_received(FRAME, [EMPTY, streamed(1, 100), streamed(2, 5)]) is None
+    assert deliver_chunk(into, 2, 0, b"small", 5) is None
+    parcel = deliver_chunk(into, 1, 60, bytes(40), 100)
+    assert parcel is not None
+    assert parcel.problem == "100 bytes cannot be allocated"
+    assert not into._transfers

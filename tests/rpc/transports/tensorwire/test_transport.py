@@ -26,7 +26,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
@@ -34,6 +34,7 @@ from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import SECONDS, Worker, check_that_requests_wait, introduce
@@ -408,6 +409,63 @@ def test_a_peer_is_not_lost_because_this_worker_has_no_descriptors_left(
     monkeypatch.setattr(Connector, "_open_one", open_one)
     assert a.call(b, b"h").header == b"h"
     assert a.lost == []
+
+
+def without_large_memory(patched: pytest.MonkeyPatch) -> None:
+    take = ReceiveBuffers.take
+
+    def refuse(buffers: ReceiveBuffers, length: int) -> object:
+        if length > 1 << 21:
+            raise MemoryError(f"{length} bytes cannot be allocated")
+        return take(buffers, length)
+
+    patched.setattr(ReceiveBuffers, "take", refuse)
+
+
+def test_a_message_for_which_there_is_no_memory_says_so_and_no_peer_is_lost(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    b.answer = lambda w, s, f: w.transport.send(
+        s, f._replace(kind=FrameKind.REPLY, payload=b"", tensors=(torch.ones(1 << 20),))
+    )
+    without_large_memory(monkeypatch)
+    asked = a.ask(b, b"header", b"payload", torch.ones(1 << 20), torch.ones(1 << 18))
+    b.until(lambda: len(b.received) == 1)
+    _, frame = b.received[0]
+    why = "from worker 'worker0' could not be taken in: 4194304 bytes cannot be allocated"
+    assert isinstance(frame.payload, Unreceived)
+    assert frame.payload.decode() == f"a message of {7 + (5 << 20)} bytes {why}"
+    assert (frame.header, frame.tensors) == (b"header", ())
+    assert isinstance(a.reply(asked).payload, Unreceived)
+    monkeypatch.undo()
+    assert a.call(b, b"h", b"", torch.ones(1 << 20)).tensors[0].sum() == 1 << 20
+    assert a.lost == b.lost == []
+
+
+def test_a_notice_for_which_there_is_no_memory_loses_the_peer(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    without_large_memory(monkeypatch)
+    a.notify(b, b"header", torch.ones(1 << 20))
+    b.until(lambda: bool(b.lost))
+    assert "4194304 bytes cannot be allocated" in b.lost[0][1]
+
+
+def test_a_message_for_which_a_device_has_no_memory_says_so_and_no_peer_is_lost(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    b.answer = lambda w, s, f: w.transport.send(s, f._replace(kind=FrameKind.REPLY, tensors=()))
+    monkeypatch.setattr(Link, "_tensor", full)
+    payload = a.call(b, b"header", b"payload", torch.ones(4)).payload
+    assert bytes(payload).endswith(b"could not be taken in: OutOfMemoryError: CUDA out of memory")
+    assert a.lost == b.lost == []
 
 
 def test_without_a_thread_to_connect_a_request_is_refused_and_the_next_is_not(
