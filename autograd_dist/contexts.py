@@ -104,10 +104,12 @@ class DistAutogradContext:
 
     Args:
         context_id: the same on every worker.
+        life: which of this worker's, so that no message of a later one has the id of its.
     """
 
-    def __init__(self, context_id: int) -> None:
+    def __init__(self, context_id: int, life: int = 0) -> None:
         self.context_id = context_id
+        self._last_message_id = life << _LIFE_SHIFT
         self.leaves = LeafGradients()
         self._lock = threading.Lock()
         self._sends: dict[int, Sequence[SentTensor]] = {}
@@ -118,7 +120,7 @@ class DistAutogradContext:
     def add_send(self, tensors: Sequence[SentTensor]) -> int:
         """Records tensors that leave in one message; returns the message's id."""
         with self._lock:
-            message_id = len(self._sends) + 1
+            message_id = self._last_message_id = self._last_message_id + 1
             self._sends[message_id] = tensors
         return message_id
 
@@ -186,8 +188,8 @@ class ContextTable:
         self._me = me
         self._lives = lives
         self._lock = threading.Lock()
-        life = incarnation % _MOST_LIVES
-        self._ids = itertools.count((me << _CREATOR_SHIFT) + (life << _LIFE_SHIFT))
+        self._life = incarnation % _MOST_LIVES
+        self._ids = itertools.count((me << _CREATOR_SHIFT) + (self._life << _LIFE_SHIFT))
         self._contexts: dict[int, DistAutogradContext] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
 
@@ -195,7 +197,7 @@ class ContextTable:
         """A new context of this worker's own."""
         with self._lock:
             context_id = next(self._ids)
-            context = self._contexts[context_id] = DistAutogradContext(context_id)
+            context = self._contexts[context_id] = DistAutogradContext(context_id, self._life)
         return context
 
     def find(self, context_id: int) -> DistAutogradContext:
@@ -224,7 +226,7 @@ class ContextTable:
             context = self._contexts.get(context_id)
             if context is not None or self._is_over(context_id):
                 return context
-            context = self._contexts[context_id] = DistAutogradContext(context_id)
+            context = self._contexts[context_id] = DistAutogradContext(context_id, self._life)
         if self._lives(context_id):
             return context
         self.release(context_id)  # of those of a lost worker, all that were here have been

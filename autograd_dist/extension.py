@@ -63,6 +63,7 @@ class AutogradExtension:
         # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
+        self._closed = False
         self._releases = Releases(f"rpc-{agent.info.name}-releases", self._tell)
 
     @property
@@ -121,6 +122,7 @@ class AutogradExtension:
         """Makes a result part of the context of its call."""
         context = self.contexts.get(CallMetadata.context_of(request_metadata))
         if context is None:
+            self._require_open(tensors)
             return None
         sent = _record_sent(context, tensors)
         return sent.encode() if sent.positions else None
@@ -197,6 +199,17 @@ class AutogradExtension:
             except UnknownContextError:
                 yield context_id
 
+    def _require_open(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuses to send a result without the way back for its gradient.
+
+        Raises:
+            AgentClosedError: this worker let go of contexts that are not over.
+        """
+        if self._closed and any(map(has_gradient, tensors)):
+            raise AgentClosedError(
+                "the gradient of the result could not come back here: this worker shut down"
+            )
+
     def _require_creator(self, context_id: int) -> None:
         """Refuses a call in a context of a lost worker, which may still live and ask for gradients.
 
@@ -225,6 +238,7 @@ class AutogradExtension:
 
     def close(self) -> None:
         """Lets go of every context."""
+        self._closed = True
         self._releases.close()
         for context in self.contexts.all():
             self.contexts.release(context.context_id)

@@ -231,3 +231,52 @@ def test_contexts_of_a_worker_that_returned_are_not_taken_for_its_earlier_ones()
         assert train_once("bob") == [0.5, 0.5]
     for agent in (again, bob):
         agent.shutdown(graceful=False)
+
+
+def multiply(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def test_the_gradients_of_a_lost_life_do_not_go_to_its_successor() -> None:
+    hub = MemoryHub()
+    options = AgentOptions(rpc_timeout=0)
+    alice, bob = connect("alice", "bob", hub=hub, options=options)
+    again = Agent(bob.info, 1, hub.transport(), options)
+    with as_worker(alice), autograd_dist.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        of_the_lost = rpc.rpc_sync("bob", multiply, (x, 3.0))
+        bob.shutdown(graceful=False)
+        peers = [alice.group.peer(0), Peer(again.info, 1, again.start())]
+        again.join(peers)
+        alice.add_peer(peers[1])
+        of_the_successor = rpc.rpc_sync("bob", multiply, (x, 5.0))
+        with pytest.raises(autograd_dist.BackwardError, match="never sent from here"):
+            autograd_dist.backward(context_id, [of_the_lost.sum()])
+        autograd_dist.backward(context_id, [of_the_successor.sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [5.0, 5.0]
+    for agent in (alice, again):
+        agent.shutdown(graceful=False)
+
+
+_computing, _may_return = threading.Event(), threading.Event()
+
+
+def multiply_when_told(x: torch.Tensor, factor: float) -> torch.Tensor:
+    _computing.set()
+    assert _may_return.wait(SECONDS)
+    return x * factor
+
+
+def test_a_result_that_a_worker_sends_as_it_shuts_down_is_not_cut_off_from_its_graph() -> None:
+    _computing.clear()
+    _may_return.clear()
+    alice, bob = connect("alice", "bob")
+    with as_worker(alice), autograd_dist.context():
+        future = rpc.rpc_async("bob", multiply_when_told, (torch.ones(2, requires_grad=True), 3.0))
+        assert _computing.wait(SECONDS)
+        bob.extensions.load("autograd_dist").close()  # as a shutdown begins
+        _may_return.set()
+        with pytest.raises(RuntimeError, match="this worker shut down"):
+            future.wait()
+    for agent in (alice, bob):
+        agent.shutdown(graceful=False)
