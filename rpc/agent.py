@@ -231,8 +231,7 @@ class Agent(process_forks.Member):
         self.caller.close("this worker shut down")
         self.retries.close("this worker shut down")
         self.timers.drop()
-        for extension in self.extensions.all():
-            extension.close()
+        self.extensions.close()
         self.event_loop.close()
         self.transport.close(self.options.flush_seconds)
         self.references.stop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from rpc.errors import DecodeError, EncodeError
+from rpc.errors import AgentClosedError, DecodeError, EncodeError
 from rpc.extensions import CallExtension
 from rpc.messages import Extensions
 from rpc.packing import Attach, Replace
@@ -32,12 +32,13 @@ class ExtensionSet:
         agent: theirs.
     """
 
-    __slots__ = ("_agent", "_loaded", "_lock", "used")
+    __slots__ = ("_agent", "_closed", "_loaded", "_lock", "used")
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._loaded: dict[str, CallExtension] = {}
+        self._closed = False
         self.used = False
         """True once any is loaded."""
 
@@ -46,6 +47,7 @@ class ExtensionSet:
 
         Raises:
             DecodeError: there is no such module here, or it defines no extension.
+            AgentClosedError: it was not loaded before, and nobody would close it any more.
         """
         found = self._loaded.get(name)
         if found is not None:
@@ -59,12 +61,21 @@ class ExtensionSet:
             ) from error
         made = cast(CallExtension, kind(self._agent))
         with self._lock:
+            if self._closed:
+                raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")
             self.used = True
             return self._loaded.setdefault(name, made)
 
     def backward(self, context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
         """Runs a distributed backward pass, with the module that does it loaded by name."""
         importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
+
+    def close(self) -> None:
+        """Closes those that are loaded; no other will be."""
+        with self._lock:
+            self._closed = True
+        for extension in self.all():
+            extension.close()
 
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""

@@ -17,7 +17,7 @@ import autograd_dist
 import rpc
 from autograd_dist import gradients
 from autograd_dist.wire import EXTENSION_NAME
-from rpc.errors import EncodeError
+from rpc.errors import AgentClosedError, EncodeError
 from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
 from tests import waiting
@@ -627,3 +627,15 @@ def test_public_names_are_the_documented_ones():
         "is_available",
     ]
     assert all(hasattr(autograd_dist, name) for name in autograd_dist.__all__)
+
+
+def test_a_worker_that_shut_down_begins_no_context():
+    with local_group("alice", "bob") as (alice, bob):
+        with as_worker(bob), autograd_dist.context():
+            pass
+        alice.shutdown(graceful=False)
+        with as_worker(alice), pytest.raises(AgentClosedError, match="autograd_dist cannot be"):
+            autograd_dist.context().__enter__()
+        assert alice.extensions.all() == []
+        bob.shutdown(graceful=False)
+        assert bob.extensions.load(EXTENSION_NAME) in bob.extensions.all()
