@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from rpc import member_list
 from rpc.clock import Alarm
-from rpc.errors import BringUpError, RpcError
+from rpc.errors import AgentClosedError, BringUpError, RpcError
 from rpc.group_store import Record, within
 from rpc.ids import Life
 from rpc.transports.base import Peer
@@ -118,7 +118,11 @@ class Membership:
             self._alarm.set()
 
     def wait_for(self, who: str | int, timeout: float) -> None:
-        """Returns when ``who`` is a member, or after ``timeout`` seconds (0: no limit)."""
+        """Returns when ``who`` is a member, or after ``timeout`` seconds (0: no limit).
+
+        Raises:
+            AgentClosedError: this worker left the group.
+        """
         deadline = time.monotonic() + timeout if timeout else None
         with self._looked:
             self._waiting += 1
@@ -131,6 +135,8 @@ class Membership:
                     self._looked.wait(left)
             finally:
                 self._waiting -= 1
+        if self._stopping:
+            raise AgentClosedError(f"{who!r} was waited for until this worker shut down")
 
     # --- On the thread
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from rpc import member_list
-from rpc.errors import BringUpError
+from rpc.errors import AgentClosedError, BringUpError
 from rpc.group_store import Record
 from rpc.ids import Life
 from rpc.membership import LIVENESS, Membership
@@ -174,6 +175,18 @@ def test_who_waits_for_a_worker_goes_on_when_it_joins(group: Group) -> None:
     member_list.join(group.store, Record("dave", 3, None, 0, "test", b""))
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_who_waits_for_a_worker_as_its_own_leaves_is_told_so(group: Group) -> None:
+    member = group.members[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(member.wait_for, "dave", 0)
+        until(lambda: member._waiting == 1)
+        member.leave()
+        with pytest.raises(AgentClosedError, match="'dave' was waited for until"):
+            waiting.result()
+    with pytest.raises(AgentClosedError, match="3 was waited for until"):
+        member.wait_for(3, 0)
 
 
 def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
