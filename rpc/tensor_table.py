@@ -235,10 +235,12 @@ def _pack_sparse(
 
 
 def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    address = tensor.data_ptr()
+    has_memory = address or not tensor.nbytes
+    if has_memory and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         shape = tensor.shape
         ndim = len(shape)
-        data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        data = ctypes.string_at(address, tensor.nbytes)
         return _HEADS[ndim].pack(flags, code, ndim, *shape) + data
     tensor = _dense(tensor.detach())
     if tensor.is_contiguous():
@@ -251,7 +253,12 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements without gaps, overlaps or pending negation and conjugation."""
+    """The same elements without gaps, overlaps or pending negation and conjugation.
+
+    They are in memory, too, which those of torch's ``ZeroTensor`` are not.
+    """
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride()):

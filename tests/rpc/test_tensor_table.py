@@ -134,6 +134,17 @@ def test_pending_conjugation_and_negation_are_carried_out() -> None:
     assert travel(sent.imag, inline_limit=-1).tolist() == [-2.0, 4.0]
 
 
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+@pytest.mark.parametrize("shape", [(), (5,), (0,), (2, 3)], ids=str)
+def test_zeros_without_memory_arrive_as_zeros(shape: tuple[int, ...], limit: int) -> None:
+    """As autograd makes them where a gradient is known to be zero."""
+    zeros = torch._efficientzerotensor(shape, dtype=torch.complex64)
+    for sent in (zeros, zeros.t() if zeros.ndim == 2 else zeros, zeros.real):
+        arrived = travel(sent, inline_limit=limit)
+        assert not arrived._is_zerotensor()
+        assert torch.equal(arrived, torch.zeros(sent.shape, dtype=sent.dtype))
+
+
 def test_the_limit_separates_inline_tensors_from_slots() -> None:
     small, large = torch.zeros(INLINE_LIMIT // 4), torch.zeros(INLINE_LIMIT // 4 + 1)
     _, slots = pack_tensors([small, large])
