@@ -128,6 +128,22 @@ def test_a_tensor_over_memory_shares_it() -> None:
     assert bytes(memory) == bytes(16) + b"\x00\x00\x80\x3f" * 6
 
 
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_a_tensor_of_every_dtype_travels(dtype: torch.dtype) -> None:
+    sent = torch.arange(96, dtype=torch.uint8).view(2, 48).view(dtype)
+    look = look_at(sent)
+    row = Item(Place.INLINE, 0, 0, look.nbytes, dtype, look.shape, look.strides, "")
+    table = pack_table([PAYLOAD._replace(nbytes=0), row])
+    _, found = unpack_table(table, 96, 96)
+    arrived = tensor_over(bytearray(range(96)), found)
+    assert (arrived.dtype, arrived.shape) == (dtype, sent.shape)
+    assert arrived.view(torch.uint8).flatten().tolist() == list(range(96))
+
+
 @pytest.mark.parametrize("shape", [(6,), (2, 3), ()])
 def test_a_tensor_over_memory_is_no_view(shape: tuple[int, ...]) -> None:
     size = 4 * math.prod(shape)
