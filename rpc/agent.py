@@ -390,6 +390,10 @@ class Agent(process_forks.Member):
         transport = self.transport
         return transport.device_map(worker.id) if isinstance(transport, MapsDevices) else {}
 
+    def _get_device_map(self, to: Destination) -> dict[torch.device, torch.device]:
+        """The same under the name that programs of the original know."""
+        return dict(self.device_map(to))
+
     def timeout_of(self, timeout: float) -> float:
         """Seconds left to an operation that was given ``timeout``; 0 for no limit."""
         return deadlines.effective_timeout(timeout, self.rpc_timeout, self.clock.now())

@@ -9,6 +9,9 @@ import math
 import operator
 import threading
 from functools import partial
+
+
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -625,3 +628,16 @@ def test_what_a_handler_left_running_is_not_bound_by_the_time_of_its_call() -> N
         clock.advance(10)
         time_is_over.set()
         assert here.rpc_sync("there", join_what_was_left) == 1
+
+
+def test_programs_of_the_original_ask_the_agent_for_its_map_of_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {torch.device("cuda", 0): torch.device("cuda", 1)}
+    with local_group("here", "there") as (here, _):
+        assert here._get_device_map(here.get_worker_info("there")) == {}
+        maps = SimpleNamespace(device_map=lambda to: known if to == 1 else {}, host_moves=set())
+        with monkeypatch.context() as patched:
+            patched.setattr(here, "transport", maps)
+            assert here._get_device_map("there") == known
+            assert here._get_device_map("here") == {}
