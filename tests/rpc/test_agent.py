@@ -9,8 +9,6 @@ import math
 import operator
 import threading
 from functools import partial
-
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -88,6 +88,27 @@ def test_nothing_is_said_of_what_is_not_torchs(value: object) -> None:
     assert leftovers.remedy(value) == ""
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PyRRef",
+        "RpcAgent",
+        "RpcBackendOptions",
+        "TensorPipeAgent",
+        "WorkerInfo",
+        "_get_current_rpc_agent",
+        "_is_current_rpc_agent_set",
+        "_rref_context_get_debug_info",
+        "_set_rpc_timeout",
+        "enable_gil_profiling",
+        "get_rpc_timeout",
+    ],
+)
+def test_what_programs_take_from_torchs_c_module_is_in_rpc(name: str) -> None:
+    assert hasattr(torch._C._distributed_rpc, name)
+    assert hasattr(rpc, name)
+
+
 def test_a_backend_that_only_torch_has_is_refused() -> None:
     class BackendType:
         name = "FAULTY"
