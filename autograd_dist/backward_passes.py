@@ -24,6 +24,7 @@ from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
 from autograd_dist.profiled import PASS, Home, is_recorded, span
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
+from rpc.errors import AgentClosedError
 from rpc.remote_errors import text_of
 from rpc.slot import Slot
 
@@ -71,6 +72,7 @@ class BackwardPasses:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._passes: dict[int, _OfContext] = {}
+        self._closed = False
 
     def run(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a pass from roots here, to its end.
@@ -107,9 +109,15 @@ class BackwardPasses:
     def request_arrived(
         self, message: PassMessage, tensors: Sequence[torch.Tensor]
     ) -> Future[bytes] | bytes:
-        """Takes a request of a pass; the result is its acknowledgement."""
+        """Takes a request of a pass; the result is its acknowledgement.
+
+        Raises:
+            AgentClosedError: this worker let go of the context, which is not over.
+        """
         driver = self._driver_for(message)
         if driver is None:
+            if self._closed:
+                raise AgentClosedError("this worker shut down")
             return encode_ack(Ack())
         gradients = None
         if isinstance(message.request, Gradients):
@@ -122,6 +130,10 @@ class BackwardPasses:
         future: Future[bytes] = self._agent.caller.future("an acknowledgement of gradients")
         token.when_done(lambda done: future.set_result(done.value()))
         return future
+
+    def close(self) -> None:
+        """Contexts that are dropped from now on may not be over: their requests are refused."""
+        self._closed = True
 
     def drop(self, context_id: int, reason: str) -> None:
         """Ends the passes of a context that is over."""

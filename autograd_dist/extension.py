@@ -239,6 +239,7 @@ class AutogradExtension:
     def close(self) -> None:
         """Lets go of every context."""
         self._closed = True
+        self._passes.close()
         self._releases.close()
         for context in self.contexts.all():
             self.contexts.release(context.context_id)

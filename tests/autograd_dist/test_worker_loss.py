@@ -280,3 +280,15 @@ def test_a_result_that_a_worker_sends_as_it_shuts_down_is_not_cut_off_from_its_g
             future.wait()
     for agent in (alice, bob):
         agent.shutdown(graceful=False)
+
+
+def test_a_worker_that_shuts_down_does_not_acknowledge_gradients_that_it_drops() -> None:
+    alice, bob = connect("alice", "bob")
+    with as_worker(alice), autograd_dist.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync("bob", multiply, (x, 3.0)).sum()
+        bob.extensions.load("autograd_dist").close()  # as a shutdown begins
+        with pytest.raises(autograd_dist.BackwardError, match="this worker shut down"):
+            autograd_dist.backward(context_id, [loss])
+    for agent in (alice, bob):
+        agent.shutdown(graceful=False)
