@@ -321,6 +321,8 @@ def _unpack_inline(
             position += 3 + sizes.size
             window = np.ndarray(shape, kind.bits, table, position)
         tensor = torch.from_numpy(window.copy("K"))
+        if 0 in shape:
+            tensor = tensor.new_empty(shape)  # its strides are torch's; numpy has only zeros
     except _MALFORMED as error:
         raise FrameError(f"an inline tensor is malformed: {error}") from error
     if not kind.is_native:

@@ -79,7 +79,8 @@ def look_at(tensor: torch.Tensor) -> Look:
     """Describes a tensor.
 
     Raises:
-        EncodeError: it cannot be sent: not strided and dense, or of an unknown dtype.
+        EncodeError: it cannot be sent: not strided and dense, of an unknown dtype, or of more
+            than 64 dimensions.
     """
     dtype = tensor.dtype
     code = _DTYPE_CODES.get(dtype)
@@ -88,6 +89,8 @@ def look_at(tensor: torch.Tensor) -> Look:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         raise EncodeError("only plain strided tensors travel as tensors of a frame")
     shape, strides = tuple(tensor.shape), tensor.stride()
+    if len(shape) > _MAX_DIMENSIONS:
+        raise EncodeError(f"a tensor of {len(shape)} dimensions cannot be sent; 64 are the most")
     elements = _dense_elements(shape, strides)
     if elements is None:
         raise EncodeError(f"a tensor of shape {shape} and strides {strides} is not dense")

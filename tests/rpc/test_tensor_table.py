@@ -145,6 +145,15 @@ def test_zeros_without_memory_arrive_as_zeros(shape: tuple[int, ...], limit: int
         assert torch.equal(arrived, torch.zeros(sent.shape, dtype=sent.dtype))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_empty_tensors_arrive_with_the_strides_that_torch_gives_them(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    sent = torch.empty(shape, dtype=dtype)
+    assert travel(sent).stride() == sent.stride()
+
+
 def test_the_limit_separates_inline_tensors_from_slots() -> None:
     small, large = torch.zeros(INLINE_LIMIT // 4), torch.zeros(INLINE_LIMIT // 4 + 1)
     _, slots = pack_tensors([small, large])

@@ -101,8 +101,9 @@ def test_the_bytes_after_a_table_are_refused() -> None:
         torch.zeros(3).expand(2, 3),
         torch.zeros(2, 2, dtype=torch.complex64).conj(),
         torch.eye(2).to_sparse(),
+        torch.ones([1] * 65),
     ],
-    ids=["gaps", "overlap", "conjugate", "sparse"],
+    ids=["gaps", "overlap", "conjugate", "sparse", "dimensions"],
 )
 def test_tensors_that_are_not_plain_and_dense_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(EncodeError):
