@@ -212,6 +212,9 @@ def _decode_simple(payload: bytes | bytearray | memoryview, tensors: Sequence[Te
     if mark == _ATOMIC[0]:
         try:
             return _AtomsOnly(io.BytesIO(memoryview(payload)[1:])).load()
+        except MemoryError as error:
+            what = f"a value of {len(payload)} bytes that arrived"
+            raise DecodeError(f"no memory is left to unpack {what}") from error
         except Exception as error:
             raise DecodeError(f"a value that arrived is damaged: {error}") from error
     if mark == _TENSORS[0] and len(payload) == 1:

@@ -595,3 +595,15 @@ def test_threads_do_not_share_tables() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_a_value_for_which_no_memory_is_left_is_not_called_damaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> None:
+        raise MemoryError
+
+    payload = encode(("text", 1)).payload
+    monkeypatch.setattr(codec, "_AtomsOnly", refuse)
+    with pytest.raises(DecodeError, match=f"no memory .* a value of {len(payload)} bytes"):
+        decode(payload, (), ())
