@@ -7,6 +7,7 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 
 from rpc import api, backend_registry, constants, functions, internal, options, tracing
 from rpc.agent import Agent
+from rpc.api import AllGatherStates as AllGatherStates
 from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
 from rpc.api import _init_rpc_backend as _init_rpc_backend
 from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set

@@ -38,6 +38,7 @@ from rpc.current import (
 from rpc.errors import RpcError
 from rpc.functions import is_async_execution
 from rpc.futures import Future
+from rpc.gathering import AllGatherStates as AllGatherStates
 from rpc.gathering import all_gather as _all_gather
 from rpc.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
 from rpc.group_store import open_store

@@ -37,11 +37,16 @@ class GatheringId:
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """One gathering on one worker."""
+class AllGatherStates:
+    """One gathering on one worker; programs that gather in a way of their own keep it, too.
 
-    objects: dict[str, Any] = field(default_factory=dict)
-    complete: threading.Event = field(default_factory=threading.Event)
+    Args:
+        gathered_objects: what arrived so far, by name.
+        proceed_signal: set when all have arrived.
+    """
+
+    gathered_objects: dict[str, Any] = field(default_factory=dict)
+    proceed_signal: threading.Event = field(default_factory=threading.Event)
 
 
 class Gatherings:
@@ -50,7 +55,7 @@ class Gatherings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: defaultdict[tuple[str, ...], int] = defaultdict(int)
-        self._open: defaultdict[GatheringId, _Gathering] = defaultdict(_Gathering)
+        self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
 
     def next_id(self, names: tuple[str, ...]) -> GatheringId:
         """Identifies this worker's next gathering with these workers."""
@@ -63,17 +68,17 @@ class Gatherings:
         """At the leader: ``name`` has given its object."""
         with self._lock:
             gathering = self._open[which]
-            gathering.objects[name] = obj
-            complete = len(gathering.objects) == len(which.names)
+            gathering.gathered_objects[name] = obj
+            complete = len(gathering.gathered_objects) == len(which.names)
         if complete:
-            gathering.complete.set()
+            gathering.proceed_signal.set()
 
     def complete(self, which: GatheringId, objects: dict[str, Any]) -> None:
         """At the others: the leader has all objects."""
         with self._lock:
             gathering = self._open[which]
-        gathering.objects = objects
-        gathering.complete.set()
+        gathering.gathered_objects = objects
+        gathering.proceed_signal.set()
 
     def wait(self, which: GatheringId, timeout: float | None) -> dict[str, Any]:
         """Waits until all objects are there; ``timeout`` in seconds.
@@ -84,10 +89,10 @@ class Gatherings:
         with self._lock:
             gathering = self._open[which]
         with blocking():
-            if not gathering.complete.wait(timeout):
-                missing = [name for name in which.names if name not in gathering.objects]
+            if not gathering.proceed_signal.wait(timeout):
+                missing = [name for name in which.names if name not in gathering.gathered_objects]
                 raise RpcTimeoutError(_timed_out(missing, timeout or 0.0, "they did not come"))
-        return gathering.objects
+        return gathering.gathered_objects
 
     def close(self, which: GatheringId) -> None:
         """Forgets a gathering."""

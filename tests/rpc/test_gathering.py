@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import rpc
 from rpc.agent import Agent
 from rpc.errors import RpcTimeoutError
 from rpc.gathering import all_gather, barrier
@@ -74,7 +75,9 @@ class _SlowToUnpack:
 
 def test_a_follower_that_does_not_answer_in_time_is_named():
     def lead(agent: Agent) -> str:
-        until(lambda: any("bob" in each.objects for each in agent.gatherings._open.values()))
+        until(
+            lambda: any("bob" in each.gathered_objects for each in agent.gatherings._open.values())
+        )
         try:
             with pytest.raises(RpcTimeoutError) as info:
                 all_gather(_SlowToUnpack(), timeout=0.1)
@@ -86,3 +89,12 @@ def test_a_follower_that_does_not_answer_in_time_is_named():
     with local_group("alice", "bob") as agents:
         told, _ = _on_all(agents, lambda a: lead(a) if a.info.id == 0 else all_gather(None))
     assert told.startswith("Followers ['bob'] timed out in _all_gather after 0.10 seconds: RPC ran")
+
+
+def test_a_program_keeps_gatherings_of_its_own_in_states_like_ours() -> None:
+    mine, another = rpc.AllGatherStates(), rpc.AllGatherStates()
+    mine.gathered_objects["alice"] = 1
+    mine.proceed_signal.set()
+    assert mine.proceed_signal.wait(0)
+    assert another.gathered_objects == {}
+    assert not another.proceed_signal.is_set()
