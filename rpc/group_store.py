@@ -251,14 +251,15 @@ def next_incarnation(store: Store, name: str, rank: int) -> int:
     Raises:
         BringUpError: the store was lost.
     """
-    counters = (f"incarnation/{name}", f"incarnation-of-rank/{rank}")
     with names_store_loss():
         ours = our_part(store)
-        counts = {counter: ours.add(counter, 1) for counter in counters}
-        life: int = max(counts.values())
-        for counter, count in counts.items():
-            if count < life:
-                ours.add(counter, life - count)
+        of_name, of_rank = f"incarnation/{name}", f"incarnation-of-rank/{rank}"
+        life: int = ours.add(of_name, 1)
+        count: int = ours.add(of_rank, 1)
+        while life < count:  # to a number that no other life of the name was given
+            life = ours.add(of_name, count - life)
+        if count < life:
+            ours.add(of_rank, life - count)
         return life
 
 

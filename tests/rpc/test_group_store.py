@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from rpc import group_store, rendezvous
 from rpc.errors import BringUpError
 from rpc.group_store import Record
-from tests.rpc.stores import SECONDS, SOON, record
+from tests.rpc.stores import SECONDS, SOON, in_turns, record
 
 
 class TestRecord:
@@ -53,6 +54,12 @@ class TestIncarnations:
             for key in {life[position] for life in lives}:
                 mine = [n for n, life in zip(numbers, lives, strict=True) if life[position] == key]
                 assert mine == sorted(set(mine))
+
+    @pytest.mark.parametrize("seed", range(50))
+    def test_two_that_begin_at_the_same_moment_have_two_numbers(self, seed: int) -> None:
+        begin = partial(group_store.next_incarnation, name="a", rank=0)
+        numbers = in_turns(HashStore(), [begin, begin], seed)
+        assert len(set(numbers)) == 2
 
 
 class TestWithin:
