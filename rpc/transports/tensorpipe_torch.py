@@ -70,7 +70,7 @@ class TorchAgent:
         threads: of torch, which run all that comes in.
 
     Raises:
-        BringUpError: if torch already runs an agent in this process.
+        BringUpError: torch already runs an agent in this process, or cannot start one.
     """
 
     def __init__(
@@ -103,7 +103,14 @@ class TorchAgent:
         store = HashStore()
         self._addresses: Store = PrefixStore("addrs", store)
         self._agent: Any = _make(module, store, name, _torch_options(options, transports), devices)
-        module._set_and_start_rpc_agent(self._agent)
+        try:
+            module._set_and_start_rpc_agent(self._agent)
+        except RuntimeError as error:
+            self._torch._reset_current_rpc_agent()
+            raise BringUpError(
+                f"torch's agent did not start with _transports={transports!r} and "
+                f"_channels={options._channels!r}, which may not work on this host: {error}"
+            ) from error
         self.url: bytes = self._addresses.get(name)
 
     def reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:

@@ -386,6 +386,31 @@ class TestThreads:
         assert after == before
 
 
+class TestStarting:
+    def test_a_process_in_which_torchs_agent_did_not_start_may_try_again(self) -> None:
+        program = (
+            "from rpc.errors import BringUpError\n"
+            "from rpc.options import TensorPipeRpcBackendOptions as Options\n"
+            "from rpc.transports.tensorpipe import TensorPipeTransport\n"
+            "from rpc.worker_info import WorkerInfo\n"
+            "for transports in (['ibv'], None):\n"  # which needs hardware that few hosts have
+            "    transport = TensorPipeTransport(Options(_transports=transports))\n"
+            "    try:\n"
+            "        transport.start(WorkerInfo('a', 0), 1, None)\n"
+            "    except BringUpError as error:\n"
+            "        assert \"_transports=['ibv']\" in str(error)\n"
+            "    else:\n"
+            "        transport.close(1.0)\n"
+            "        print('started with', transports)\n"
+        )
+        root = str(Path(__file__).parents[3])
+        ended = subprocess.run(
+            [sys.executable, "-c", program], cwd=root, capture_output=True, timeout=60
+        )
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        assert ended.stdout.endswith(b"started with None\n")
+
+
 class TestLeaving:
     def test_nothing_is_written_to_stderr_when_everyone_leaves(
         self, workers: Callable[..., list[Worker]]
