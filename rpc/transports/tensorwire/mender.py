@@ -22,6 +22,8 @@ from rpc.transports.tensorwire.strand import Strand
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_EVERY_SECONDS = 0.2
+_LEAST_TRIES = 4
+_ENOUGH_FOR_A_TRY_SECONDS = 1.0
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -41,6 +43,8 @@ class Mender:
         self._name = f"tensorwire-mend-{target.name}"
         self._connector = Connector(target)
         self._seconds = seconds
+        # One that is not answered must leave time for another, and for other strands.
+        self._seconds_a_try = max(seconds / _LEAST_TRIES, _ENOUGH_FOR_A_TRY_SECONDS)
         self._give_up = give_up
         self._changed = threading.Condition()
         self._broken: list[Strand] = []
@@ -147,9 +151,9 @@ class Mender:
                 problem = f": {strand.problem}" if strand.problem else ""
                 raise GoneError(f"it was not opened again within {self._seconds:g} s{problem}")
             if strand.road is not None:
-                self._open_again(strand, strand.road, left)
+                self._open_again(strand, strand.road, min(left, self._seconds_a_try))
             elif now >= strand.knock_at:
-                self._knock(strand, left)
+                self._knock(strand, min(left, self._seconds_a_try))
         except (GoneError, CannotResumeError) as error:
             self._abandon(strand, f"{strand.seam.reason}, and {error}")
         except OSError as error:

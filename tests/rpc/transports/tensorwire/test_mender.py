@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rpc.errors import WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.connector import Connector
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.handshake import Identity
 from rpc.worker_info import WorkerInfo
@@ -164,6 +166,28 @@ def test_what_a_worker_is_sent_while_a_link_is_broken_waits(make: Maker) -> None
     released.set()
     for number, correlation in enumerate(asked):
         assert a.reply(correlation).header == b"%d" % number
+
+
+def test_a_connection_that_is_not_answered_leaves_time_for_others(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_connection = Connector.replace
+    given: list[float] = []
+
+    def first_goes_unanswered(self: Connector, *arguments: Any) -> Any:
+        given.append(arguments[-1])
+        if len(given) == 1:
+            raise TimeoutError("no answer came")
+        return replace_connection(self, *arguments)
+
+    cutter = Cutter()
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    a.call(b, b"connect")
+    monkeypatch.setattr(Connector, "replace", first_goes_unanswered)
+    assert cutter.cut()
+    assert a.call(b, b"h").header == b"h"
+    assert len(given) >= 2
+    assert max(given) <= Settings().resume_seconds / 2
 
 
 @pytest.mark.parametrize("settings", ROADS)
