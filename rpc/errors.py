@@ -18,7 +18,7 @@
         └── RRefError
             ├── RRefCreationError     ``remote()`` failed or timed out; its handle is unusable
             ├── RRefDeletedError      the handle was deleted by shutdown
-            └── StaleRRefError        the owner, or the incarnation of it, is gone
+            └── StaleRRefError        the owner, or the life of it or of the holder, is gone
 
 Exceptions raised by user code on another worker do not appear here: they come
 back as their own type (see ``remote_errors``).
@@ -123,4 +123,7 @@ class RRefDeletedError(RRefError):
 
 
 class StaleRRefError(RRefError):
-    """The reference points at a value, or a life of its owner, that no longer exists."""
+    """The reference points at a value, or a life of its owner, that no longer exists.
+
+    Or the worker that held it shut down, and its handle was used by the next one.
+    """

@@ -102,6 +102,8 @@ class ReferenceKeeper:
         self._values: dict[GlobalId, Slot] = {}
         self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
         self._creations_under_way = 0
+        self.stopped = False
+        """The worker shut down; its handles mean nothing to a later one of its name."""
         self._makes_constants: dict[Maker, bool] = {}
         self._no_references = Adopted(self)
         self._reaper: Reaper[Holding] = Reaper(
@@ -114,6 +116,7 @@ class ReferenceKeeper:
 
     def stop(self) -> None:
         """Stops to collect dead handles; frees every value."""
+        self.stopped = True
         self._reaper.stop()
         with self._lock:
             values = list(self._values.values())
@@ -173,8 +176,8 @@ class ReferenceKeeper:
             self._creations_under_way -= 1
         if passed.passage is Passage.CREATION:
             self.unsent(Loan((passed,)), str(error))
-        elif rref._holding.value is not None:
-            rref._holding.value.fail(error)
+        elif rref._holding.value is not None:  # the error itself would keep the handle alive
+            rref._holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
 
     def creation_given_up(self, passed: Passed) -> None:
         """The call of ``remote()`` ended before its request was sent: the owner is told."""
@@ -251,7 +254,7 @@ class ReferenceKeeper:
         """Prepares handles to travel in one message to worker ``to``.
 
         Raises:
-            RRefError: one of them must not be used any more.
+            RRefError: one of them must not be used any more, or is another worker's.
         """
         if not handles:
             return NOTHING_LENT
@@ -260,7 +263,10 @@ class ReferenceKeeper:
         passed: list[Passed] = []
         try:
             for handle in handles:
-                passed.append(self._share(cast("RRef[Any]", handle)._holding, life, carrier))
+                rref = cast("RRef[Any]", handle)
+                if rref._keeper is not self:  # the same ids may mean something else here
+                    raise rref._not_for(self.agent.info)
+                passed.append(self._share(rref._holding, life, carrier))
         except BaseException:
             self.unsent(Loan(tuple(passed)), "another reference in the message is unusable")
             raise

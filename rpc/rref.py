@@ -15,7 +15,7 @@ from rpc import finalizers
 from rpc.codec import Reference as Handle
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
-from rpc.errors import EncodeError, RpcError
+from rpc.errors import EncodeError, RpcError, RRefError, StaleRRefError
 from rpc.futures import Future
 from rpc.worker_info import WorkerInfo
 
@@ -170,6 +170,20 @@ class RRef(Handle, Generic[T]):
         raise EncodeError(
             f"{self} can be sent only in the arguments or the result of a call: its owner has to "
             "be told who will hold it"
+        )
+
+    def _not_for(self, sender: WorkerInfo) -> RRefError:
+        """Why another worker of this process, ``sender``, cannot pass the handle on."""
+        holder = self._keeper.agent
+        whose = f"worker {holder.info.name!r} (incarnation {holder.life.incarnation})"
+        if self._keeper.stopped:
+            return StaleRRefError(
+                f"{self} is stale: it was made or received by {whose}, which shut down. "
+                "Make or receive a new one in this session"
+            )
+        return RRefError(
+            f"{self} was made or received by {whose}, and cannot be sent by worker "
+            f"{sender.name!r}. Send it to {sender.name!r} in a call, which gives it its own handle"
         )
 
     def _proxy(self, flavour: str, timeout: float) -> RRefProxy:

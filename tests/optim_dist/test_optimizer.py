@@ -21,6 +21,7 @@ import optim_dist
 import rpc
 from optim_dist import DistributedOptimizer
 from rpc.agent import Agent
+from rpc.errors import StaleRRefError
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Transport
 from tests import waiting
@@ -493,3 +494,16 @@ def test_the_optimizer_class_is_checked(agents: list[Agent]) -> None:
 def test_an_argument_that_cannot_be_sent_is_named(agents: list[Agent]) -> None:
     with pytest.raises(TypeError, match=r"failed on 'first'\nfirst: .* cannot be sent"):
         DistributedOptimizer(optim.SGD, [make("first")], lr=threading.Lock())
+
+
+def test_an_optimizer_of_an_earlier_session_is_stale_in_the_next() -> None:
+    with local_group("trainer", *OWNERS) as agents, as_worker(agents[0]):
+        parameters = [make(owner) for owner in OWNERS]
+        old = DistributedOptimizer(optim.SGD, parameters, lr=0.1)
+    with local_group("trainer", *OWNERS) as agents, as_worker(agents[0]):
+        kept = [make(owner) for owner in OWNERS]
+        DistributedOptimizer(optim.SGD, kept, lr=0.1)
+        with autograd_dist.context() as context, pytest.raises(StaleRRefError, match="shut down"):
+            old.step(context)
+        with pytest.raises(StaleRRefError, match="shut down"):
+            DistributedOptimizer(optim.SGD, parameters, lr=0.1)

@@ -21,6 +21,7 @@ import rpc
 from optim_dist import DistributedOptimizer
 from remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, RemoteModule, _RemoteModule
 from rpc.agent import Agent
+from rpc.errors import StaleRRefError
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Transport
 
@@ -188,6 +189,23 @@ def test_bad_arguments_fail_at_once(agents: list[Agent]) -> None:
         RemoteModule("there/cpu/cpu", Echo)
     with pytest.raises(TypeError, match="module_cls must be a class of modules, but got 3"):
         RemoteModule("there", 3)  # type: ignore[arg-type]
+
+
+def test_a_module_of_an_earlier_session_is_stale_in_the_next() -> None:
+    with local_group("here", "there") as agents, as_worker(agents[0]):
+        old = RemoteModule("there", Echo, (1,))
+    with local_group("here", "there") as agents, as_worker(agents[0]):
+        new = RemoteModule("there", Echo, (2,))
+        for use in (
+            lambda: old(None, 5),
+            lambda: old.forward_async(None, 5).wait(),
+            lambda: old.remote_parameters(),
+            lambda: old.train(False),
+            lambda: rpc.rpc_sync("there", call, (old, None, 5)),
+        ):
+            with pytest.raises(StaleRRefError, match=r"'here' .* which shut down"):
+                use()
+        assert new(None, 5) == ("default", 5, None)
 
 
 def test_without_rpc_there_is_one_clear_error() -> None:
