@@ -21,7 +21,7 @@ import torch
 from rpc import torch_modes
 from rpc.executor import blocking
 from rpc.raising import bare_copy
-from rpc.remote_errors import retell
+from rpc.remote_errors import harmless, retell
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -208,7 +208,8 @@ class Future(_TorchFuture[T]):
 
         The callback runs in the context (distributed autograd, deadline) of this
         call to ``then``. What it raises fails the returned future, as an error of
-        its own type that is also a ``RuntimeError``.
+        its own type that is also a ``RuntimeError``; what is no ``Exception``, such as
+        ``SystemExit``, as a ``RemoteError`` that names it.
         """
         _require_callable("then", callback)
         call = self._description.removeprefix(_CALLBACK)  # once is enough for a long chain
@@ -394,6 +395,6 @@ def _require_callable(method: str, callback: object) -> None:
 def _as_runtime_error(error: BaseException) -> BaseException:
     if isinstance(error, RuntimeError):
         return error
-    told = retell(cast(Exception, error), str(error))
+    told = retell(error, str(error)) if isinstance(error, Exception) else harmless(error)
     told.__cause__ = error
     return told

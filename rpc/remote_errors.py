@@ -134,6 +134,21 @@ def retell(error: Exception, text: str) -> Exception:
     return cast(Exception, _with_report(copy, _Report(text, parcel.shown, ())))
 
 
+def harmless(error: BaseException) -> Exception:
+    """The error, or what stands for one that would end who raises it. Never raises.
+
+    As one from another worker, ``KeyboardInterrupt``, ``SystemExit`` and the like of
+    a function that was called on this one become a :class:`RemoteError`.
+    """
+    if isinstance(error, Exception):
+        return error
+    try:
+        told = _unpack(_pack(error, None), ())
+    except BaseException:
+        told = RemoteError(_name_of(type(error)))
+    return cast(Exception, told.with_traceback(error.__traceback__))
+
+
 def text_of(error: BaseException) -> str:
     """What an exception says, whatever its class makes of that. Never raises an ``Exception``."""
     return _attempt(str, error)
@@ -164,7 +179,7 @@ def _pack(error: BaseException, report: _Report | None) -> _Parcel:
     return _Parcel(
         type_name=_name_of(kind),
         type=_freeze(kind),
-        is_exception=isinstance(error, Exception),
+        is_exception=issubclass(kind, Exception),
         args=tuple(_freeze(arg) or _attempt(repr, arg) for arg in _args_of(error)),
         attributes=_freeze_items(_attributes_of(error)),
         fields=_freeze_items(_fields_of(error)),

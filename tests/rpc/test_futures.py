@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rpc import executor
-from rpc.errors import CallCancelledError
+from rpc.errors import CallCancelledError, RemoteError
 from rpc.executor import Executor
 from rpc.futures import Future
 
@@ -153,7 +153,7 @@ def test_an_error_passes_through_a_chain_as_itself():
     assert raised.value is error
 
 
-@pytest.mark.parametrize("error", [ValueError("in it"), Refused(3, hint="h"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [ValueError("in it"), Refused(3, hint="h")])
 def test_an_error_of_a_callback_comes_out_of_the_chain_as_its_type_and_as_runtime_error(
     error: BaseException,
 ):
@@ -165,6 +165,21 @@ def test_an_error_of_a_callback_comes_out_of_the_chain_as_its_type_and_as_runtim
         child.wait()
     assert isinstance(raised.value, type(error))
     assert str(raised.value) == str(error)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt("now"), SystemExit(0), asyncio.CancelledError()]
+)
+def test_a_callback_that_would_end_the_thread_fails_the_chain_with_a_remote_error(
+    error: BaseException,
+):
+    def leave(_: object) -> None:
+        raise error
+
+    with pytest.raises(RemoteError, match=type(error).__name__) as raised:
+        done().then(leave).wait()
+    assert not isinstance(raised.value, type(error))
     assert raised.value.__cause__ is error
 
 

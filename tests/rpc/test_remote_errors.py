@@ -30,7 +30,14 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.remote_errors import RemoteTraceback, decode_error, encode_error, retell
+from rpc.remote_errors import (
+    RemoteTraceback,
+    _name_of,
+    decode_error,
+    encode_error,
+    harmless,
+    retell,
+)
 from rpc.worker_info import WorkerInfo
 
 W1 = WorkerInfo("w1", 1)
@@ -353,6 +360,27 @@ def test_what_would_end_the_caller_becomes_a_remote_error(error: BaseException) 
     assert not isinstance(arrived, (KeyboardInterrupt, SystemExit))
     assert type(error).__qualname__ in str(arrived)
     assert "On WorkerInfo(id=1, name=w1):" in str(arrived)
+
+
+def test_what_would_end_the_caller_does_not_though_it_is_a_runtime_error_as_well() -> None:
+    error = retell(SystemExit(3), "told")  # type: ignore[arg-type]
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error, SystemExit)
+    arrived = travel(error)
+    assert isinstance(arrived, RemoteError)
+    assert not isinstance(arrived, SystemExit)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3), Interrupting("x")])
+def test_what_would_end_who_raises_it_is_made_harmless_here_as_well(error: BaseException) -> None:
+    told = harmless(error)
+    assert isinstance(told, RemoteError)
+    assert not isinstance(told, type(error))
+    assert str(told) == f"{_name_of(type(error))}: {error}"
+    assert getattr(told, "code", None) == getattr(error, "code", None)
+    assert str(travel(told)).startswith(f"{told}\n\nOn WorkerInfo(id=1, name=w1):")
+    unharmed = ValueError("x")
+    assert harmless(unharmed) is unharmed
 
 
 def test_the_exit_code_of_a_remote_exit_can_be_read() -> None:

@@ -18,6 +18,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.errors import (
     AgentClosedError,
+    RemoteError,
     RpcTimeoutError,
     RRefCreationError,
     RRefDeletedError,
@@ -299,6 +300,28 @@ def test_to_here_raises_what_the_creator_raised_and_does_so_again(pair: list[Age
     for _ in range(2):
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             rref.to_here()
+
+
+def leave(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), SystemExit(0), GeneratorExit()])
+@pytest.mark.parametrize("owner", ["alice", "bob"])
+def test_a_creator_that_would_end_the_thread_is_a_remote_error_for_all(
+    pair: list[Agent], owner: str, error: BaseException
+) -> None:
+    rref = pair[0].remote(owner, leave, (error,))
+    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
+        rref.to_here()
+    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
+        pair[0].rpc_sync(owner, read_locally, (rref,))
+    with pytest.raises(RemoteError, match=f"^{type(error).__name__}"):
+        rref.rpc_sync().anything()
+
+
+def read_locally(rref: RRef[Any]) -> Any:
+    return rref.local_value()
 
 
 def test_a_call_through_a_failed_reference_raises_the_creators_error(pair: list[Agent]) -> None:
