@@ -8,8 +8,9 @@ leaving the group ``departure``'s. Several agents can live in one process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -225,23 +226,38 @@ class Agent(process_forks.Member):
                 self.notices.tell(self.group.life(peer.id), Leaving(0))
 
     def _close(self) -> None:
-        self.departure.closing()
-        if self.membership is not None:
-            self.membership.leave()
-        self.caller.close("this worker shut down")
-        self.retries.close("this worker shut down")
-        self.timers.drop()
-        self.extensions.close()
-        self.event_loop.close()
-        self.transport.close(self.options.flush_seconds)
-        self.references.stop()
-        self.pulse.stop()
-        if self.watch is not None:
-            self.watch.close()
-        self.executor.close()
-        self.completions.close()
+        """Takes every step, whatever another one raises; raises the first error at the end."""
+        first: BaseException | None = None
+        for step in self._steps_of_closing():
+            try:
+                step()
+            except BaseException as error:
+                if first is None:
+                    first = error
+                else:
+                    _logger.error("shutdown: a further step failed: %s", error, exc_info=error)
         self.store = None
         process_forks.leave(self)
+        if first is not None:
+            raise first
+
+    def _steps_of_closing(self) -> Iterator[Callable[[], object]]:
+        reason = "this worker shut down"
+        yield self.departure.closing
+        if self.membership is not None:
+            yield self.membership.leave
+        yield partial(self.caller.close, reason)
+        yield partial(self.retries.close, reason)
+        yield self.timers.drop
+        yield self.extensions.close
+        yield self.event_loop.close
+        yield partial(self.transport.close, self.options.flush_seconds)
+        yield self.references.stop
+        yield self.pulse.stop
+        if self.watch is not None:
+            yield self.watch.close
+        yield self.executor.close
+        yield self.completions.close
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""

@@ -41,6 +41,7 @@ class EventLoop:
         self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
         self._started = threading.Event()
         self._closed = False
+        self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio's own references are weak
 
     def run(
@@ -103,7 +104,8 @@ class EventLoop:
             self._loop = self._thread = None
             if loop is None or thread is None:
                 return
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # its thread broke, and closed it
+                loop.call_soon_threadsafe(self._stop, loop)
         self._started.wait()
         if thread is threading.current_thread():
             return
@@ -111,6 +113,10 @@ class EventLoop:
         if thread.is_alive():
             _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
         self._end_threads(max(_LEAST_SECONDS_FOR_THREADS, deadline - time.monotonic()))
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._stopping = True
+        loop.stop()
 
     def _end_threads(self, seconds: float) -> None:
         """Ends those that ``asyncio.to_thread`` and the like use."""
@@ -129,9 +135,19 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._threads)
         self._thread = threading.Thread(
-            target=_serve, args=(self._loop,), name=self._name, daemon=True
+            target=self._serve, args=(self._loop,), name=self._name, daemon=True
         )
         return self._thread
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        share_this_thread()
+        try:
+            _run(loop, lambda: self._stopping)
+            end = loop.create_task(_wind_up(loop))
+            end.add_done_callback(lambda _: loop.stop())
+            _run(loop, end.done)
+        finally:
+            loop.close()
 
 
 def _report(
@@ -146,18 +162,11 @@ def _report(
         fail(error)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    share_this_thread()
-    while True:
-        try:
+def _run(loop: asyncio.AbstractEventLoop, over: Callable[[], bool]) -> None:
+    """Runs the loop until ``over``; a coroutine that stops it is not alone on it."""
+    while not over():
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # its caller is told
             loop.run_forever()
-        except (KeyboardInterrupt, SystemExit):  # a coroutine raised it, and its caller is told
-            continue
-        break
-    try:
-        loop.run_until_complete(_wind_up(loop))
-    finally:
-        loop.close()
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:

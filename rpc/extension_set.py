@@ -71,11 +71,12 @@ class ExtensionSet:
         importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
 
     def close(self) -> None:
-        """Closes those that are loaded; no other will be."""
+        """Closes those that are loaded, whatever one of them raises; no other will be."""
         with self._lock:
             self._closed = True
-        for extension in self.all():
-            extension.close()
+        with ExitStack() as each:
+            for extension in reversed(self.all()):
+                each.callback(extension.close)
 
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""

@@ -544,6 +544,37 @@ def test_an_ungraceful_shutdown_fails_the_peers_calls() -> None:
     alice.shutdown()
 
 
+class Unclosable:
+    """An extension."""
+
+    def __init__(self, word: str) -> None:
+        self.name = word
+
+    def close(self) -> None:
+        raise ValueError(f"{self.name} cannot be closed")
+
+
+def test_a_step_of_closing_that_fails_keeps_no_other_from_being_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = connect("alice", "bob")
+    assert alice.rpc_sync("alice", whoami) == "alice"
+    alice.extensions._loaded["first"] = Unclosable("first")  # type: ignore[assignment]
+    stop = alice.pulse.stop
+
+    def fail_after() -> None:
+        stop()
+        raise KeyError("second")
+
+    monkeypatch.setattr(alice.pulse, "stop", fail_after)
+    with pytest.raises(ValueError, match="first cannot be closed"):
+        alice.shutdown(graceful=False)
+    assert "a further step failed: 'second'" in caplog.text
+    with pytest.raises(AgentClosedError):
+        alice.rpc_sync("bob", whoami)
+    bob.shutdown()  # and the fixture sees that no thread of alice is left
+
+
 def test_shutdown_waits_only_for_the_living() -> None:
     hub = rpc.testing.MemoryHub()
     agents = connect("alice", "bob", "carol", hub=hub)

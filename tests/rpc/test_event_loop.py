@@ -115,6 +115,52 @@ def test_a_coroutine_that_wants_to_end_the_program_ends_only_itself(
     assert outcomes.outcome() == 7
 
 
+async def stop_the_loop() -> int:
+    asyncio.get_running_loop().stop()
+    return 1
+
+
+def test_a_coroutine_that_stops_the_loop_stops_no_other(outcomes: Outcomes):
+    gate: list[asyncio.Event] = []
+    held = threading.Event()
+
+    async def wait() -> int:
+        gate.append(asyncio.Event())
+        held.set()
+        await gate[0].wait()
+        return 2
+
+    async def release() -> int:
+        gate[0].set()
+        return 3
+
+    outcomes.run(wait())
+    assert held.wait(SECONDS)
+    outcomes.run(stop_the_loop())
+    assert outcomes.outcome() == 1
+    outcomes.run(release())
+    assert {outcomes.outcome(), outcomes.outcome()} == {2, 3}
+
+
+def test_close_ends_a_coroutine_that_stops_the_loop_when_it_is_cancelled(
+    loop: EventLoop, outcomes: Outcomes
+):
+    async def resist() -> None:
+        held.started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await stop_the_loop()
+
+    held = Held()
+    outcomes.run(resist())
+    assert held.started.wait(SECONDS)
+    outcomes.run(held())
+    loop.close()
+    assert {type(outcomes.outcome()) for _ in range(2)} == {asyncio.CancelledError}
+    assert held.ended == ["cancelled"]
+
+
 def test_a_coroutine_that_is_cancelled_fails(outcomes: Outcomes):
     async def cancel() -> None:
         task = asyncio.current_task()
