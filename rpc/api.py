@@ -48,6 +48,7 @@ from rpc.internal import (
     _InternalRPCPickler,
     run_serialized,
     run_serialized_async,
+    serialize_call,
 )
 from rpc.membership_events import MembershipEvent
 from rpc.options import RpcBackendOptions
@@ -378,7 +379,7 @@ def _serialized(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
     call = PythonUDF(func, tuple(args or ()), kwargs or {})
     run = run_serialized_async if is_async_execution(func) else run_serialized
-    return run, _default_pickler.serialize(call), None
+    return run, serialize_call(_default_pickler, call), None
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

@@ -7,14 +7,26 @@ names under which calls appear in profiles. How values become bytes is the codec
 
 from __future__ import annotations
 
+import contextvars
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from rpc import codec
+from rpc.codec import Reference
 from rpc.functions import async_execution
+from rpc.remote_errors import refuse_as_torch_does
+
+_leaving: contextvars.ContextVar[list[Reference] | None] = contextvars.ContextVar(
+    "rpc_references_leaving", default=None
+)
+"""Takes the references of the call that is serialized, which travel beside its bytes."""
+_arrived: contextvars.ContextVar[Sequence[Reference]] = contextvars.ContextVar(
+    "rpc_references_arrived", default=()
+)
+"""Those of the call that is put together again."""
 
 
 class RPCExecMode(enum.Enum):
@@ -51,18 +63,27 @@ class _InternalRPCPickler:
         """Takes ``obj`` apart; may be called while another value is being serialized.
 
         Raises:
-            EncodeError: it cannot be serialized, or it holds an ``RRef``. Who a
-                reference is for has to be known: those travel in calls only.
+            EncodeError: it cannot be serialized, or it holds an ``RRef`` and is not the
+                call that is made. Who a reference is for has to be known: those travel
+                in calls only.
             RRefError: it holds a reference that must not be used any more.
         """
-        encoded = codec.encode(obj)
-        for reference in encoded.references:
-            reference._serialize()
+        leaving = _leaving.get()
+        outer = _leaving.set(None)
+        try:
+            encoded = codec.encode(obj)
+        finally:
+            _leaving.reset(outer)
+        if leaving == []:
+            leaving += encoded.references
+        else:
+            for reference in encoded.references:
+                reference._serialize()
         return encoded.payload, encoded.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
         """Puts together what :meth:`serialize` took apart."""
-        return codec.decode(binary_data, tensor_table, ())
+        return codec.decode(binary_data, tensor_table, _arrived.get())
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
@@ -78,18 +99,44 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
-def run_serialized(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
+def serialize_call(
+    pickler: _InternalRPCPickler, call: PythonUDF
+) -> tuple[bytes, list[torch.Tensor], list[Reference]]:
+    """At the caller: a call as a pickler of the program's own serializes it.
+
+    Returns:
+        What :func:`run_serialized` takes; the references in it travel as they are.
+    """
+    references: list[Reference] = []
+    outer = _leaving.set(references)
+    try:
+        return *pickler.serialize(call), references
+    finally:
+        _leaving.reset(outer)
+
+
+def run_serialized(
+    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
+) -> Any:
     """At the callee: runs a call that a pickler of the program's own serialized."""
-    call = deserialize(binary_data, tensor_table)
-    return call.func(*(call.args or ()), **(call.kwargs or {}))
+    outer = _arrived.set(references)
+    try:
+        call = deserialize(binary_data, tensor_table)
+    finally:
+        _arrived.reset(outer)
+    try:
+        return call.func(*(call.args or ()), **(call.kwargs or {}))
+    except TypeError as error:
+        refuse_as_torch_does(call.func, error)
+        raise
 
 
 @async_execution
 def run_serialized_async(
-    binary_data: bytes, tensor_table: list[torch.Tensor]
+    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
 ) -> torch.futures.Future[Any]:
     """The same for a function whose future's value is the result."""
-    future: torch.futures.Future[Any] = run_serialized(binary_data, tensor_table)
+    future: torch.futures.Future[Any] = run_serialized(binary_data, tensor_table, references)
     return future
 
 

@@ -87,6 +87,46 @@ def test_calls_are_serialized_by_the_pickler_in_use(alice: Agent):
     assert pickler.functions == [operator.sub, _async_add, max]
 
 
+def _read(first: rpc.RRef[int], more: dict[str, list[rpc.RRef[int]]]) -> list[object]:
+    return [first.to_here(), *((rref.to_here(), rref.owner_name()) for rref in more["them"])]
+
+
+def test_references_in_a_call_travel_past_the_pickler_in_use(alice: Agent):
+    own, theirs = rpc.RRef(1), rpc.remote("bob", int, (2,))
+    args = (own, {"them": [theirs, own]})
+    expected = [1, (2, "bob"), (1, "alice")]
+    with api._use_rpc_pickler(_Counting()):
+        assert rpc.rpc_sync("bob", _read, args) == expected
+        assert rpc.rpc_async("bob", _read, args).wait() == expected
+        assert rpc.remote("bob", _read, args).to_here() == expected
+        with pytest.raises(RuntimeError, match="only in the arguments or the result of a call"):
+            internal.serialize([own])
+
+
+class _Holder:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __getstate__(self) -> tuple[bytes, list[torch.Tensor]]:
+        return internal.serialize(self.value)
+
+
+def test_what_is_serialized_within_a_call_cannot_hold_references_of_its_own(alice: Agent):
+    with (
+        api._use_rpc_pickler(_Counting()),
+        pytest.raises(RuntimeError, match="only in the arguments or the result of a call"),
+    ):
+        rpc.rpc_sync("bob", _read, (rpc.RRef(1), _Holder(rpc.RRef(2))))
+
+
+def test_an_operator_that_does_not_fit_says_so_in_torchs_words_past_a_pickler(alice: Agent):
+    with (
+        api._use_rpc_pickler(_Counting()),
+        pytest.raises(TypeError, match="Overloaded torch operator invoked from Python failed to"),
+    ):
+        rpc.rpc_sync("bob", torch.add, (1, 2, 3, 4))
+
+
 def test_the_names_of_calls_in_profiles_are_the_originals():
     key = internal._build_rpc_profiling_key(internal.RPCExecMode.ASYNC, "f", "alice", "bob")
     assert key == "rpc_async#f(alice -> bob)"
