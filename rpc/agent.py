@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -37,6 +37,7 @@ from rpc.gathering import Gatherings
 from rpc.group import Group
 from rpc.ids import Life
 from rpc.interrupts import restore, shut_out
+from rpc.latecomers import CallToCome
 from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
@@ -51,7 +52,7 @@ from rpc.timers import Timers
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Patience, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
 from rpc.watch import Watch
-from rpc.worker_info import WorkerInfo
+from rpc.worker_info import WorkerInfo, may_exist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -318,7 +319,12 @@ class Agent(process_forks.Member):
         future = self.caller.future(f"the call of {name} on {to}")
         try:
             sink = FutureSink(future, self.completions)
-            peer = self.find(to, timeout)
+            membership = self.membership
+            if membership is not None and self._may_join(to):
+                call = partial(self.caller.call, func=func, args=args or (), kwargs=kwargs or {})
+                CallToCome(self, membership, to, sink, call).wait(self.timeout_of(timeout))
+                return future
+            peer = self.group.find(to)
             before = shut_out()
             try:
                 self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
@@ -384,17 +390,25 @@ class Agent(process_forks.Member):
         In a dynamic group, one that has not joined yet is waited for.
         """
         membership = self.membership
-        if membership and isinstance(to, str | int) and not self.group.knows(to):
+        if membership is not None and self._may_join(to):
             membership.wait_for(to, self.timeout_of(timeout))
         return self.group.find(to)
+
+    def _may_join(self, to: Destination) -> TypeGuard[str | int]:
+        """True if, in a dynamic group, a worker that was never a member may be meant."""
+        return isinstance(to, str | int) and not self.group.knows(to) and may_exist(to)
 
     def find_now(self, to: Destination) -> WorkerInfo:
         """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
         return self.group.find(to.name if isinstance(to, WorkerInfo) else to)
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        """A worker by name or id; this one without an argument."""
-        return self.info if worker is None else self.find(worker)
+        """A worker that is in the group now, by name or id; this one without an argument."""
+        if worker is None:
+            return self.info
+        if self.membership is not None and self._may_join(worker):
+            self.membership.look_again(self.timeout_of(UNSET_RPC_TIMEOUT))
+        return self.group.find(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """The workers that are not lost, by id."""

@@ -229,7 +229,9 @@ def rpc_async(
 ) -> Future[T]:
     """Like :func:`rpc_sync`, but returns a future at once.
 
-    Errors in the arguments are raised here, those of the call by the future.
+    Errors in the arguments are raised here, those of the call by the future. A call to a
+    worker that has not joined its dynamic group yet is made when it joins, within the
+    timeout; its arguments are taken then.
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs)

@@ -10,11 +10,12 @@ on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from rpc import member_list
 from rpc.clock import Alarm
 from rpc.errors import AgentClosedError, BringUpError, RpcError
+from rpc.executor import blocking
 from rpc.group_store import Record, within
 from rpc.ids import Life
 from rpc.transports.base import Peer
@@ -63,6 +65,10 @@ class Membership:
         self._changes = -1
         self._lost: deque[Record] = deque()
         self._waiting = 0
+        self._waits: dict[int, tuple[str | int, Callable[[], None]]] = {}
+        self._numbers = itertools.count()
+        self._begun = 0
+        self._finished = 0
         self._looked = threading.Condition()
         self._closed = False
         self._alarm = Alarm()
@@ -109,6 +115,7 @@ class Membership:
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             _logger.warning("%s left, but the store does not answer", self._me)
+            self._close()
 
     def remove(self, life: Life) -> None:
         """A worker was declared lost: its name is free."""
@@ -124,7 +131,7 @@ class Membership:
             AgentClosedError: this worker left the group.
         """
         deadline = time.monotonic() + timeout if timeout else None
-        with self._looked:
+        with blocking(), self._looked:
             self._waiting += 1
             self._alarm.set()
             try:
@@ -135,18 +142,67 @@ class Membership:
                     self._looked.wait(left)
             finally:
                 self._waiting -= 1
+        self.refuse_if_leaving(who)
+
+    def refuse_if_leaving(self, who: str | int) -> None:
+        """Changes nothing.
+
+        Raises:
+            AgentClosedError: this worker left the group, and nobody joins any more.
+        """
         if self._stopping:
             raise AgentClosedError(f"{who!r} was waited for until this worker shut down")
+
+    def when_joined(self, who: str | int, told: Callable[[], None]) -> int:
+        """Calls ``told`` once, when ``who`` is a member, or nobody can join any more.
+
+        Args:
+            who: name or rank.
+            told: must neither block nor run user code.
+
+        Returns:
+            What :meth:`hurry` takes.
+        """
+        number = next(self._numbers)
+        with self._looked:
+            self._waits[number] = (who, told)
+        self._tell_who_waits()
+        self._alarm.set()
+        return number
+
+    def hurry(self, number: int) -> None:
+        """Calls what :meth:`when_joined` was given now, unless it was called before."""
+        with self._looked:
+            _, told = self._waits.pop(number, (None, None))
+        if told is not None:
+            told()
+
+    def _tell_who_waits(self) -> None:
+        group = self._agent.group
+        with self._looked:
+            waits = self._waits.items()
+            over = [number for number, (who, _) in waits if self._closed or group.lives(who)]
+        for number in over:
+            self.hurry(number)
+
+    def look_again(self, timeout: float) -> None:
+        """Returns when what the store says now is known, or after ``timeout`` seconds (0: none)."""
+        with blocking(), self._looked:
+            wanted = self._begun + 1
+            self._alarm.set()
+            self._looked.wait_for(lambda: self._finished >= wanted or self._closed, timeout or None)
 
     # --- On the thread
 
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._begun += 1
                 self._remove_lost()
                 self._look()
-                pause = _PRESSING_LOOK_SECONDS if self._waiting else _LOOK_SECONDS
-                self._alarm.wait(pause)
+                self._finish_look()
+                pressing = self._waiting or self._waits
+                self._alarm.wait(_PRESSING_LOOK_SECONDS if pressing else _LOOK_SECONDS)
             self._remove_lost()
             member_list.leave(self._store, self._me)
         except RpcError as error:
@@ -154,9 +210,19 @@ class Membership:
         except Exception:
             _logger.exception("nobody can join the group any more; this is a bug in TensorWire")
         finally:
-            with self._looked:
-                self._closed = True
-                self._looked.notify_all()
+            self._close()
+
+    def _close(self) -> None:
+        with self._looked:
+            self._closed = True
+            self._looked.notify_all()
+        self._tell_who_waits()
+
+    def _finish_look(self) -> None:
+        with self._looked:
+            self._finished = self._begun
+            self._looked.notify_all()
+        self._tell_who_waits()
 
     def _remove_lost(self) -> None:
         while self._lost:

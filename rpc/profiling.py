@@ -25,7 +25,7 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from rpc import codec
-from rpc.errors import FrameError
+from rpc.errors import FrameError, UnknownWorkerError, WorkerLostError
 from rpc.internal import RPCExecMode, _build_rpc_profiling_key
 from rpc.rref import call_method
 
@@ -228,7 +228,7 @@ def rpc_async(
     agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
     """``agent.rpc_async``, recorded until its future is done."""
-    there = agent.find(to, timeout).name
+    there = _name_now(agent, to)
     with recorded(agent, RPCExecMode.ASYNC, func, args, there) as recording:
         future = agent.rpc_async(to, func, args, kwargs, timeout)
     recording.until(future)
@@ -244,6 +244,14 @@ def remote(
         rref = agent.remote(to, func, args, kwargs, timeout)
     recording.until(rref._get_future())
     return rref
+
+
+def _name_now(agent: Agent, to: Destination) -> str:
+    """The name of a worker, as far as it is known without waiting."""
+    try:
+        return agent.group.find(to).name
+    except (UnknownWorkerError, WorkerLostError):
+        return str(to)
 
 
 def _name_of(func: Callable[..., Any], args: Any) -> str:

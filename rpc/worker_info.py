@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rpc.constants import MAX_RANK
+
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9\-_:]+")
 _MAX_NAME_LENGTH = 127
 
@@ -25,7 +27,7 @@ class WorkerInfo:
     id: int
 
     def __post_init__(self) -> None:
-        if not (_NAME_PATTERN.fullmatch(self.name) and len(self.name) <= _MAX_NAME_LENGTH):
+        if not _is_name(self.name):
             raise RuntimeError(
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter "
                 f"than 128 characters, but got {self.name!r}"
@@ -33,3 +35,14 @@ class WorkerInfo:
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+def may_exist(who: str | int) -> bool:
+    """True if a worker can have this name or id."""
+    if isinstance(who, str):
+        return _is_name(who)
+    return not isinstance(who, bool) and 0 <= who <= MAX_RANK
+
+
+def _is_name(text: str) -> bool:
+    return _NAME_PATTERN.fullmatch(text) is not None and len(text) <= _MAX_NAME_LENGTH
