@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass, field
 
 from rpc.devices import DeviceInfo
-from rpc.errors import FrameError
+from rpc.errors import BringUpError, FrameError
 
 _VERSION = 2
 _BACKLOG = 256
@@ -88,16 +88,23 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
     """Listening sockets on one port of ``bind_address``; on the loopback interface if None.
 
     Raises:
-        OSError: the address cannot be bound.
+        BringUpError: the address is none of this machine.
     """
     if bind_address is None:
         try:
             return [_listen_tcp_on(socket.AF_INET, ("127.0.0.1", 0))]
         except OSError:
             return [_listen_tcp_on(socket.AF_INET6, ("::1", 0))]
-    found = socket.getaddrinfo(bind_address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, sockaddr = found[0]
-    return [_listen_tcp_on(family, sockaddr)]
+    stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
+    try:
+        found = socket.getaddrinfo(bind_address, 0, type=stream, flags=passive)
+        family, _, _, _, sockaddr = found[0]
+        return [_listen_tcp_on(family, sockaddr)]
+    except (OSError, UnicodeError) as error:
+        raise BringUpError(
+            f"bind_address={bind_address!r} cannot be listened on ({error}); give an address or "
+            "a host name of this machine, 0.0.0.0 for all of its addresses, or leave it out"
+        ) from error
 
 
 def _listen_tcp_on(

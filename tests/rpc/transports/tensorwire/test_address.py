@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.devices import DeviceInfo, as_device_map
-from rpc.errors import FrameError
+from rpc.errors import BringUpError, FrameError
 from rpc.transports.tensorwire.address import (
     Address,
     address_facing,
@@ -87,9 +87,10 @@ def test_a_wildcard_is_published_as_addresses_that_lead_here(wildcard: str) -> N
             socket.create_connection((host, port), timeout=10).close()
 
 
-def test_an_address_that_is_not_ours_cannot_be_bound() -> None:
-    with pytest.raises(OSError, match="assign"):
-        listen_tcp("192.0.2.77")
+@pytest.mark.parametrize("bind", ["192.0.2.77", "no.such.host.invalid", "a..b"])
+def test_an_address_that_is_not_ours_is_named(bind: str) -> None:
+    with pytest.raises(BringUpError, match=f"bind_address='{bind}' .*; give an address or a host"):
+        listen_tcp(bind)
 
 
 def test_traffic_to_this_host_leaves_from_the_loopback_interface() -> None:
