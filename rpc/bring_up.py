@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from rpc import rendezvous
 from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
-from rpc.group_store import Record, next_incarnation, within
+from rpc.group_store import KEY_MARK, Record, key_mark, next_incarnation, within
 from rpc.liveness_probes import StoreProber
 from rpc.membership import LIVENESS, Membership, peer_of
 from rpc.options import RpcBackendOptions
@@ -37,6 +37,7 @@ def form_group(
     transport: Transport,
     check: Check,
     kind: type[Agent] = Agent,
+    group_key: bytes = b"",
 ) -> Agent:
     """Brings one worker into its group.
 
@@ -50,6 +51,7 @@ def form_group(
         transport: not started yet.
         check: raises if the records of the whole group do not fit together.
         kind: the class of the agent.
+        group_key: the secret of the group, if its transport has one.
 
     Raises:
         BringUpError: workers are missing or disagree.
@@ -61,7 +63,7 @@ def form_group(
     agent.store = store
     try:
         address = agent.start()
-        extras = {LIVENESS: agent.liveness}
+        extras = {LIVENESS: agent.liveness, KEY_MARK: key_mark(group_key)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
             agent.membership = Membership(agent, store, me)

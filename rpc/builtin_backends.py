@@ -96,6 +96,7 @@ def _init_tensorwire(
         rpc_backend_options,
         TensorWireTransport(settings),
         _check_device_maps,
+        group_key=settings.group_key,
     )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -36,6 +38,10 @@ STATIC, DYNAMIC = "static", "dynamic"
 _PREFIX = "tensorwire"
 _NOT_GIVEN = "-1"
 _MUST_AGREE = ("world_size", "backend", "protocol")
+_KEY_MARK_DIGITS = 4
+
+KEY_MARK = "key_mark"
+"""What a record's extras call the mark of the key that its worker was given."""
 
 
 def _this_process() -> str:
@@ -104,12 +110,28 @@ class Record:
 
 def disagreements(me: Record, first: Record) -> list[str]:
     """What ``me`` says otherwise than the group's first member, in words."""
-    return [
+    found = [
         f"the workers disagree about {what}: "
         f"{first.name} says {getattr(first, what)}, {me.name} says {getattr(me, what)}"
         for what in _MUST_AGREE
         if getattr(me, what) != getattr(first, what)
     ]
+    if me.extras.get(KEY_MARK) != first.extras.get(KEY_MARK):
+        found.append(
+            f"the workers disagree about group_key: {first.name} and {me.name} were given "
+            "different ones; give every worker of the group the same bytes"
+        )
+    return found
+
+
+def key_mark(group_key: bytes) -> str:
+    """By which workers notice that they were given different keys.
+
+    It has 16 bits: enough for that, too few to confirm a guess, as many keys share a mark.
+    Who may connect is decided by the handshake, never by this.
+    """
+    digest = hmac.new(group_key, b"tensorwire key mark", hashlib.sha256)
+    return digest.hexdigest()[:_KEY_MARK_DIGITS]
 
 
 def open_store(

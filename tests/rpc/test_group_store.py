@@ -184,6 +184,12 @@ class TestOpenStore:
             group_store.open_store("bogus://x", 0, 1, SOON)
 
 
+def test_many_keys_have_one_mark_so_that_it_confirms_no_guess() -> None:
+    marks = {group_store.key_mark(b"key %d" % number) for number in range(2000)}
+    assert 1900 < len(marks) < 2000
+    assert all(len(mark) == 4 for mark in marks)
+
+
 def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     for name, value in (defaults | variables).items():

@@ -9,7 +9,7 @@ from torch.distributed import HashStore, Store
 
 from rpc import member_list, rendezvous
 from rpc.errors import BringUpError
-from rpc.group_store import Record
+from rpc.group_store import KEY_MARK, Record, key_mark
 from tests.rpc.stores import SOON, in_turns, record
 
 
@@ -169,6 +169,17 @@ class TestDynamicGroup:
             list(pool.map(lambda me: member_list.join(store, me), workers))
         found = member_list.members(store)
         assert sorted(found, key=lambda member: member.rank) == workers
+
+    def test_one_that_was_given_another_key_does_not_join(self) -> None:
+        store = HashStore()
+        first, second = (
+            record(rank, None, extras={KEY_MARK: key_mark(key)})
+            for rank, key in enumerate((b"", b"a"))
+        )
+        member_list.join(store, first)
+        with pytest.raises(BringUpError, match="disagree about group_key: worker0 and worker1"):
+            member_list.join(store, second)
+        assert member_list.members(store) == [first]
 
     def test_static_and_dynamic_members_do_not_mix(self) -> None:
         mixes = "RPC group mixes statically and dynamically initialized members"

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from rpc import rendezvous
 from rpc.errors import BringUpError
-from rpc.group_store import Record, our_part
+from rpc.group_store import KEY_MARK, Record, key_mark, our_part
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record
 from tests.waiting import until
 
@@ -132,6 +132,14 @@ class TestWhatKeepsAStaticGroupFromForming:
             assert f"worker0 says {one}" in text
             assert f"worker1 says {other}" in text
         assert time.monotonic() - started < SOON
+
+    def test_different_keys_are_an_error_for_all_and_told_to_nobody(self) -> None:
+        workers = [
+            record(rank, extras={KEY_MARK: key_mark(key)}) for rank, key in enumerate((b"a", b"b"))
+        ]
+        for text in errors(meet_all(HashStore(), workers, timeout=60.0)):
+            assert "disagree about group_key: worker" in text
+            assert not any(str(worker.extras[KEY_MARK]) in text for worker in workers)
 
     def test_two_processes_with_one_rank_are_told_apart(self) -> None:
         workers = [

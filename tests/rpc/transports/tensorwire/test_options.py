@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from rpc.agent import Agent
+from rpc.builtin_backends import _init_tensorwire
+from rpc.errors import BringUpError
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions
@@ -95,3 +100,26 @@ def test_options_of_tensorpipe_are_taken_over() -> None:
     assert (adopted.bring_up_timeout, adopted.shutdown_timeout) == (11, 13)
     assert adopted.settings().resume_seconds == 17
     assert TensorWireRpcBackendOptions.adopted(adopted) is adopted
+
+
+@pytest.mark.parametrize("world_size", [2, None])
+def test_workers_with_different_keys_do_not_form_a_group(world_size: int | None) -> None:
+    store = HashStore()
+
+    def bring_up(rank: int, key: bytes) -> Agent:
+        options = TensorWireRpcBackendOptions(group_key=key, bring_up_timeout=20)
+        return _init_tensorwire(store, f"w{rank}", rank, world_size, options)
+
+    agents = []
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(bring_up, rank, key) for rank, key in enumerate((b"", b"a"))]
+        errors = [error for call in calls if (error := call.exception())]
+        agents = [call.result() for call in calls if not call.exception()]
+    finally:
+        for agent in agents:
+            agent.shutdown(graceful=False)
+    assert len(errors) == (world_size or 1)
+    for error in errors:
+        with pytest.raises(BringUpError, match="the workers disagree about group_key"):
+            raise error
