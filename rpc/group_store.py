@@ -23,7 +23,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -38,6 +38,11 @@ STATIC, DYNAMIC = "static", "dynamic"
 _PREFIX = "tensorwire"
 _NOT_GIVEN = "-1"
 _MUST_AGREE = ("world_size", "backend", "protocol")
+_NUMBERS = {
+    "rank": "this worker's rank, from 0",
+    "world_size": "the number of workers, or leave it out for a dynamic group",
+    "master_port": "the TCP port of the group's store",
+}
 _KEY_MARK_DIGITS = 4
 
 KEY_MARK = "key_mark"
@@ -156,18 +161,23 @@ def open_store(
     """
     parts = urlsplit(init_method)
     query = dict(parse_qsl(parts.query))
+    _check_url(init_method, parts, query)
     if rank >= 0:
         query["rank"] = str(rank)
     if world_size is not None and world_size > 0:
         query["world_size"] = str(world_size)
     elif parts.scheme == "env" and os.environ.get("WORLD_SIZE"):
         query.setdefault("world_size", os.environ["WORLD_SIZE"])
+    known_rank = query.get("rank")
+    if parts.scheme == "env":
+        _check_environment(query)
+        known_rank = known_rank or os.environ.get("RANK")
     size = int(query.get("world_size", _NOT_GIVEN))
     # A TCP store told how many to expect would wait for them itself, and not say who is missing.
     query["world_size"] = str(size) if parts.scheme == "file" else _NOT_GIVEN
     url = urlunsplit(parts._replace(query=urlencode(query)))
-    if rank >= 0:
-        _check_rank(rank, size)
+    if known_rank:
+        _check_rank(int(known_rank), size)
     folder = os.path.dirname(parts.path)
     if parts.scheme == "file" and not os.path.isdir(folder):
         raise BringUpError(
@@ -178,10 +188,34 @@ def open_store(
     return store, rank, size if size > 0 else None
 
 
+def _check_url(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> None:
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"init_method={init_method!r} names no port: {error}") from None
+    for name in query.keys() & _NUMBERS.keys():
+        _check_number(f"init_method={init_method!r}: {name}", query[name], _NUMBERS[name])
+
+
+def _check_environment(query: Mapping[str, str]) -> None:
+    """Looks at the variables that count, as the URL does not say the same."""
+    for name, wanted in _NUMBERS.items():
+        value = os.environ.get(name.upper())
+        if value and (name not in query or query[name] == value):
+            _check_number(f"environment variable {name.upper()}", value, wanted)
+
+
+def _check_number(what: str, value: str, wanted: str) -> None:
+    try:
+        int(value)
+    except ValueError:
+        raise ValueError(f"{what}={value!r} is no whole number; give {wanted}") from None
+
+
 def _check_rank(rank: int, size: int) -> None:
-    if not 0 <= rank < (size if size > 0 else rank + 1):
+    if size > 0 and not 0 <= rank < size:
         raise ValueError(f"rank={rank} must be from 0 to world_size - 1, which is {size - 1}")
-    if rank > MAX_RANK:
+    if not 0 <= rank <= MAX_RANK:
         raise ValueError(f"rank={rank} must be from 0 to {MAX_RANK}, the highest there can be")
 
 

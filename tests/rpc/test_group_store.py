@@ -179,6 +179,41 @@ class TestOpenStore:
         with pytest.raises(ValueError, match=f"rank={rank} must be from 0 to 32767"):
             group_store.open_store("tcp://127.0.0.1:9", rank, None, SOON)
 
+    @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+    @pytest.mark.parametrize("value", ["two", "1.5"])
+    def test_a_variable_that_is_no_number_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        _launch(monkeypatch, **({"RANK": "0", "WORLD_SIZE": "1"} | {name: value}))
+        with pytest.raises(ValueError, match=f"variable {name}='{value}' is no whole.*; give th"):
+            group_store.open_store("env://", -1, None, SOON)
+
+    def test_variables_that_do_not_count_may_be_anything(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _launch(monkeypatch, RANK="two", WORLD_SIZE="two")
+        _, rank, size = group_store.open_store("env://", 0, 1, SOON)
+        assert (rank, size) == (0, 1)
+
+    @pytest.mark.parametrize("rank", ["-7", "99999"])
+    def test_a_variable_with_a_rank_that_cannot_be_is_refused_at_once(
+        self, monkeypatch: pytest.MonkeyPatch, rank: str
+    ) -> None:
+        _launch(monkeypatch, RANK=rank)
+        with pytest.raises(ValueError, match=f"rank={rank} must be from 0 to 32767"):
+            group_store.open_store("env://", -1, None, SOON)
+
+    @pytest.mark.parametrize("name", ["rank", "world_size"])
+    @pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:9", "file:///tmp/never-opened"])
+    def test_what_is_no_number_in_a_url_is_named(self, name: str, place: str) -> None:
+        with pytest.raises(ValueError, match=f"{name}='x' is no whole number; give th") as caught:
+            group_store.open_store(f"{place}?{name}=x", -1, None, SOON)
+        assert f"init_method='{place}?{name}=x'" in str(caught.value)
+
+    def test_a_port_that_is_no_number_is_named(self) -> None:
+        with pytest.raises(ValueError, match="init_method='tcp://a:b' names no port"):
+            group_store.open_store("tcp://a:b", 0, 1, SOON)
+
     def test_an_unknown_scheme_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"bogus.*use env://, tcp://host:port or file:///"):
             group_store.open_store("bogus://x", 0, 1, SOON)
