@@ -5,13 +5,19 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 :func:`shutdown`.
 """
 
-from rpc import api, backend_registry, constants, functions, internal, options, tracing
+from rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+    tracing,
+)
 from rpc.agent import Agent
-from rpc.api import AllGatherStates as AllGatherStates
-from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
-from rpc.api import _init_rpc_backend as _init_rpc_backend
-from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import (
+    AllGatherStates,
     _set_rpc_timeout,
     cancelled,
     debug_info,
@@ -19,7 +25,9 @@ from rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
+    method_factory,
     metrics,
+    new_method,
     on_membership,
     remote,
     rpc_async,
@@ -27,6 +35,9 @@ from rpc.api import (
     shutdown,
     workers,
 )
+from rpc.api import _get_current_rpc_agent as _get_current_rpc_agent
+from rpc.api import _init_rpc_backend as _init_rpc_backend
+from rpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
 from rpc.api import _wait_all as _wait_all
 from rpc.backend_registry import (
     BackendType,
@@ -75,6 +86,7 @@ RpcAgent = Agent
 
 __all__ = [
     "AgentClosedError",
+    "AllGatherStates",
     "BackendType",
     "BackendValue",
     "BringUpError",
@@ -124,13 +136,16 @@ __all__ = [
     "install_debug_signal",
     "internal",
     "is_available",
+    "method_factory",
     "metrics",
+    "new_method",
     "on_membership",
     "options",
     "register_backend",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "rref_proxy",
     "shutdown",
     "tracing",
     "workers",

@@ -277,6 +277,31 @@ def remote(
     return current_agent().remote(to, func, args, kwargs, timeout, retry)
 
 
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """A function that calls the method of an :class:`RRef` which has this name now.
+
+    The original makes the methods of its ``RRef`` so, out of those of its ``PyRRef``.
+
+    Args:
+        method_name: whose method.
+        docstring: of the function.
+
+    Raises:
+        AttributeError: there is no such method.
+    """
+    original = getattr(RRef, method_name)
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method = method_factory("to_here", RRef.to_here.__doc__)
+"""The last of the methods that the original makes."""
+
+
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """The ``WorkerInfo`` of a worker, by name or id; of this one without an argument.
 

@@ -38,11 +38,11 @@ class GatheringId:
 
 @dataclass(slots=True)
 class AllGatherStates:
-    """One gathering on one worker; programs that gather in a way of their own keep it, too.
+    """One gathering on one worker; the names are the original's.
 
     Args:
-        gathered_objects: what arrived so far, by name.
-        proceed_signal: set when all have arrived.
+        gathered_objects: what was given so far, by the name of the worker.
+        proceed_signal: set when all have given.
     """
 
     gathered_objects: dict[str, Any] = field(default_factory=dict)

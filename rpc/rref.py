@@ -15,7 +15,7 @@ from rpc import finalizers
 from rpc.codec import Reference as Handle
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
-from rpc.errors import EncodeError, RpcError, RRefError, StaleRRefError
+from rpc.errors import DecodeError, EncodeError, RpcError, RRefError, StaleRRefError
 from rpc.futures import Future
 from rpc.worker_info import WorkerInfo
 
@@ -184,6 +184,14 @@ class RRef(Handle, Generic[T]):
         return RRefError(
             f"{self} was made or received by {whose}, and cannot be sent by worker "
             f"{sender.name!r}. Send it to {sender.name!r} in a call, which gives it its own handle"
+        )
+
+    @staticmethod
+    def _deserialize(data: object) -> NoReturn:
+        """Says why no handle can be made of ``data``: its owner has to know of every handle."""
+        raise DecodeError(
+            f"a reference cannot be made of {type(data).__name__} data: it arrives only in the "
+            "arguments or the result of a call, as its owner has to be told who will hold it"
         )
 
     def _proxy(self, flavour: str, timeout: float) -> RRefProxy:

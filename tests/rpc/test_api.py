@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.rpc
 
 import rpc
 from rpc import api, collecting
@@ -141,3 +144,34 @@ def test_a_function_may_require_that_this_process_is_a_worker(worker: Agent) -> 
     rpc.shutdown(graceful=False)
     with pytest.raises(RuntimeError, match="RPC has not been initialized"):
         how_many(3)
+
+
+def test_all_that_the_original_makes_public_is_there_once_rpc_is_imported() -> None:
+    missing = [name for name in torch.distributed.rpc.__all__ if not hasattr(rpc, name)]
+    assert not missing
+    modules = "api", "backend_registry", "constants", "functions", "internal", "options"
+    attributes = [*modules, "rref_proxy"]
+    script = f"import rpc; assert all(hasattr(rpc, name) for name in {attributes})"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_methods_of_references_are_made_as_in_the_original(worker: Agent) -> None:
+    rref = rpc.remote("there", abs, (-1,))
+    owner_name = rpc.method_factory("owner_name", "Tells where it is.")
+    assert owner_name(rref) == "there"
+    assert owner_name.__doc__ == "Tells where it is."
+    assert rpc.new_method(rref, timeout=20) == 1
+    assert rpc.new_method.__doc__ == rpc.RRef.to_here.__doc__
+    with pytest.raises(AttributeError, match="nothing"):
+        rpc.method_factory("nothing", None)
+
+
+def test_the_states_of_a_gathering_begin_as_in_the_original() -> None:
+    states = rpc.AllGatherStates()
+    assert states.gathered_objects == {}
+    assert not states.proceed_signal.is_set()
+
+
+def test_no_reference_is_made_of_plain_data() -> None:
+    with pytest.raises(RpcError, match="cannot be made of tuple data: it arrives only in"):
+        rpc.RRef._deserialize((0, 0, 0))

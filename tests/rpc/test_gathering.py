@@ -75,9 +75,8 @@ class _SlowToUnpack:
 
 def test_a_follower_that_does_not_answer_in_time_is_named():
     def lead(agent: Agent) -> str:
-        until(
-            lambda: any("bob" in each.gathered_objects for each in agent.gatherings._open.values())
-        )
+        states = agent.gatherings._open
+        until(lambda: any("bob" in each.gathered_objects for each in states.values()))
         try:
             with pytest.raises(RpcTimeoutError) as info:
                 all_gather(_SlowToUnpack(), timeout=0.1)
