@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import threading
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -335,6 +336,13 @@ def test_an_exception_with_an_unusual_constructor_keeps_its_attributes(pair: lis
     assert (caught.value.code, caught.value.hint) == (7, "übel \\ schlecht\nzweite Zeile")
 
 
+def test_the_text_of_an_error_begins_with_what_it_says_itself(pair: list[Agent]) -> None:
+    with pytest.raises(KeyError) as caught:
+        pair[0].rpc_sync("bob", fail_with, (KeyError("key"),))
+    beginning = "'key'\n\nOn WorkerInfo(id=1, name=bob):\nKeyError('key')\n"
+    assert str(caught.value).startswith(beginning)
+
+
 def test_the_remote_traceback_is_the_cause(pair: list[Agent]) -> None:
     with pytest.raises(AwkwardError) as caught:
         pair[0].rpc_sync("bob", fail_awkwardly)
@@ -389,6 +397,17 @@ def test_a_result_that_cannot_be_sent_fails_the_call(pair: list[Agent]) -> None:
     with pytest.raises(EncodeError, match="lock"):
         pair[0].rpc_sync("bob", threading.Lock)
     assert pair[0].rpc_sync("bob", whoami) == "bob"
+
+
+def count_up() -> Iterator[int]:
+    yield 1
+
+
+def test_a_generator_cannot_be_sent_either_way(pair: list[Agent]) -> None:
+    with pytest.raises(EncodeError, match=r"argument 0 \(generator\) of identity cannot be sent"):
+        pair[0].rpc_sync("bob", identity, (count_up(),))
+    with pytest.raises(EncodeError, match="a value of type generator cannot be sent"):
+        pair[0].rpc_sync("bob", count_up)
 
 
 def test_a_future_cannot_be_sent(pair: list[Agent]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc
 
 import rpc
-from rpc import api, collecting
+from rpc import api, collecting, current
 from rpc.agent import Agent
 from rpc.errors import BringUpError, RpcError
 from rpc.testing import as_worker, local_group
@@ -47,6 +47,20 @@ def test_a_program_may_put_its_own_waiting_in_the_place_of_ours(
     assert not api._is_current_rpc_agent_set()
     with pytest.raises(RuntimeError, match="shut"):
         worker.rpc_sync("there", abs, (1,))
+
+
+def test_a_second_shutdown_does_nothing(worker: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current._Process, "joined", True)  # as init_rpc does
+    rpc.shutdown(graceful=False)
+    rpc.shutdown()
+    rpc.shutdown(graceful=False)
+
+
+def test_no_reference_is_made_after_a_shutdown(worker: Agent) -> None:
+    rpc.RRef(1)
+    rpc.shutdown(graceful=False)
+    with pytest.raises(RpcError, match="Current RPC agent is not set"):
+        rpc.RRef(1)
 
 
 @pytest.mark.parametrize(
