@@ -29,8 +29,10 @@ DEFAULT_LINK_RESUME_TIMEOUT_SEC: Final = 5.0
 """Seconds within which a connection that broke is opened again."""
 
 DEFAULT_SHARED_MEMORY_BYTES: Final = 1 << 30
-DEFAULT_MAX_BYTES_IN_FLIGHT: Final = 32 << 20
 """Bound on the shared memory that a worker holds for tensors sent to others on its host."""
+
+DEFAULT_MAX_BYTES_IN_FLIGHT: Final = 32 << 20
+"""Bound on the requests to one worker that were not replied to."""
 
 MAX_RANK: Final = 2**15 - 1
 """The highest rank, as in the original: what a worker numbers begins with its rank."""
