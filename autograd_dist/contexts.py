@@ -10,8 +10,11 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import ReferenceType, ref
+
+import torch
 
 from autograd_dist.border import SentTensor
 from autograd_dist.errors import UnknownContextError
@@ -51,6 +54,13 @@ class entered:
 
     def __exit__(self, *_: object) -> None:
         _current_id.reset(self._token)
+
+
+@contextmanager
+def entered_without_grad(context_id: int) -> Iterator[None]:
+    """Runs the block inside a context, in ``torch.no_grad()``."""
+    with entered(context_id), torch.no_grad():
+        yield
 
 
 def make_current(context_id: int | None) -> None:

@@ -26,6 +26,7 @@ from autograd_dist.contexts import (
     creator_of,
     current_context_id,
     entered,
+    entered_without_grad,
     lives_after,
 )
 from autograd_dist.errors import UnknownContextError
@@ -99,7 +100,7 @@ class AutogradExtension:
         if context is None:
             return None
         context.add_worker(to)
-        return _record_sent(context, tensors).encode()
+        return _record_sent(context, tensors, torch.is_grad_enabled()).encode()
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
@@ -114,7 +115,8 @@ class AutogradExtension:
         context.add_worker(sender)
         if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
             self._lost_a_neighbour([context], sender)
-        return _attach_received(context, received, sender, tensors), entered(context.context_id)
+        scope = entered if received.grad_enabled else entered_without_grad
+        return _attach_received(context, received, sender, tensors), scope(context.context_id)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -255,12 +257,14 @@ class AutogradExtension:
         future.add_done_callback(_ignore)
 
 
-def _record_sent(context: DistAutogradContext, tensors: Sequence[torch.Tensor]) -> CallMetadata:
+def _record_sent(
+    context: DistAutogradContext, tensors: Sequence[torch.Tensor], grad_enabled: bool = True
+) -> CallMetadata:
     positions = tuple(i for i, tensor in enumerate(tensors) if has_gradient(tensor))
     if not positions:
-        return CallMetadata(context.context_id, 0, ())
+        return CallMetadata(context.context_id, 0, (), grad_enabled)
     message_id = context.add_send([SentTensor.of(tensors[i]) for i in positions])
-    return CallMetadata(context.context_id, message_id, positions)
+    return CallMetadata(context.context_id, message_id, positions, grad_enabled)
 
 
 def _attach_received(

@@ -14,7 +14,7 @@ from rpc.errors import FrameError
 
 EXTENSION_NAME: Final = "autograd_dist"
 
-_CALL: Final = struct.Struct("<QQ")
+_CALL: Final = struct.Struct("<QQ?")
 _HEAD: Final = struct.Struct("<BBQIQQ")
 _FIELDS: Final = struct.Struct("<QQ")
 _ACK: Final = struct.Struct("<iI")
@@ -31,15 +31,18 @@ class CallMetadata:
         context_id: the context.
         message_id: the sender's number for the tensors; 0 without any.
         positions: which of the message's tensors require grad.
+        grad_enabled: the grad mode of a request's caller, in which the handler runs.
     """
 
     context_id: int
     message_id: int
     positions: tuple[int, ...]
+    grad_enabled: bool = True
 
     def encode(self) -> bytes:
         """The metadata as bytes."""
-        return _CALL.pack(self.context_id, self.message_id) + _pack_positions(self.positions)
+        head = _CALL.pack(self.context_id, self.message_id, self.grad_enabled)
+        return head + _pack_positions(self.positions)
 
     @classmethod
     def decode(cls, data: bytes, tensor_count: int) -> CallMetadata:
@@ -50,11 +53,11 @@ class CallMetadata:
         """
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
-        context_id, message_id = _CALL.unpack_from(data)
+        context_id, message_id, grad_enabled = _CALL.unpack_from(data)
         positions = _unpack_positions(data, _CALL.size)
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
-        return cls(context_id, message_id, positions)
+        return cls(context_id, message_id, positions, grad_enabled)
 
     @staticmethod
     def context_of(data: bytes) -> int:

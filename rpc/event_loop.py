@@ -8,10 +8,13 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+import torch
 
 from rpc.errors import AgentClosedError
 from rpc.executor import Executor, share_this_thread
@@ -50,12 +53,15 @@ class EventLoop:
         succeed: Callable[[Any], None],
         fail: Callable[[BaseException], None],
     ) -> Callable[[], None]:
-        """Runs a coroutine in the caller's context; its end is reported on the executor.
+        """Runs a coroutine in the caller's context and, if that is off, grad mode.
+
+        Its end is reported on the executor.
 
         Returns:
             What cancels it, if it has not ended; any thread may call it.
         """
         context = contextvars.copy_context()
+        has_grad = torch.is_grad_enabled()
 
         def ended(task: asyncio.Task[Any]) -> None:
             begun.clear()  # who can cancel it must not keep it, and with it its outcome
@@ -66,7 +72,7 @@ class EventLoop:
         begun: list[asyncio.Task[Any]] = []
 
         def begin() -> None:
-            task = asyncio.ensure_future(coroutine)
+            task = asyncio.ensure_future(coroutine if has_grad else _without_grad(coroutine))
             begun.append(task)
             self._tasks.add(task)
             task.add_done_callback(ended)
@@ -148,6 +154,12 @@ class EventLoop:
             _run(loop, end.done)
         finally:
             loop.close()
+
+
+@types.coroutine
+@torch.no_grad()  # at each step, as other coroutines run on the thread between two
+def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    return (yield from coroutine.__await__())
 
 
 def _report(

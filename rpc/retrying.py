@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rpc.control import encode_passed
 from rpc.errors import (
     AgentClosedError,
@@ -204,6 +206,7 @@ class RetriedSink:
         "_attempts",
         "_cancelled",
         "_context",
+        "_grad_enabled",
         "_number",
         "_sink",
         "call",
@@ -228,6 +231,7 @@ class RetriedSink:
         self.pause: Pause | None = None
         """Set between two attempts."""
         self._context = contextvars.copy_context()
+        self._grad_enabled = torch.is_grad_enabled()
 
     def attempt(self) -> None:
         """Sends the request, again; what keeps it from leaving counts as an attempt's failure."""
@@ -286,7 +290,8 @@ class RetriedSink:
 
     def _attempt_again(self) -> None:
         try:
-            self._context.copy().run(self.attempt)
+            with torch.set_grad_enabled(self._grad_enabled):
+                self._context.copy().run(self.attempt)
         except Exception as error:
             self.end(error)
 

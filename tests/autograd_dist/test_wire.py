@@ -59,9 +59,9 @@ def test_a_release_that_lost_bytes_is_refused(context_ids, missing):
         decode_message(Release(context_ids).encode()[:-missing])
 
 
-@given(WIDE, WIDE, st.lists(st.integers(0, 9), max_size=5).map(tuple))
-def test_call_metadata_survives_the_wire(context_id, message_id, positions):
-    metadata = CallMetadata(context_id, message_id, positions)
+@given(WIDE, WIDE, st.lists(st.integers(0, 9), max_size=5).map(tuple), st.booleans())
+def test_call_metadata_survives_the_wire(context_id, message_id, positions, grad_enabled):
+    metadata = CallMetadata(context_id, message_id, positions, grad_enabled)
     assert CallMetadata.decode(metadata.encode(), 10) == metadata
     assert CallMetadata.context_of(metadata.encode()) == context_id
 

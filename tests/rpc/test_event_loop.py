@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rpc import event_loop as event_loop_module
 from rpc.errors import AgentClosedError
@@ -74,6 +75,22 @@ async def value(of: object = 7) -> object:
 async def fail(error: BaseException) -> None:
     await asyncio.sleep(0)
     raise error
+
+
+async def grad_modes() -> list[bool]:
+    seen = [torch.is_grad_enabled()]
+    await asyncio.sleep(0)
+    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.Event().wait(), 0.001)
+    return [*seen, torch.is_grad_enabled()]
+
+
+def test_a_coroutine_keeps_the_grad_mode_it_was_started_in(outcomes: Outcomes) -> None:
+    with torch.no_grad():
+        outcomes.run(grad_modes())
+    outcomes.run(grad_modes())
+    found = [outcomes.outcome(), outcomes.outcome()]
+    assert sorted(found, key=repr) == [[False, False], [True, True]]
 
 
 class Held:

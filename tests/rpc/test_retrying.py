@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import pytest
+import torch
 
+import autograd_dist
 import rpc
 from rpc import Retry, RpcTimeoutError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
@@ -122,6 +124,22 @@ def test_a_request_that_was_lost_is_sent_again(pair: Pair) -> None:
     pair.until(future.done)
     assert future.wait() == 8
     assert (runs, pair.script.seen) == ([4], 3)
+
+
+@rpc.functions.idempotent
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_one_that_was_made_without_gradients_is_sent_again_without(pair: Pair) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd_dist.context():
+        pair.script.requests = 1
+        with torch.no_grad():
+            future = rpc.rpc_async("bob", twice, (x,), retry=THREE)
+        pair.until(future.done)
+        assert not future.wait().requires_grad
+        assert pair.script.seen == 2
 
 
 def test_one_whose_reply_was_lost_is_answered_again_without_running_again(pair: Pair) -> None:
