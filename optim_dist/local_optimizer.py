@@ -13,30 +13,36 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 
 class LocalOptimizer:
-    """A ``torch.optim`` optimizer that is stepped with gradients from elsewhere.
+    """An optimizer that is stepped with gradients from elsewhere.
 
     Args:
-        optimizer_class: a subclass of ``torch.optim.Optimizer``.
+        optimizer_class: makes it; what it makes has a ``step()`` that looks at ``.grad``.
         parameters: what it optimizes.
         args: its further positional arguments.
         kwargs: its keyword arguments.
         grad_fields: whoever uses ``.grad`` of parameters on this worker for a
             purpose of its own holds this lock meanwhile; so do steps.
+
+    Raises:
+        TypeError: what was made has no ``step()``.
     """
 
     def __init__(
         self,
-        optimizer_class: Callable[..., Optimizer],
+        optimizer_class: Callable[..., Any],
         parameters: Sequence[torch.Tensor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         grad_fields: AbstractContextManager[object],
     ) -> None:
         self.optim = optimizer_class(parameters, *args, **kwargs)
+        if not callable(getattr(self.optim, "step", None)):
+            made = f"{name_of(optimizer_class)} made {self.optim!r}"
+            raise TypeError(f"{made}, which has no step(): an optimizer is needed")
+        self._given = parameters
         self._grad_fields = grad_fields
 
     def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -51,7 +57,8 @@ class LocalOptimizer:
             self.optim.step()
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optim.param_groups for p in group["params"]]
+        groups = getattr(self.optim, "param_groups", ({"params": self._given},))
+        return [p for group in groups for p in group["params"]]
 
 
 @contextlib.contextmanager
@@ -69,20 +76,31 @@ def _lent(
             parameter.grad = gradient
 
 
-def require_usable_class(optimizer_class: object) -> None:
-    """Checks that a class can be made and stepped by a distributed optimizer.
+def require_usable(optimizer_class: object) -> None:
+    """Checks that what makes optimizers can be used by a distributed one.
 
     Raises:
-        TypeError: it is no class of optimizers.
-        ValueError: its ``step`` insists on a closure.
+        TypeError: it makes none.
+        ValueError: it is a class whose ``step`` insists on a closure.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    is_class = isinstance(optimizer_class, type)
+    if not callable(getattr(optimizer_class, "step", None) if is_class else optimizer_class):
         raise TypeError(
-            "optimizer_class must be a subclass of torch.optim.Optimizer, but got "
-            f"{optimizer_class!r}"
+            "optimizer_class must be a subclass of torch.optim.Optimizer or another callable "
+            f"that makes what has a step(), but got {optimizer_class!r}"
         )
-    _, *parameters = inspect.signature(optimizer_class.step).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    if is_class:
+        _require_no_closure(optimizer_class)
+
+
+def name_of(optimizer_class: object) -> str:
+    """What errors call it."""
+    return getattr(optimizer_class, "__name__", None) or repr(optimizer_class)
+
+
+def _require_no_closure(optimizer_class: Any) -> None:
+    parameters = inspect.signature(optimizer_class.step).parameters.values()
+    needed = [p.name for p in [*parameters][1:] if p.default is p.empty and p.kind not in _VARIADIC]
     if needed:
         raise ValueError(
             f"{optimizer_class.__name__}.step needs {' and '.join(needed)}, to evaluate the loss "

@@ -6,17 +6,16 @@ an owner is in ``local_optimizer``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 import autograd_dist
 import rpc
 from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
-from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
+from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
 from rpc import leftovers
 
 
@@ -35,8 +34,9 @@ class DistributedOptimizer:
     steps or backward passes on that worker.
 
     Args:
-        optimizer_class: a subclass of ``torch.optim.Optimizer``; not one whose
-            ``step`` needs a closure, as that of ``LBFGS``.
+        optimizer_class: a subclass of ``torch.optim.Optimizer``, or whatever else makes
+            something with a ``step()`` when it is called with parameters, ``args`` and
+            ``kwargs``; not one whose ``step`` needs a closure, as that of ``LBFGS``.
         params_rref: references to the parameters, owned by any number of workers; with
             none, a step does nothing.
         args: further positional arguments for ``optimizer_class``.
@@ -47,7 +47,8 @@ class DistributedOptimizer:
         is_functional_optim: always False; kept for programs that look at it.
 
     Raises:
-        TypeError: ``optimizer_class`` or a member of ``params_rref`` is something else.
+        TypeError: ``optimizer_class``, what it made, or a member of ``params_rref`` is
+            something else.
         ValueError: the optimizer needs a closure.
         Exception: what ``optimizer_class`` raised at an owner, which the text names.
 
@@ -64,13 +65,13 @@ class DistributedOptimizer:
 
     def __init__(
         self,
-        optimizer_class: type[Optimizer],
+        optimizer_class: Callable[..., Any],
         params_rref: Iterable[rpc.RRef[Any]],
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        require_usable_class(optimizer_class)
-        self._name = optimizer_class.__name__
+        require_usable(optimizer_class)
+        self._name = name_of(optimizer_class)
         by_owner = _by_owner(params_rref)
         self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = from_each(
             f"making the optimizer {self._name}",
@@ -132,7 +133,7 @@ def _by_owner(
 
 
 def _make_local_optimizer(
-    optimizer_class: type[Optimizer],
+    optimizer_class: Callable[..., Any],
     parameters: Sequence[rpc.RRef[Any]],
     args: Sequence[Any],
     kwargs: dict[str, Any],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from optim_dist.local_optimizer import LocalOptimizer, require_usable_class
+from optim_dist.local_optimizer import LocalOptimizer, require_usable
 
 STEPS = 4
 
@@ -75,7 +76,7 @@ def sparse_gradients(step: int) -> list[torch.Tensor | None]:
     return [torch.sparse_coo_tensor(rows, values, (4, 3)), None, None]
 
 
-def make(kind: type[Optimizer], params: Any, *args: Any, **kwargs: Any) -> LocalOptimizer:
+def make(kind: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> LocalOptimizer:
     return LocalOptimizer(kind, params, args, kwargs, threading.Lock())
 
 
@@ -220,15 +221,50 @@ def test_positional_arguments_reach_the_constructor() -> None:
 # --- What is refused before anything is made
 
 
-@pytest.mark.parametrize("thing", ["SGD", 3, None, torch.nn.Linear, lambda params: None])
-def test_only_classes_of_optimizers_are_accepted(thing: object) -> None:
-    with pytest.raises(TypeError, match=r"must be a subclass of torch\.optim\.Optimizer"):
-        require_usable_class(thing)
+@pytest.mark.parametrize("thing", ["SGD", 3, None, torch.nn.Linear])
+def test_what_makes_no_optimizers_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match=r"must be a subclass of torch\.optim\.Optimizer or"):
+        require_usable(thing)
+
+
+def test_what_a_function_made_must_have_a_step() -> None:
+    with pytest.raises(TypeError, match=r"<lambda> made 3, which has no step\(\)"):
+        make(lambda params: 3, parameters())
+
+
+class Descent:
+    """Has a step, and knows nothing of torch's optimizers."""
+
+    def __init__(self, params: Sequence[torch.Tensor], lr: float) -> None:
+        self.params, self.lr = params, lr
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.params:
+                if parameter.grad is not None:
+                    parameter -= self.lr * parameter.grad
+
+
+def descent(params: Sequence[torch.Tensor]) -> optim.SGD:
+    return optim.SGD(params, lr=0.5)
+
+
+@pytest.mark.parametrize("kind", [partial(optim.SGD, lr=0.5), descent, partial(Descent, lr=0.5)])
+def test_whatever_makes_something_with_a_step_is_usable(kind: Callable[..., Any]) -> None:
+    require_usable(kind)
+    first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    make(kind, [first, second]).step({first: torch.ones(2)})
+    assert (first.tolist(), second.tolist()) == ([0.5, 0.5], [1.0, 1.0])
+    assert first.grad is None
+
+
+def test_a_class_that_only_looks_like_an_optimizer_is_usable() -> None:
+    require_usable(Descent)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"LBFGS\.step needs closure, to evaluate the loss again"):
-        require_usable_class(optim.LBFGS)
+        require_usable(optim.LBFGS)
 
 
 class Variadic(optim.SGD):
@@ -238,4 +274,4 @@ class Variadic(optim.SGD):
 
 @pytest.mark.parametrize("kind", [optim.SGD, Variadic, Failing, Optimizer])
 def test_any_other_optimizer_is_usable(kind: type[Optimizer]) -> None:
-    require_usable_class(kind)
+    require_usable(kind)

@@ -491,6 +491,20 @@ def test_the_optimizer_class_is_checked(agents: list[Agent]) -> None:
         DistributedOptimizer(optim.LBFGS, [make("first")])
 
 
+def sgd(params: Sequence[torch.Tensor], lr: float) -> optim.SGD:
+    return optim.SGD(params, lr=lr)
+
+
+def test_a_function_may_make_the_optimizers(agents: list[Agent]) -> None:
+    for made in (
+        DistributedOptimizer(sgd, [make("first")], lr=0.5),
+        DistributedOptimizer(partial(optim.SGD, lr=0.5), [make("first")]),
+    ):
+        assert len(made.remote_optimizers) == 1
+    with pytest.raises(ValueError, match="making the optimizer sgd failed on 'first'"):
+        DistributedOptimizer(sgd, [make("first")], lr=-1.0)
+
+
 def test_an_argument_that_cannot_be_sent_is_named(agents: list[Agent]) -> None:
     with pytest.raises(TypeError, match=r"failed on 'first'\nfirst: .* cannot be sent"):
         DistributedOptimizer(optim.SGD, [make("first")], lr=threading.Lock())
