@@ -9,11 +9,14 @@ Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
 and, if it is inline, ``dtype u8, ndim u8, shape u64 × ndim``, the strides in
 elements ``u64 × ndim`` if ``STRIDED``, and its bytes in memory order. If it is
 ``SPARSE`` (COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values.
+If it is ``EXPANDED``, ``ndim u8, shape u64 × ndim`` and a table of one tensor, which has
+size 1 wherever the same elements are shown again and again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +41,10 @@ _INLINE: Final = 4
 _STRIDED: Final = 8
 _SPARSE: Final = 16
 _COALESCED: Final = 32
-_LAYOUTS: Final = (0, _INLINE, _INLINE | _STRIDED, _SPARSE, _SPARSE | _COALESCED)
+_EXPANDED: Final = 64
+_LAYOUTS: Final = (0, _INLINE, _INLINE | _STRIDED, _SPARSE, _SPARSE | _COALESCED, _EXPANDED)
 _OF_PARTS: Final = frozenset(_LAYOUTS[:3])
-"""The flags that parts of a sparse tensor may have."""
+"""The flags that parts of a sparse tensor, and what was expanded, may have."""
 _FLAGS: Final = frozenset(
     layout | grad | kind
     for layout in _LAYOUTS
@@ -165,6 +169,10 @@ def pack_tensors(
         code = _CODES.get(tensor.dtype, -1)
         if code >= 0 and tensor.is_cpu and tensor.nbytes <= inline_limit and tensor.ndim <= 32:
             parts.append(_pack_inline(tensor, code, flags | _INLINE))
+        elif not tensor.is_contiguous() and _is_expanded(tensor):
+            head, more = _pack_expanded(tensor.detach(), flags, inline_limit)
+            parts.append(head)
+            slots += more
         else:
             parts.append(bytes((flags,)))
             slots.append(_dense(tensor.detach()))
@@ -216,6 +224,8 @@ def _read(
             tensor, position = _unpack_inline(table, position)
         elif flags & _SPARSE:
             tensor, position = _unpack_sparse(table, position, waiting)
+        elif flags & _EXPANDED:
+            tensor, position = _unpack_expanded(table, position, waiting)
         else:
             tensor, position = _take_slot(waiting), position + 1
         tensors.append(tensor)
@@ -240,16 +250,54 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     if has_memory and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         shape = tensor.shape
         ndim = len(shape)
+        if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, tensor.stride()):
+            return _pack_strided(tensor, code, flags)
         data = ctypes.string_at(address, tensor.nbytes)
         return _HEADS[ndim].pack(flags, code, ndim, *shape) + data
+    if _is_expanded(tensor):
+        return _pack_expanded(tensor.detach(), flags & ~_INLINE, tensor.nbytes)[0]
     tensor = _dense(tensor.detach())
     if tensor.is_contiguous():
         return _pack_inline(tensor, code, flags)
+    return _pack_strided(tensor, code, flags)
+
+
+def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     shape = tensor.shape
     ndim = len(shape)
     head = _HEADS[ndim].pack(flags | _STRIDED, code, ndim, *shape)
     strides = _SIZES[ndim].pack(*tensor.stride())
     return head + strides + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _is_ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the strides of a contiguous tensor say more than that: channels last, say."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != expected:
+            return _is_dense([size or 1 for size in shape], strides)
+        expected *= size or 1
+    return False
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it shows the same elements again and again along a dimension."""
+    strides = tensor.stride()
+    if 0 not in strides or len(strides) > _MAX_DIMS:
+        return False
+    return any(not step and size > 1 for step, size in zip(strides, tensor.shape, strict=True))
+
+
+def _pack_expanded(
+    tensor: torch.Tensor, flags: int, inline_limit: int
+) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    shape = tensor.shape
+    head = bytes((flags | _EXPANDED, len(shape))) + _SIZES[len(shape)].pack(*shape)
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride:
+            tensor = tensor.narrow(dim, 0, 1)
+    table, slots = pack_tensors((tensor,), inline_limit)
+    return head + table, slots
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,10 +367,8 @@ def _unpack_inline(
             window, position = _strided_window(table, position + 3 + sizes.size, kind.bits, shape)
         else:
             position += 3 + sizes.size
-            window = np.ndarray(shape, kind.bits, table, position)
-        tensor = torch.from_numpy(window.copy("K"))
-        if 0 in shape:
-            tensor = tensor.new_empty(shape)  # its strides are torch's; numpy has only zeros
+            window = np.ndarray(shape, kind.bits, table, position).copy()
+        tensor = torch.from_numpy(window)
     except _MALFORMED as error:
         raise FrameError(f"an inline tensor is malformed: {error}") from error
     if not kind.is_native:
@@ -356,13 +402,32 @@ def _strided_window(
     bits: np.dtype[np.generic],
     shape: tuple[int, ...],
 ) -> tuple[np.ndarray[Any, Any], int]:
+    """A copy of the elements at ``position`` with the strides named there; where they begin."""
     packed = _SIZES[len(shape)]
     strides = packed.unpack_from(table, position)
-    if 0 in shape or not _is_dense(shape, strides):
+    if not _is_dense([size or 1 for size in shape], strides):
         raise FrameError(f"strides {strides} are not dense for shape {shape}")
-    steps = tuple(stride * bits.itemsize for stride in strides)
     position += packed.size
-    return np.ndarray(shape, bits, table, position, steps), position
+    elements = np.ndarray(math.prod(shape), bits, table, position).copy()
+    steps = tuple(stride * bits.itemsize for stride in strides)
+    return np.ndarray(shape, bits, elements, 0, steps), position
+
+
+def _unpack_expanded(
+    table: bytes | bytearray | memoryview, position: int, waiting: Iterator[torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """The expanded tensor at ``position``, and where the next one begins."""
+    parts = UnpackedTensors([], [], [])
+    try:
+        sizes = _SIZES[table[position + 1]]
+        shape = sizes.unpack_from(table, position + 2)
+        end = _read(table, position + 2 + sizes.size, waiting, parts, _OF_PARTS)
+        (tensor,) = parts.tensors
+        if tensor.ndim != len(shape):
+            raise FrameError(f"a tensor of shape {tuple(tensor.shape)} cannot become {shape}")
+        return tensor.expand(shape), end
+    except (*_MALFORMED, RuntimeError) as error:
+        raise FrameError(f"an expanded tensor is malformed: {error}") from error
 
 
 def _reinterpret(tensor: torch.Tensor, kind: _InlineType) -> torch.Tensor:

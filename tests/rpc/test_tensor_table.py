@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import warnings
@@ -96,6 +97,64 @@ def test_order_of_dimensions_in_memory_survives(dtype: torch.dtype, limit: int) 
         arrived = travel(sent, inline_limit=limit)
         assert_same(arrived, sent)
         assert arrived.stride() == sent.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 3, 1, 1), (0, 3, 4, 4), (1, 1, 1, 1)], ids=str)
+def test_the_memory_format_of_an_image_survives_whatever_its_size(
+    shape: tuple[int, ...], limit: int, dtype: torch.dtype
+) -> None:
+    sent = some_tensor(dtype, *shape).to(memory_format=torch.channels_last)
+    arrived = travel(sent, inline_limit=limit)
+    assert_same(arrived, sent)
+    assert arrived.stride() == sent.stride()
+    assert arrived.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_order_of_dimensions_survives_where_there_are_no_elements() -> None:
+    assert travel(torch.empty(0, 5).t()).stride() == (1, 5)
+    assert travel(torch.empty(4, 6)[:, :0]).shape == (4, 0)
+
+
+def test_an_ordinary_tensor_has_no_strides_in_its_table() -> None:
+    for shape in ((3, 1), (1, 3), (0, 3), (2, 3), (1,), ()):
+        table, _ = pack_tensors([torch.ones(shape)])
+        assert len(table) == 4 + 3 + 8 * len(shape) + 4 * math.prod(shape)
+
+
+EXPANDED = [
+    torch.arange(3.0).view(3, 1).expand(3, 40),
+    torch.arange(3.0).expand(20, 3),
+    torch.ones(()).expand(2, 3),
+    torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)[:, None].expand(4, 5, 2, 3),
+    torch.tensor([1 + 2j]).conj().expand(4),
+    torch.ones(1, dtype=torch.bfloat16).expand(5),
+]
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+@pytest.mark.parametrize("sent", EXPANDED, ids=lambda sent: str(tuple(sent.shape)))
+def test_an_expanded_tensor_arrives_as_one(sent: Tensor, limit: int) -> None:
+    arrived = travel(sent, inline_limit=limit)
+    assert_same(arrived, sent)
+    assert arrived.stride() == sent.stride()
+
+
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+def test_an_expanded_tensor_sends_each_element_once(limit: int) -> None:
+    sent = torch.ones(3, 1).expand(3, 10**6)
+    table, slots = pack_tensors([sent, torch.ones(2)], limit)
+    assert len(table) + sum(slot.nbytes for slot in slots) < 100
+    arrived, after = unpack_tensors(table, slots).finish()
+    assert arrived.shape == (3, 10**6)
+    assert after.tolist() == [1.0, 1.0]
+
+
+def test_an_expanded_tensor_may_require_grad_or_be_a_parameter() -> None:
+    leaf = torch.ones(1).expand(3).requires_grad_()
+    assert travel(leaf).requires_grad
+    assert isinstance(travel(nn.Parameter(leaf)), nn.Parameter)
 
 
 @pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
@@ -281,7 +340,8 @@ def test_what_cannot_be_a_sparse_tensor_is_refused() -> None:
 
 
 def test_cut_off_tables_are_refused_at_every_length() -> None:
-    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(4, dtype=torch.bfloat16)])
+    sent = [torch.ones(2, 3).t(), torch.ones(4, dtype=torch.bfloat16), torch.ones(2).expand(3, 2)]
+    table, _ = pack_tensors(sent)
     for length in range(len(table)):
         with pytest.raises(FrameError):
             unpack_tensors(table[:length], ())
@@ -304,7 +364,12 @@ def test_cut_off_tables_are_refused_at_every_length() -> None:
         pytest.param(struct.pack("<IBBBqq8x", 1, 12, 0, 1, 2, 9), id="gaps"),
         pytest.param(struct.pack("<IBBBqq8x", 1, 12, 0, 1, 2, -1), id="backwards"),
         pytest.param(struct.pack("<IBBB8x", 1, 5, 4, 0), id="integer that requires grad"),
-        pytest.param(struct.pack("<IBBB4x", 1, 0x44, 0, 0), id="unknown flag"),
+        pytest.param(struct.pack("<IBBB4x", 1, 0x84, 0, 0), id="unknown flag"),
+        pytest.param(struct.pack("<IBBqIBBB4x", 1, 64, 1, 3, 1, 4, 0, 0), id="more dimensions"),
+        pytest.param(struct.pack("<IBBIBBB4x", 1, 64, 0, 1, 64, 0, 0), id="expanded twice"),
+        pytest.param(struct.pack("<IBBqI", 1, 64, 1, 3, 0), id="expanded nothing"),
+        pytest.param(struct.pack("<IBBqIBBBq4x", 1, 64, 1, -1, 1, 4, 0, 1, 1), id="expanded by -1"),
+        pytest.param(struct.pack("<IBBqIBBBq8x", 1, 64, 1, 3, 1, 4, 0, 1, 2), id="2 expanded to 3"),
     ],
 )
 def test_malformed_tables_are_refused(table: bytes) -> None:
@@ -321,7 +386,9 @@ def test_slots_that_the_table_does_not_name_are_refused() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: int) -> None:
     rng = random.Random(seed)
-    table, _ = pack_tensors([torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), coo()])
+    expanded = torch.ones(2, 1).expand(2, 3)
+    sent = [torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), coo(), expanded]
+    table, _ = pack_tensors(sent)
     damaged = bytearray(table)
     for _ in range(damages):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
@@ -329,7 +396,8 @@ def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: i
         arrived = unpack_tensors(damaged, ()).finish()
     except FrameError:
         return
-    assert sum(tensor.nbytes for tensor in arrived if not tensor.is_sparse) < len(table)
+    dense = [tensor.untyped_storage() for tensor in arrived if not tensor.is_sparse]
+    assert sum(storage.nbytes() for storage in dense) < len(table)
 
 
 @given(
