@@ -368,6 +368,8 @@ def _unpack_inline(
         else:
             position += 3 + sizes.size
             window = np.ndarray(shape, kind.bits, table, position).copy()
+            if not window.size and len(shape) > 1:  # numpy would give it strides of 0
+                window = np.ndarray(shape, kind.bits, window, 0, _steps(shape, window.itemsize))
         tensor = torch.from_numpy(window)
     except _MALFORMED as error:
         raise FrameError(f"an inline tensor is malformed: {error}") from error
@@ -394,6 +396,15 @@ def _unpack_sparse(
     except (*_MALFORMED, RuntimeError) as error:
         raise FrameError(f"a sparse tensor is malformed: {error}") from error
     return tensor, end
+
+
+def _steps(shape: Sequence[int], itemsize: int) -> list[int]:
+    """The strides that torch gives a contiguous tensor, in bytes."""
+    steps: list[int] = []
+    for size in reversed(shape):
+        steps.insert(0, itemsize)
+        itemsize *= size or 1
+    return steps
 
 
 def _strided_window(

@@ -114,6 +114,8 @@ def test_the_memory_format_of_an_image_survives_whatever_its_size(
 
 def test_the_order_of_dimensions_survives_where_there_are_no_elements() -> None:
     assert travel(torch.empty(0, 5).t()).stride() == (1, 5)
+    for contiguous in (torch.empty(0, 3), torch.empty(2, 0, 3, dtype=torch.bfloat16)):
+        assert travel(contiguous).stride() == contiguous.stride()
     assert travel(torch.empty(4, 6)[:, :0]).shape == (4, 0)
 
 
