@@ -242,6 +242,11 @@ def call_method(
     return getattr(value, name), args, kwargs
 
 
+def has_attribute(rref: RRef[Any], name: str) -> bool:
+    """At the owner: whether the value itself has an attribute that its type lacks."""
+    return hasattr(rref._keeper.await_local(rref._holding), name)
+
+
 def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
     """At the owner: the type of the value."""
     return type(rref._keeper.await_local(rref._holding))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rpc import finalizers
-from rpc.rref import RRef, call_method
+from rpc.rref import RRef, call_method, has_attribute
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -22,12 +22,13 @@ class RRefProxy:
     """
 
     def __init__(self, rref: RRef[Any], flavour: str, timeout: float) -> None:
-        self._rref = rref
-        self._flavour = flavour
-        self._timeout = timeout
+        # Mangled, as methods of the value may have any name.
+        self.__rref = rref
+        self.__flavour = flavour
+        self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        rref, flavour, timeout = self._rref, self._flavour, self._timeout
+        rref, flavour, timeout = self.__rref, self.__flavour, self.__timeout
 
         def call(*args: Any, **kwargs: Any) -> Any:
             agent: Agent = rref._keeper.agent
@@ -36,7 +37,7 @@ class RRefProxy:
                     finalizers.refuse(flavour)
                 return agent.later(lambda: call(*args, **kwargs))
             if flavour == "remote":
-                _require_method(rref._get_type(timeout), name)
+                _require_attribute(rref, name, timeout)
             rref._keeper.require_usable(rref._holding)
             start = getattr(agent, flavour)
             return start(rref.owner(), call_method, (rref, name, args, kwargs), None, timeout)
@@ -44,6 +45,11 @@ class RRefProxy:
         return call
 
 
-def _require_method(kind: type, name: str) -> None:
-    if not hasattr(kind, name):
-        raise AttributeError(f"type object {kind.__name__!r} has no attribute {name!r}")
+def _require_attribute(rref: RRef[Any], name: str, timeout: float) -> None:
+    """Raises at the caller what a ``remote()`` would otherwise raise where its value is used."""
+    kind = rref._get_type(timeout)
+    if hasattr(kind, name):
+        return
+    owner, agent = rref.owner(), rref._keeper.agent
+    if not agent.rpc_sync(owner, has_attribute, (rref, name), None, timeout):
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")

@@ -116,6 +116,31 @@ def test_methods_are_called_through_the_reference_in_three_flavours(pair: list[A
     assert rref.rpc_sync().add_later("alice", 1) == 10
 
 
+class Layered:
+    """Has callable attributes that its class does not have, and names that others use."""
+
+    def __init__(self) -> None:
+        self.layer = Counter().add
+
+    def _rref(self) -> str:
+        return "my _rref"
+
+    _flavour = _timeout = _rref
+
+
+def test_attributes_of_the_object_are_called_in_three_flavours(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Layered)
+    assert rref.rpc_sync().layer(2) == 2
+    assert rref.rpc_async().layer(3).wait() == 5
+    assert rref.remote().layer(4).to_here() == 9
+
+
+@pytest.mark.parametrize("name", ["_rref", "_flavour", "_timeout"])
+def test_no_method_is_hidden_by_what_a_proxy_knows(pair: list[Agent], name: str) -> None:
+    rref = pair[0].remote("bob", Layered)
+    assert getattr(rref.rpc_sync(), name)() == "my _rref"
+
+
 def test_an_unknown_attribute_is_an_attribute_error_at_the_caller(pair: list[Agent]) -> None:
     rref = pair[0].remote("bob", Counter)
     for call in (
