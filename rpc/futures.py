@@ -325,17 +325,21 @@ _followed = _Followed()
 class _Link:
     """What ``then`` hangs on a future: a callback, and the future of what it returns.
 
+    The callback runs in the context and the grad mode in which it was hung there, whoever
+    completes the future.
+
     Completing that one may lead to the next link, some frames deeper. The first links of
     a chain are followed so, as torch does; those of a long one after each other, in the
     same order, or Python would run out of frames and the rest would never be done.
     """
 
-    __slots__ = ("_callback", "_child", "_context")
+    __slots__ = ("_callback", "_child", "_context", "_has_grad")
 
     def __init__(self, callback: Callable[..., Any], child: Future[Any]) -> None:
         self._callback = callback
         self._child = child
         self._context = contextvars.copy_context()
+        self._has_grad = torch.is_grad_enabled()
 
     def __call__(self, done: object) -> None:
         here = _followed
@@ -353,7 +357,11 @@ class _Link:
     def _outcome(self, done: object) -> Callable[[], None]:
         """Runs the callback; returns what completes its future."""
         try:
-            value = self._context.run(self._callback, done)
+            if torch.is_grad_enabled() == self._has_grad:
+                value = self._context.run(self._callback, done)
+            else:
+                with torch.set_grad_enabled(self._has_grad):
+                    value = self._context.run(self._callback, done)
         except BaseException as error:
             return partial(self._child.set_exception, _as_runtime_error(error))
         return partial(self._child.set_result, value)

@@ -591,3 +591,15 @@ def test_an_error_that_cannot_be_copied_is_told_in_words_when_its_future_is_gone
     del future
     with pytest.raises(RuntimeError, match="Odd: odd"):
         both.wait()
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_callback_runs_in_the_grad_mode_in_which_it_was_given(has_grad: bool) -> None:
+    future: Future[int] = Future()
+    with torch.set_grad_enabled(has_grad):
+        modes = [future.then(lambda _: torch.is_grad_enabled()) for _ in range(2)]
+    with torch.set_grad_enabled(not has_grad):
+        future.set_result(1)
+        modes.append(future.then(lambda _: torch.is_grad_enabled()))
+        assert torch.is_grad_enabled() is not has_grad
+    assert [mode.wait() for mode in modes] == [has_grad, has_grad, not has_grad]
