@@ -368,7 +368,7 @@ def _unpack_inline(
         else:
             position += 3 + sizes.size
             window = np.ndarray(shape, kind.bits, table, position).copy()
-            if not window.size and len(shape) > 1:  # numpy would give it strides of 0
+            if not window.size:  # numpy would give it strides of 0
                 window = np.ndarray(shape, kind.bits, window, 0, _steps(shape, window.itemsize))
         tensor = torch.from_numpy(window)
     except _MALFORMED as error:
