@@ -30,7 +30,7 @@ from rpc.departure import Departure
 from rpc.early_frames import EarlyFrames
 from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from rpc.event_loop import EventLoop
-from rpc.executor import Executor
+from rpc.executor import SECONDS_TO_END, Executor
 from rpc.extension_set import ExtensionSet
 from rpc.futures import Future
 from rpc.gathering import Gatherings
@@ -64,6 +64,8 @@ _logger = logging.getLogger("rpc")
 _LEFT = "it left the group"
 _SYSTEM_THREADS = 4
 _SECONDS_BETWEEN_STARTS = 1.0
+_SECONDS_IN_HASTE = 0.3
+"""What handlers get to end in when they are not waited for."""
 
 Destination = WorkerInfo | str | int
 
@@ -210,6 +212,7 @@ class Agent(process_forks.Member):
             graceful = False  # nobody is there to be waited for
         if graceful:
             self.departure.refuse_in_handler()
+        seconds = _SECONDS_IN_HASTE
         try:
             if graceful and self.membership is None:
                 self.departure.leave_together(timeout)
@@ -218,18 +221,22 @@ class Agent(process_forks.Member):
                 self._say_goodbye()
             else:
                 self._say_goodbye()
+            seconds = SECONDS_TO_END if graceful else _SECONDS_IN_HASTE
         finally:
-            self._close()
+            self._close(seconds)
 
     def _say_goodbye(self) -> None:
         for peer in self.group.living():
             if peer != self.info:
                 self.notices.tell(self.group.life(peer.id), Leaving(0))
 
-    def _close(self) -> None:
-        """Takes every step, whatever another one raises; raises the first error at the end."""
+    def _close(self, seconds: float) -> None:
+        """Takes every step, whatever another one raises; raises the first error at the end.
+
+        Each step that waits for handlers does so for some ``seconds``.
+        """
         first: BaseException | None = None
-        for step in self._steps_of_closing():
+        for step in self._steps_of_closing(seconds):
             try:
                 step()
             except BaseException as error:
@@ -242,7 +249,7 @@ class Agent(process_forks.Member):
         if first is not None:
             raise first
 
-    def _steps_of_closing(self) -> Iterator[Callable[[], object]]:
+    def _steps_of_closing(self, seconds: float) -> Iterator[Callable[[], object]]:
         reason = "this worker shut down"
         yield self.departure.closing
         if self.membership is not None:
@@ -251,14 +258,14 @@ class Agent(process_forks.Member):
         yield partial(self.retries.close, reason)
         yield self.timers.drop
         yield self.extensions.close
-        yield self.event_loop.close
-        yield partial(self.transport.close, self.options.flush_seconds)
+        yield partial(self.event_loop.close, seconds)
+        yield partial(self.transport.close, self.options.flush_seconds, seconds)
         yield self.references.stop
         yield self.pulse.stop
         if self.watch is not None:
             yield self.watch.close
-        yield self.executor.close
-        yield self.completions.close
+        yield partial(self.executor.close, seconds)
+        yield partial(self.completions.close, seconds)
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""

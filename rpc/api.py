@@ -151,6 +151,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: seconds to wait, 0 for the options' ``shutdown_timeout``, ``math.inf``
             for no limit.
 
+    A handler that is not waited for, and runs on after some tenths of a second, is
+    left to itself; the end of the process waits for it a few seconds.
+
     Raises:
         RpcTimeoutError: the others did not finish in time; RPC is shut down all the same.
         RuntimeError: ``init_rpc`` was never called, or this is a handler, which a graceful

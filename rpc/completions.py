@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rpc.executor import Executor
+from rpc.executor import SECONDS_TO_END, Executor
 from rpc.transports.base import Transport
 
 _logger = logging.getLogger("rpc")
@@ -90,9 +90,9 @@ class Completions:
         finally:
             self._here.must_not_block = False
 
-    def close(self) -> None:
-        """Closes the executor."""
-        for task in self._executor.close():
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """Closes the executor, whose running tasks get some ``seconds`` to end."""
+        for task in self._executor.close(seconds):
             if isinstance(task, _Completion):
                 task.run()
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from rpc.errors import AgentClosedError
-from rpc.executor import Executor, share_this_thread
+from rpc.executor import SECONDS_TO_END, Executor, abandon, share_this_thread
 
 _SECONDS_TO_CANCEL = 2.0
-_SECONDS_TO_END = 5.0
 _LEAST_SECONDS_FOR_THREADS = 1.0
 
 _logger = logging.getLogger("rpc")
@@ -97,13 +96,14 @@ class EventLoop:
             self._started.set()
         return cancel
 
-    def close(self) -> None:
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
         """Cancels what still runs and joins the threads.
 
-        A coroutine that holds the loop for some seconds on end is named in the log and
-        abandoned, and so is what coroutines left to threads.
+        A coroutine that holds the loop for as many ``seconds`` on end is named in the log
+        and abandoned, and so is what coroutines left to threads.
         """
-        deadline = time.monotonic() + _SECONDS_TO_END
+        began = time.monotonic()
+        deadline = began + seconds
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
@@ -118,7 +118,9 @@ class EventLoop:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
-        self._end_threads(max(_LEAST_SECONDS_FOR_THREADS, deadline - time.monotonic()))
+            abandon([thread], began + SECONDS_TO_END)
+        least = min(_LEAST_SECONDS_FOR_THREADS, seconds)
+        self._end_threads(max(least, deadline - time.monotonic()))
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stopping = True

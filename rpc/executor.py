@@ -19,13 +19,14 @@ Whatever lowers the number of active threads or raises the limit ends with
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -34,7 +35,8 @@ Task = Callable[[], None]
 _MANY = 1 << 30
 _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
-_SECONDS_TO_END = 5.0
+SECONDS_TO_END = 5.0
+"""What a handler gets to end in when its worker closes in peace."""
 
 _logger = logging.getLogger("rpc")
 
@@ -92,6 +94,23 @@ def _take_part() -> None:
 def in_handler() -> bool:
     """True if the running thread is one of an executor's."""
     return _current.executor is not None
+
+
+def abandon(threads: Collection[threading.Thread], until: float) -> None:
+    """Leaves threads to what they run; the end of the process waits for them.
+
+    If the interpreter ends while one is in an operator of torch, that aborts the process.
+
+    Args:
+        threads: which.
+        until: how long it waits, on the monotonic clock.
+    """
+    atexit.register(_let_end, tuple(threads), until)
+
+
+def _let_end(threads: Collection[threading.Thread], until: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def share_this_thread() -> None:
@@ -204,7 +223,7 @@ class Executor:
         with self._lock:
             return self._size
 
-    def close(self, seconds: float = _SECONDS_TO_END) -> list[Task]:
+    def close(self, seconds: float = SECONDS_TO_END) -> list[Task]:
         """Lets running tasks end and joins every thread but the caller's.
 
         Args:
@@ -226,13 +245,13 @@ class Executor:
                 self._all_started.wait()
             threads = [*self._threads]
         self._stop_monitor.set()
-        deadline = time.monotonic() + seconds
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = sum(t.is_alive() for t in threads if t is not threading.current_thread())
+        began = time.monotonic()
+        others = [t for t in threads if t is not threading.current_thread()]
+        _let_end(others, began + seconds)
+        stuck = [thread for thread in others if thread.is_alive()]
         if stuck:
-            _logger.error("%s: %d handlers do not end, and are abandoned", self._name, stuck)
+            _logger.error("%s: %d handlers do not end, and are abandoned", self._name, len(stuck))
+            abandon(stuck, began + SECONDS_TO_END)
         return dropped
 
     # --- Decisions; all with the lock held

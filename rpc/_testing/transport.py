@@ -19,6 +19,7 @@ import torch
 
 from rpc._testing.kinds import KINDS, REPEATED, Callables
 from rpc.errors import RpcError
+from rpc.executor import SECONDS_TO_END
 from rpc.messages import Reply, Status
 from rpc.remote_errors import encode_error
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Receiver, Transport
@@ -136,10 +137,10 @@ class FaultyTransport:
         """See ``base.Transport.wake``."""
         self._inner.wake()
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
         """Stops; what is late is not sent any more."""
         self._late.stop()
-        self._inner.close(flush_seconds)
+        self._inner.close(flush_seconds, handler_seconds)
 
     def _send_after(self, seconds: float, to: int, frame: Frame) -> None:
         if not seconds:

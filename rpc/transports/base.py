@@ -177,8 +177,14 @@ class Transport(Protocol):
         nobody waits; must not be called with a lock held that a ``done`` takes.
         """
 
-    def close(self, flush_seconds: float) -> None:
-        """Stops; frames already accepted get up to ``flush_seconds`` to leave."""
+    def close(self, flush_seconds: float, handler_seconds: float = ...) -> None:
+        """Stops.
+
+        Args:
+            flush_seconds: what frames already accepted get to leave in.
+            handler_seconds: what handlers that run on threads of this get to end in;
+                those that run on are named in the log and abandoned.
+        """
 
 
 @runtime_checkable

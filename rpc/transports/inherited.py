@@ -62,5 +62,5 @@ class InheritedTransport:
     def wake(self) -> None:
         """Does nothing."""
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
         """Does nothing."""

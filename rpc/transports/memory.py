@@ -242,7 +242,7 @@ class MemoryTransport:
     def wake(self) -> None:
         """Nothing to do: who waits sleeps in a way of its own."""
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
         """Leaves the hub; peers learn of it after what was sent to them so far."""
         self._hub._detach(self)
         with self._lock:

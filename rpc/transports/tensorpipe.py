@@ -247,11 +247,12 @@ class TensorPipeTransport:
     def wake(self) -> None:
         """Nothing to do: who waits sleeps in a way of its own."""
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
         """Leaves the group and joins torch's threads. Requests not replied to are dropped.
 
         Args:
             flush_seconds: how long to wait for peers to take what was sent, and to part.
+            handler_seconds: without effect, as torch waits for what runs on its threads.
         """
         deadline = time.monotonic() + flush_seconds
         with self._lock:

@@ -8,7 +8,8 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from rpc.membership_events import MembershipChange
 from rpc.messages import Operation
 from rpc.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
-from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.base import Frame, FrameKind, Peer, Transport
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
@@ -561,6 +562,38 @@ def test_an_ungraceful_shutdown_fails_the_peers_calls() -> None:
     with pytest.raises(WorkerLostError, match="bob"):
         alice.rpc_sync("bob", whoami)
     alice.shutdown()
+
+
+_busy, _free = threading.Event(), threading.Event()
+
+
+def _hold() -> None:
+    _busy.set()
+    assert _free.wait(20)
+
+
+async def _hold_the_loop() -> None:
+    _hold()
+
+
+@pytest.mark.parametrize("handler", [_hold, _hold_the_loop])
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_shutdown_that_must_end_does_not_wait_for_a_handler(
+    make_transport: Callable[[], Transport] | None, handler: Callable[[], Any], graceful: bool
+) -> None:
+    _busy.clear()
+    _free.clear()
+    agents = connect("alice", "bob", transport=make_transport)
+    future = agents[0].rpc_async("bob", handler)
+    assert _busy.wait(20)
+    began = time.monotonic()
+    with pytest.raises(RpcTimeoutError) if graceful else contextlib.nullcontext():
+        agents[1].shutdown(graceful, timeout=0.1)
+    assert time.monotonic() - began < 3  # nothing of a handler's five seconds
+    _free.set()  # and then the fixture sees that it ends, and leaves nothing
+    with pytest.raises(WorkerLostError):
+        future.wait()
+    agents[0].shutdown(graceful=False)
 
 
 class Unclosable:

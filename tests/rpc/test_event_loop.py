@@ -359,18 +359,15 @@ async def block_a_thread(until: threading.Event, started: threading.Event) -> No
 def test_close_abandons_and_names_what_does_not_end(
     loop: EventLoop,
     outcomes: Outcomes,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     stubborn: Callable[[threading.Event, threading.Event], Coroutine[Any, Any, None]],
     said: str,
 ):
-    monkeypatch.setattr(event_loop_module, "_SECONDS_TO_END", 0.1)
-    monkeypatch.setattr(event_loop_module, "_LEAST_SECONDS_FOR_THREADS", 0.1)
     free, started = threading.Event(), threading.Event()
     outcomes.run(stubborn(free, started))
     assert started.wait(SECONDS)
     with caplog.at_level(logging.ERROR):
-        loop.close()
+        loop.close(0.1)
     assert not free.is_set()
     assert said in caplog.text
     free.set()

@@ -13,6 +13,8 @@ import logging
 import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -672,3 +674,27 @@ def test_torchs_number_of_threads_holds_on_every_thread_that_runs_tasks(way: str
     finally:
         executor.close()
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_waits_for_a_handler_in_an_operator_that_was_abandoned() -> None:
+    """The interpreter would abort it."""
+    program = """
+import contextvars, threading, time, torch
+from rpc.executor import Executor
+
+x, began = torch.ones(600, 600), threading.Event()
+
+def multiply():
+    began.set()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        x @ x
+
+executor = Executor("test", 1, contextvars.Context())
+executor.submit(multiply)
+began.wait()
+executor.close(0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, b"1 handlers do not end" in done.stderr) == (0, True), done.stderr

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rpc.executor import SECONDS_TO_END, abandon
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
@@ -34,7 +35,6 @@ from rpc.transports.tensorwire.spinning import Lookout
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-_SECONDS_TO_END = 5.0
 _TICK_SECONDS = 0.004
 """Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
 _QUIET_TICKS = 50
@@ -87,6 +87,7 @@ class RequestSide:
         self._watch_gate: SimpleQueue[None] = SimpleQueue()
         self._watching = False
         self._closed = False
+        self._abandoned = False
 
     def start(self) -> None:
         """Starts the first reader and the watch."""
@@ -219,9 +220,7 @@ class RequestSide:
                     break
                 if self._holder is not me:
                     self._idle.append(me)
-        with self._lock:
-            if not self._closed:
-                self._threads.discard(threading.current_thread())
+        self._leave()
 
     def _poll(self) -> None:
         timeout = _SWEEP_SECONDS if self.sweeping else -1
@@ -268,6 +267,7 @@ class RequestSide:
                 quiet = 0 if self._deliveries != seen or current else quiet + 1
                 seen = self._deliveries
             if self._closed:
+                self._leave()
                 return
             self._watching = False
             # A delivery that began before that saw no need to open the gate.
@@ -284,8 +284,23 @@ class RequestSide:
         if successor is not None:
             successor.gate.put(None)
 
-    def close(self) -> None:
-        """Stops reading; joins every thread but the caller's, and those that a handler holds."""
+    def _leave(self) -> None:
+        """The running thread ends; the last one that was abandoned tidies up."""
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+            is_last = self._abandoned and not self._threads
+        if is_last:
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._epoll.close()
+        self._bell.close()
+
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """Stops reading; joins every thread but the caller's.
+
+        Those that a handler holds for as many ``seconds`` are abandoned.
+        """
         with self._lock:
             self._closed = True
             servers = [*self._idle, *([self._holder] if self._holder else [])]
@@ -294,14 +309,17 @@ class RequestSide:
         self._watch_gate.put(None)
         for server in servers:
             server.gate.put(None)
-        deadline = time.monotonic() + _SECONDS_TO_END
+        began = time.monotonic()
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, began + seconds - time.monotonic()))
         self._backlog.clear()
-        stuck = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
+        with self._lock:
+            stuck = [t for t in self._threads if t.is_alive()]
+            stuck = [t for t in stuck if t is not threading.current_thread()]
+            self._abandoned = bool(stuck)
         if stuck:  # they may still look at the descriptors
             _log.error("%d handlers do not end, and are abandoned", len(stuck))
-            return
-        self._epoll.close()
-        self._bell.close()
+            abandon(stuck, began + SECONDS_TO_END)
+        else:
+            self._close_descriptors()

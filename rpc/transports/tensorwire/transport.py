@@ -18,6 +18,7 @@ import torch
 
 from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
+from rpc.executor import SECONDS_TO_END
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.host import host_identity
 from rpc.transports.late_receipts import LateReceipts
@@ -260,7 +261,7 @@ class TensorWireTransport:
 
     # The end.
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
         """See :meth:`rpc.transports.base.Transport.close`."""
         with self._lock:
             already, self._closed = self._closed, True
@@ -283,7 +284,7 @@ class TensorWireTransport:
             peer.close(grace)
         machinery = now.machinery
         machinery.receipts.close()
-        machinery.requests.close()
+        machinery.requests.close(handler_seconds)
         machinery.replies.close()
         machinery.bulk.close()
         machinery.resources.buffers.close()

@@ -165,7 +165,7 @@ class RemoteTransport:
     def wake(self) -> None:
         pass
 
-    def close(self, flush_seconds: float) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
         if self.place.busy:
             self.place.call("close", flush_seconds)
             self.place.drain()
