@@ -489,6 +489,7 @@ class Agent(process_forks.Member):
         info: dict[str, Any] = {name: getattr(counts, name) for name in counts.__slots__}
         info["calls"] = self.caller.outstanding()
         info["retrying"] = self.retries.paused()
+        info["waiting_for"] = [] if self.membership is None else self.membership.waited_for()
         info["serving"] = self.callee.serving()
         info["handler_threads"] = self.executor.thread_count()
         info["workers"] = [worker.name for worker in self.group.living()]

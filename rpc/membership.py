@@ -177,6 +177,11 @@ class Membership:
         if told is not None:
             told()
 
+    def waited_for(self) -> list[str | int]:
+        """Who :meth:`when_joined` was asked about and is not there, oldest first."""
+        with self._looked:
+            return [who for who, _ in self._waits.values()]
+
     def _tell_who_waits(self) -> None:
         group = self._agent.group
         with self._looked:

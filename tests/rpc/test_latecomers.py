@@ -64,8 +64,10 @@ def alice(join: Join) -> Agent:
 def test_a_call_is_made_when_its_worker_joins(alice: Agent, join: Join, to: str | int) -> None:
     future = alice.rpc_async(to, operator.add, (1, 2), timeout=0)
     assert not future.done()
+    assert alice.debug_info()["waiting_for"] == [to]
     join("bob")
     assert future.wait() == 3
+    assert alice.debug_info()["waiting_for"] == []
 
 
 def test_the_event_loop_runs_on_while_a_worker_is_waited_for(alice: Agent, join: Join) -> None:
