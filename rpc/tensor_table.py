@@ -7,7 +7,8 @@ by the codec before they come here; moving bytes is the transport's business.
 
 Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
 and, if it is inline, ``dtype u8, ndim u8, shape u64 × ndim``, the strides in
-elements ``u64 × ndim`` if ``STRIDED``, and its bytes in memory order. If it is
+elements ``u64 × ndim`` if ``STRIDED`` (0 along a dimension that shows the same elements
+again and again), and the bytes of its elements in memory order, each once. If it is
 ``SPARSE`` (COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values.
 If it is ``EXPANDED``, ``ndim u8, shape u64 × ndim`` and a table of one tensor, which has
 size 1 wherever the same elements are shown again and again.
@@ -246,8 +247,8 @@ def _pack_sparse(
 
 def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     address = tensor.data_ptr()
-    has_memory = address or not tensor.nbytes
-    if has_memory and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    is_plain = (address or not tensor.nbytes) and not tensor.is_neg() and not tensor.is_conj()
+    if is_plain and tensor.is_contiguous():
         shape = tensor.shape
         ndim = len(shape)
         if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, tensor.stride()):
@@ -255,6 +256,9 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
         data = ctypes.string_at(address, tensor.nbytes)
         return _HEADS[ndim].pack(flags, code, ndim, *shape) + data
     if _is_expanded(tensor):
+        strides = tensor.stride()
+        if is_plain and _is_dense(_shown_once(tensor.shape, strides), strides):
+            return _pack_strided(tensor, code, flags)
         return _pack_expanded(tensor.detach(), flags & ~_INLINE, tensor.nbytes)[0]
     tensor = _dense(tensor.detach())
     if tensor.is_contiguous():
@@ -263,11 +267,18 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
 
 
 def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
-    shape = tensor.shape
+    shape, strides = tensor.shape, tensor.stride()
     ndim = len(shape)
     head = _HEADS[ndim].pack(flags | _STRIDED, code, ndim, *shape)
-    strides = _SIZES[ndim].pack(*tensor.stride())
-    return head + strides + ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    size = math.prod(_shown_once(shape, strides)) * tensor.itemsize
+    return head + _SIZES[ndim].pack(*strides) + ctypes.string_at(tensor.data_ptr(), size)
+
+
+def _shown_once(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The shape, but 1 wherever the same elements are shown again and again."""
+    if 0 in shape:
+        return [*shape]
+    return [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
 
 
 def _is_ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -368,6 +379,7 @@ def _unpack_inline(
         else:
             position += 3 + sizes.size
             window = np.ndarray(shape, kind.bits, table, position).copy()
+            position += window.nbytes
             if not window.size:  # numpy would give it strides of 0
                 window = np.ndarray(shape, kind.bits, window, 0, _steps(shape, window.itemsize))
         tensor = torch.from_numpy(window)
@@ -375,7 +387,7 @@ def _unpack_inline(
         raise FrameError(f"an inline tensor is malformed: {error}") from error
     if not kind.is_native:
         tensor = _reinterpret(tensor, kind)
-    return tensor, position + window.nbytes
+    return tensor, position
 
 
 def _unpack_sparse(
@@ -413,15 +425,16 @@ def _strided_window(
     bits: np.dtype[np.generic],
     shape: tuple[int, ...],
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """A copy of the elements at ``position`` with the strides named there; where they begin."""
+    """A copy of the elements at ``position`` with the strides named there; where they end."""
     packed = _SIZES[len(shape)]
     strides = packed.unpack_from(table, position)
-    if not _is_dense([size or 1 for size in shape], strides):
+    shown = _shown_once(shape, strides)
+    if not _is_dense([size or 1 for size in shown], strides):
         raise FrameError(f"strides {strides} are not dense for shape {shape}")
     position += packed.size
-    elements = np.ndarray(math.prod(shape), bits, table, position).copy()
-    steps = tuple(stride * bits.itemsize for stride in strides)
-    return np.ndarray(shape, bits, elements, 0, steps), position
+    elements = np.ndarray(math.prod(shown), bits, table, position).copy()
+    steps = tuple([stride * bits.itemsize for stride in strides])
+    return np.ndarray(shape, bits, elements, 0, steps), position + elements.nbytes
 
 
 def _unpack_expanded(
