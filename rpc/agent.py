@@ -2,7 +2,8 @@
 
 The only place where decisions meet I/O. It delegates: requests it makes are
 ``caller``'s, requests it serves ``callee``'s, references ``reference_keeper``'s,
-leaving the group ``departure``'s. Several agents can live in one process.
+leaving the group ``departure``'s, losing others ``losses``'s. Several agents can live
+in one process.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from rpc.interrupts import restore, shut_out
 from rpc.latecomers import CallToCome
 from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
+from rpc.losses import Losses
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.notices import Notices
 from rpc.pulse import Pulse
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("rpc")
 
-_LEFT = "it left the group"
 _SYSTEM_THREADS = 4
 _SECONDS_BETWEEN_STARTS = 1.0
 _SECONDS_IN_HASTE = 0.3
@@ -136,7 +137,8 @@ class Agent(process_forks.Member):
         self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings()
         self.gil_profiling = False
-        self._early_frames = EarlyFrames(self._deliver_early, self._peer_lost)
+        self.losses = Losses(self)
+        self._early_frames = EarlyFrames(self._deliver_early, self.losses.reported)
         self.events = MembershipEvents(self.completions.submit)
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
@@ -196,7 +198,7 @@ class Agent(process_forks.Member):
                 self.expelled("a later life of this worker joined the group")
                 return
             former = Life(peer.info.id, known.incarnation)
-            self._lose(former, "it was replaced", MembershipChange.LOST)
+            self.losses.lost(former, "it was replaced")
         self.transport.add_peer(peer)
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))
@@ -535,15 +537,7 @@ class Agent(process_forks.Member):
     def peer_lost(self, worker_id: int, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
         if not self._early_frames.keep_loss(worker_id, reason):
-            self._peer_lost(worker_id, reason)
-
-    def _peer_lost(self, worker_id: int, reason: str) -> None:
-        verdict = None if self.watch is None else self.watch.verdict()
-        if verdict is not None:
-            self.expelled(verdict)
-        known = self.group.latest(worker_id)
-        if known is not None:
-            self.declare_lost(Life(worker_id, known.incarnation), reason, Evidence.CLOSED)
+            self.losses.reported(worker_id, reason)
 
     def patience(self, correlation: int) -> Patience:
         """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""
@@ -554,8 +548,7 @@ class Agent(process_forks.Member):
 
         Whatever it still sends is refused; should it live, it learns why.
         """
-        if self._lose(life, reason, MembershipChange.LOST):
-            self.accusations.lost(life, reason, evidence)
+        self.losses.declare(life, reason, evidence)
 
     def struck_off(self, life: Life, left: bool) -> None:
         """The group's store does not list a life any more.
@@ -564,73 +557,26 @@ class Agent(process_forks.Member):
             life: which.
             left: it left of its own accord, rather than that somebody declared it lost.
         """
-        if life == self.life:
-            told = None if self.watch is None else self.watch.verdict()
-            self.expelled(told or "somebody declared it lost: the group does not list it any more")
-        elif left:
-            self._lose(life, _LEFT, MembershipChange.LEFT)
-        else:
-            self._lose(life, "the group does not list it any more", MembershipChange.LOST)
+        self.losses.struck_off(life, left)
 
     def expelled(self, reason: str) -> None:
         """The others declared this worker lost: its calls fail, now and from now on."""
-        if self.is_expelled:
-            return
-        self.is_expelled = True
-        error, others = self.group.expel(self.info.id, reason)
-        _logger.error("%s; call rpc.shutdown(), then it may join again", error)
-        for life in others:
-            self._end(life, error)
-            self.transport.remove_peer(life.worker)
-        event = MembershipEvent(
-            MembershipChange.LOST, self.info, self.life.incarnation, error.reason
-        )
-        self.events.announce(event)
-
-    def _lose(self, life: Life, reason: str, change: MembershipChange) -> bool:
-        """Fails, frees and forgets whatever involved a life that is over; False if known."""
-        error = self.group.lose(life.worker, reason, life.incarnation)
-        if error is None:
-            return False
-        news = not self.departure.expects_departures()
-        if change is MembershipChange.LOST and news:
-            _logger.warning("%s", error)
-        self.transport.remove_peer(life.worker)
-        self._end(life, error)
-        if news:
-            info = self.group.peer(life.worker).info
-            self.events.announce(MembershipEvent(change, info, life.incarnation, reason))
-        return True
-
-    def _end(self, life: Life, error: WorkerLostError) -> None:
-        self.notices.forget(life.worker)
-        self.caller.worker_lost(life.worker, error)
-        self.callee.worker_lost(life.worker)
-        self.references.worker_lost(life, error.reason)
-        for extension in self.extensions.all():
-            extension.on_worker_lost(life.worker, error.reason)
-        self.departure.worker_lost(life.worker)
+        self.losses.expelled(reason)
 
     def _control_arrived(self, sender: int, frame: Frame) -> None:
         life = self.group.life(sender)
         messages = self.notices.arrived(life, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                self._lose(life, _LEFT, MembershipChange.LEFT)
+                self.losses.left(life)
             elif isinstance(message, Cancel):
                 self.callee.cancel(sender, message.correlations)
             elif isinstance(message, Lost):
-                self._told_of_loss(Life(message.worker, message.incarnation), message.reason)
+                self.losses.told(Life(message.worker, message.incarnation), message.reason)
             elif not self.departure.control_arrived(sender, message):
                 self.references.control_arrived(life, message)
         self.notices.acted_upon(life, messages)
         self.activity_changed()
-
-    def _told_of_loss(self, life: Life, reason: str) -> None:
-        if life == self.life:
-            self.expelled(reason)
-        else:
-            self.declare_lost(life, reason, Evidence.TOLD)
 
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""
