@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed
+
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,10 +21,6 @@ PROGRAM = re.compile(
     re.DOTALL,
 )
 PROGRAMS = list(PROGRAM.finditer(README))
-
-
-def _free_port() -> int:
-    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).port
 
 
 def _start(command: str, directory: Path, port: int) -> subprocess.Popen[str]:
@@ -40,7 +37,7 @@ def _start(command: str, directory: Path, port: int) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program["file"])
 def test_a_program_prints_what_the_readme_shows(program: re.Match[str], tmp_path: Path) -> None:
     (tmp_path / program["file"]).write_text(program["code"])
-    port = _free_port()
+    port = free_port()
     workers = [_start(each, tmp_path, port) for each in program["command"].split(" & ")]
     printed = [worker.communicate(timeout=90)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * len(workers)
@@ -64,7 +61,7 @@ def test_the_worker_that_goes_comes_back(tmp_path: Path) -> None:
     (code,) = [block for block in blocks if "def start_worker" in block]
     (shown,) = re.findall(r"\$ python elastic\.py\n(.*?)```", README, re.DOTALL)
     (tmp_path / "elastic.py").write_text(code)
-    printed = _start("python elastic.py", tmp_path, _free_port()).communicate(timeout=90)[0]
+    printed = _start("python elastic.py", tmp_path, free_port()).communicate(timeout=90)[0]
     assert _letters(printed) == _letters(shown)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import rpc
+from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -112,9 +112,7 @@ def narrow_pair(request: pytest.FixtureRequest) -> Iterator[list[WorkerProcess]]
 
 
 def _pair(backend: str, **settings: object) -> Iterator[list[WorkerProcess]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     workers = [WorkerProcess(), WorkerProcess()]
     try:
         for rank, worker in enumerate(workers):

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from rpc import group_store, rendezvous
 from rpc.errors import BringUpError
 from rpc.group_store import Record
+from tests.free_ports import free_port
 from tests.rpc.stores import SECONDS, SOON, in_turns, record
 
 
@@ -103,7 +104,7 @@ class TestOpenStore:
         assert (rank, size, store.get("key")) == (1, 2, b"value")
 
     def test_tcp_hosts_at_rank_0_and_waits_for_nobody(self) -> None:
-        port = _free_port()
+        port = free_port()
         host, *rest = group_store.open_store(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
         assert rest == [0, 2]
         guest, *_ = group_store.open_store(f"tcp://127.0.0.1:{port}", 1, 2, SOON)
@@ -111,7 +112,7 @@ class TestOpenStore:
         assert guest.get("key") == b"value"
 
     def test_tcp_port_still_serves_a_process_group(self) -> None:
-        url = f"tcp://127.0.0.1:{_free_port()}"
+        url = f"tcp://127.0.0.1:{free_port()}"
         store, *_ = group_store.open_store(url, 0, 1, SOON)
         torch.distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
         try:
@@ -158,7 +159,7 @@ class TestOpenStore:
             group_store.open_store(f"file://{tmp_path}/s", 2, 2, SOON)
 
     def test_a_host_that_does_not_answer_is_named(self) -> None:
-        url = f"tcp://127.0.0.1:{_free_port()}"
+        url = f"tcp://127.0.0.1:{free_port()}"
         with pytest.raises(BringUpError, match=f"{url}.* could not be opened within 0.2 s"):
             group_store.open_store(url, 1, 2, 0.2)
 
@@ -226,10 +227,6 @@ def test_many_keys_have_one_mark_so_that_it_confirms_no_guess() -> None:
 
 
 def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in (defaults | variables).items():
         monkeypatch.setenv(name, value)
-
-
-def _free_port() -> int:
-    return TCPStore("127.0.0.1", 0, None, True, SECONDS).port

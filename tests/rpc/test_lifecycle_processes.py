@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +13,7 @@ import pytest
 import rpc
 from rpc import BringUpError, WorkerLostError
 from tests import waiting
+from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -25,9 +25,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

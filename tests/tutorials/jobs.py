@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -109,13 +108,6 @@ def assert_all_gone(processes: dict[int, int]) -> None:
     wait_until(
         lambda: not any(map(alive, processes.values())), SECONDS_TO_NOTICE, "all processes gone"
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

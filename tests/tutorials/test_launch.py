@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.tutorials.jobs import (
     SECONDS_FOR_A_RUN,
     SECONDS_TO_NOTICE,
     assert_all_gone,
-    free_port,
     tutorial,
 )
 

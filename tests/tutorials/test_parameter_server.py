@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
 from tests.tutorials.jobs import (
     PNG_SIGNATURE,
     ROOT,
@@ -19,7 +20,6 @@ from tests.tutorials.jobs import (
     SECONDS_TO_NOTICE,
     Job,
     assert_all_gone,
-    free_port,
     running,
     wait_until,
 )
