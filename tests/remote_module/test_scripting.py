@@ -68,7 +68,9 @@ def agents() -> Iterator[list[Agent]]:
 
 @pytest.fixture
 def remote(agents: list[Agent]) -> _RemoteModule:
-    return _RemoteModule("there", Scale, _module_interface_cls=Scaling)
+    made = _RemoteModule("there", Scale, _module_interface_cls=Scaling)
+    made.get_module_rref()._get_future().wait()  # it is compiled there; not two at once in here
+    return made
 
 
 def test_a_compiled_handle_calls_the_module_with_its_defaults(remote: _RemoteModule) -> None:
