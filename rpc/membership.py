@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING
@@ -64,7 +63,6 @@ class Membership:
         self._unreadable: Set[str] = frozenset()
         self._changes = -1
         self._lost: deque[Record] = deque()
-        self._waiting = 0
         self._waits: dict[int, tuple[str | int, Callable[[], None]]] = {}
         self._numbers = itertools.count()
         self._begun = 0
@@ -130,18 +128,13 @@ class Membership:
         Raises:
             AgentClosedError: this worker left the group.
         """
-        deadline = time.monotonic() + timeout if timeout else None
-        with blocking(), self._looked:
-            self._waiting += 1
-            self._alarm.set()
-            try:
-                while not (self._agent.group.lives(who) or self._closed):
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        return
-                    self._looked.wait(left)
-            finally:
-                self._waiting -= 1
+        over = threading.Event()
+        number = self.when_joined(who, over.set)
+        try:
+            with blocking():
+                over.wait(timeout or None)
+        finally:
+            self.hurry(number)
         self.refuse_if_leaving(who)
 
     def refuse_if_leaving(self, who: str | int) -> None:
@@ -178,7 +171,7 @@ class Membership:
             told()
 
     def waited_for(self) -> list[str | int]:
-        """Who :meth:`when_joined` was asked about and is not there, oldest first."""
+        """Who is waited for and is not there, oldest first."""
         with self._looked:
             return [who for who, _ in self._waits.values()]
 
@@ -206,8 +199,7 @@ class Membership:
                 self._remove_lost()
                 self._look()
                 self._finish_look()
-                pressing = self._waiting or self._waits
-                self._alarm.wait(_PRESSING_LOOK_SECONDS if pressing else _LOOK_SECONDS)
+                self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else _LOOK_SECONDS)
             self._remove_lost()
             member_list.leave(self._store, self._me)
         except RpcError as error:
@@ -256,8 +248,6 @@ class Membership:
                 self._known[rank] = record
                 self._meet(record)
         self._changes = changes
-        with self._looked:
-            self._looked.notify_all()
 
     def _meet(self, member: Record) -> None:
         """One that this worker cannot take keeps it from nobody else."""

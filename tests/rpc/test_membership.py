@@ -171,7 +171,7 @@ def test_who_waits_for_a_worker_goes_on_when_it_joins(group: Group) -> None:
     member = group.members[0]
     waiting = threading.Thread(target=member.wait_for, args=(3, 0))
     waiting.start()
-    until(lambda: member._waiting == 1)
+    until(lambda: len(member.waited_for()) == 1)
     member_list.join(group.store, Record("dave", 3, None, 0, "test", b""))
     waiting.join(20)
     assert not waiting.is_alive()
@@ -181,7 +181,7 @@ def test_who_waits_for_a_worker_as_its_own_leaves_is_told_so(group: Group) -> No
     member = group.members[0]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(member.wait_for, "dave", 0)
-        until(lambda: member._waiting == 1)
+        until(lambda: len(member.waited_for()) == 1)
         member.leave()
         with pytest.raises(AgentClosedError, match="'dave' was waited for until"):
             waiting.result()
