@@ -41,7 +41,7 @@ from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
 from rpc.raising import keep
-from rpc.remote_errors import encode_error, harmless, refuse_as_torch_does
+from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
 from rpc.transports.base import Frame, FrameKind
@@ -487,7 +487,7 @@ class _Service:
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
-            self._agent.references.creation_raised(self._creates, harmless(error))
+            self._agent.references.creation_raised(self._creates, raisable(error))
             if self.number:
                 self._callee.ended_once(self, _Outcome(b"", None))
             else:

@@ -21,7 +21,7 @@ import torch
 from rpc import torch_modes
 from rpc.executor import blocking
 from rpc.raising import bare_copy
-from rpc.remote_errors import harmless, retell
+from rpc.remote_errors import raisable, retell
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -403,6 +403,6 @@ def _require_callable(method: str, callback: object) -> None:
 def _as_runtime_error(error: BaseException) -> BaseException:
     if isinstance(error, RuntimeError):
         return error
-    told = retell(error, str(error)) if isinstance(error, Exception) else harmless(error)
+    told = retell(error, str(error)) if isinstance(error, Exception) else raisable(error)
     told.__cause__ = error
     return told

@@ -134,7 +134,7 @@ def retell(error: Exception, text: str) -> Exception:
     return cast(Exception, _with_report(copy, _Report(text, parcel.shown, ())))
 
 
-def harmless(error: BaseException) -> Exception:
+def raisable(error: BaseException) -> Exception:
     """The error, or what stands for one that would end who raises it. Never raises.
 
     As one from another worker, ``KeyboardInterrupt``, ``SystemExit`` and the like of

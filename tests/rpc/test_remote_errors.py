@@ -35,7 +35,7 @@ from rpc.remote_errors import (
     _name_of,
     decode_error,
     encode_error,
-    harmless,
+    raisable,
     retell,
 )
 from rpc.worker_info import WorkerInfo
@@ -373,14 +373,14 @@ def test_what_would_end_the_caller_does_not_though_it_is_a_runtime_error_as_well
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3), Interrupting("x")])
 def test_what_would_end_who_raises_it_is_made_harmless_here_as_well(error: BaseException) -> None:
-    told = harmless(error)
+    told = raisable(error)
     assert isinstance(told, RemoteError)
     assert not isinstance(told, type(error))
     assert str(told) == f"{_name_of(type(error))}: {error}"
     assert getattr(told, "code", None) == getattr(error, "code", None)
     assert str(travel(told)).startswith(f"{told}\n\nOn WorkerInfo(id=1, name=w1):")
     unharmed = ValueError("x")
-    assert harmless(unharmed) is unharmed
+    assert raisable(unharmed) is unharmed
 
 
 def test_the_exit_code_of_a_remote_exit_can_be_read() -> None:
