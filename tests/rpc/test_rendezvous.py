@@ -1,6 +1,7 @@
 """Bring-up of static groups over stores in this process: threads stand for workers."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -200,6 +201,8 @@ class TestWhatKeepsAStaticGroupFromForming:
 
         def interrupt() -> None:
             until(lambda: len(rounds_of(looking).records([0])) == 1)
+            # A signal that comes just before a thread blocks would be noticed only afterwards.
+            until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
