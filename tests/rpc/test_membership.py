@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc import member_list
 from rpc.errors import AgentClosedError, BringUpError
@@ -125,6 +125,22 @@ def check_look(seed: int) -> None:
         if draw.random() < 0.5:
             member._look()
             assert view.lives == {rank: record.incarnation for rank, record in listed.items()}
+            if draw.random() < 0.2:
+                _look_at_a_spoilt_record(draw, member, listed)
+
+
+def _look_at_a_spoilt_record(
+    draw: random.Random, member: Membership, listed: dict[int, Record]
+) -> None:
+    """Says nothing of its worker, neither that it is there nor that it is gone."""
+    store, (_, record) = member._store, draw.choice([*listed.items()])
+    ours = PrefixStore("tensorwire", store)
+    ours.set(f"member/{record.name}", "spoilt")
+    ours.add("changes", 1)
+    member._look()
+    ours.set(f"member/{record.name}", record.encode())
+    ours.add("changes", 1)
+    member._look()
 
 
 def _record(worker: int, incarnation: int) -> Record:
