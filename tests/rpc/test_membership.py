@@ -125,7 +125,7 @@ def check_look(seed: int) -> None:
         if draw.random() < 0.5:
             member._look()
             assert view.lives == {rank: record.incarnation for rank, record in listed.items()}
-            if draw.random() < 0.2:
+            if listed and draw.random() < 0.2:
                 _look_at_a_spoilt_record(draw, member, listed)
 
 
