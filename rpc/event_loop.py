@@ -159,9 +159,24 @@ class EventLoop:
 
 
 @types.coroutine
-@torch.no_grad()  # at each step, as other coroutines run on the thread between two
 def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    return (yield from coroutine.__await__())
+    """Each step by itself is in ``no_grad``: between two, others run on the thread.
+
+    torch's own decorator throws into generators in a way that Python 3.12 deprecates.
+    """
+    step = partial(coroutine.send, None)
+    while True:
+        try:
+            with torch.no_grad():
+                awaited = step()
+        except StopIteration as end:
+            return end.value
+        finally:
+            del step  # it may have an error, whose traceback has this frame
+        try:
+            step = partial(coroutine.send, (yield awaited))
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
 
 
 def _report(
