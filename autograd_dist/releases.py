@@ -7,6 +7,7 @@ message for each would cost a short training step as much as one of its calls.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ class Releases:
         self._send = send
         self._lock = threading.Lock()
         self._started = self._closed = False
+        self._process = os.getpid()
         self._reaper: Reaper[tuple[int, int]] = Reaper(
             name, self._send_all, _nothing_waits, _LINGER_SECONDS
         )
@@ -50,6 +52,8 @@ class Releases:
         self._reaper.stop()
 
     def _start(self) -> None:
+        if os.getpid() != self._process:  # forked: it is the parent's to tell
+            return
         with self._lock:
             if not (self._started or self._closed):
                 self._reaper.start()
