@@ -32,6 +32,7 @@ _DTYPE_NAMES = (
     *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
     *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
     *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    "bcomplex32",
 )
 _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, n, None) for n in _DTYPE_NAMES)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
