@@ -534,10 +534,10 @@ class Agent(process_forks.Member):
         except (FrameError, UnknownWorkerError) as error:
             _logger.error("dropped a message from worker %d: %s", sender, error)
 
-    def peer_lost(self, worker_id: int, reason: str) -> None:
+    def peer_lost(self, life: Life, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
-        if not self._early_frames.keep_loss(worker_id, reason):
-            self.losses.reported(worker_id, reason)
+        if not self._early_frames.keep_loss(life, reason):
+            self.losses.reported(life, reason)
 
     def patience(self, correlation: int) -> Patience:
         """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""

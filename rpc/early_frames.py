@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from rpc.ids import Life
 from rpc.transports.base import Frame
 
 Deliver = Callable[[int, Frame], None]
-Lose = Callable[[int, str], None]
+Lose = Callable[[Life, str], None]
 
 
 class EarlyFrames:
@@ -37,9 +38,9 @@ class EarlyFrames:
         """Keeps a frame for later; False if it need not wait."""
         return self._held is not None and self._append(partial(self._deliver, sender, frame))
 
-    def keep_loss(self, worker_id: int, reason: str) -> bool:
+    def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
-        return self._held is not None and self._append(partial(self._lose, worker_id, reason))
+        return self._held is not None and self._append(partial(self._lose, life, reason))
 
     def _append(self, arrival: Callable[[], None]) -> bool:
         with self._lock:

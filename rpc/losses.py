@@ -27,15 +27,13 @@ class Losses:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
-    def reported(self, worker_id: int, reason: str) -> None:
+    def reported(self, life: Life, reason: str) -> None:
         """The transport cannot reach a worker any more."""
         agent = self._agent
         verdict = None if agent.watch is None else agent.watch.verdict()
         if verdict is not None:
             self.expelled(verdict)
-        known = agent.group.latest(worker_id)
-        if known is not None:
-            self.declare(Life(worker_id, known.incarnation), reason, Evidence.CLOSED)
+        self.declare(life, reason, Evidence.CLOSED)
 
     def told(self, life: Life, reason: str) -> None:
         """Another worker says that a life is over."""

@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from rpc.ids import Life
 from rpc.worker_info import WorkerInfo
 
 
@@ -107,8 +108,11 @@ class Receiver(Protocol):
                 that nothing which could block may run here.
         """
 
-    def peer_lost(self, worker_id: int, reason: str) -> None:
-        """Learns that ``worker_id`` cannot be reached any more; called once per peer."""
+    def peer_lost(self, life: Life, reason: str) -> None:
+        """Learns that a peer cannot be reached any more; called once for each.
+
+        A later life of the worker may be known by then.
+        """
 
     def patience(self, correlation: int) -> Patience:
         """Whether a request of its own may wait; asked only if one would have to.

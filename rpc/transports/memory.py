@@ -296,12 +296,12 @@ class MemoryTransport:
     # --- What happens on the thread
 
     def _report(self, link: _Link) -> None:
-        worker_id = link.peer.info.id
+        life = Life(link.peer.info.id, link.peer.incarnation)
         with self._lock:
-            current = self._links.get(worker_id) is link
+            current = self._links.get(life.worker) is link
             link.over = True
         if current and link.lost is not None:
-            self._receiver.peer_lost(worker_id, link.lost)
+            self._receiver.peer_lost(life, link.lost)
 
     def _deliver(self, arrival: _Arrival) -> None:
         origin = arrival.origin

@@ -45,6 +45,7 @@ from rpc.errors import (
     BringUpError,
     FrameError,
 )
+from rpc.ids import Life
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
@@ -509,14 +510,14 @@ class TensorPipeTransport:
         self._exit.look()
 
     def _report(self, link: Link) -> None:
-        worker_id = link.peer.info.id
+        life = Life(link.peer.info.id, link.peer.incarnation)
         with self._lock:
-            current = self._roster.links.get(worker_id) is link and self._state is _State.OPEN
+            current = self._roster.links.get(life.worker) is link and self._state is _State.OPEN
             if link.reported or not current:
                 return
             link.reported = True
         try:
-            self._receiver.peer_lost(worker_id, link.lost or "")
+            self._receiver.peer_lost(life, link.lost or "")
         except Exception:
             _log.exception("%r could not take the loss of %r", self._info, link.peer.info)
 

@@ -10,6 +10,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.ids import Life
 from rpc.membership_events import MembershipChange
 from rpc.messages import Operation
 from rpc.sinks import FutureSink
@@ -231,11 +233,21 @@ def test_a_newcomer_that_is_lost_at_once_is_known_to_be(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, _ = pair
-    lose = partial(alice.peer_lost, 9, "its process ended")
+    lose = partial(alice.peer_lost, Life(9, 1), "its process ended")
     monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
     alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
     with pytest.raises(WorkerLostError, match=r"carol.*its process ended"):
         alice.rpc_sync("carol", whoami)
+
+
+def test_a_newcomer_outlives_the_late_news_that_its_former_life_is_lost(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+    lose = partial(alice.peer_lost, bob.life, "its process ended")
+    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
+    alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
+    assert alice.group.lives("bob")
 
 
 def test_one_that_the_transport_refuses_is_not_in_the_group(

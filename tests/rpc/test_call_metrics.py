@@ -158,9 +158,9 @@ class TestCounting:
             assert (made.calls, made.latency.count, made.bytes_in) == (1, 1, replied)
 
     def test_calls_of_a_lost_worker_are_lost(self, gate: threading.Event) -> None:
-        with local_group("alice", "bob") as (alice, _):
+        with local_group("alice", "bob") as (alice, bob):
             future = alice.rpc_async("bob", wait_at_the_gate)
-            alice.peer_lost(1, "unplugged")
+            alice.peer_lost(bob.life, "unplugged")
             with pytest.raises(WorkerLostError):
                 future.wait()
             made = row(alice.metrics().made, "wait_at_the_gate")

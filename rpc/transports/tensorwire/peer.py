@@ -20,6 +20,7 @@ import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
+from rpc.ids import Life
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
@@ -73,7 +74,7 @@ class Machinery:
     when_full: WhenFull
     deliver: Callable[[int, Frame], None]
     patience: Callable[[int], Patience]
-    lost: Callable[[int, str], None]
+    lost: Callable[[Life, str], None]
 
     def may_wait(self) -> bool:
         """Prepares the running thread for a wait; False if others depend on its reading."""
@@ -525,7 +526,7 @@ class RemotePeer:
         for link in links:
             link.close()
         if not self._removed:
-            self._machinery.lost(self.id, self._reason or "")
+            self._machinery.lost(Life(self.id, self.incarnation), self._reason or "")
 
     def is_settled(self) -> bool:
         """True once nothing of the peer is left."""

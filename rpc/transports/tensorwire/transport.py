@@ -19,6 +19,7 @@ import torch
 from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.executor import SECONDS_TO_END
+from rpc.ids import Life
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.host import host_identity
 from rpc.transports.late_receipts import LateReceipts
@@ -249,14 +250,14 @@ class TensorWireTransport:
         if self._now is not None:
             self._now.machinery.replies.wake()
 
-    def _lost(self, worker_id: int, reason: str) -> None:
+    def _lost(self, life: Life, reason: str) -> None:
         if self._closed:
             return
         now = self._running()
         try:
-            now.receiver.peer_lost(worker_id, reason)
+            now.receiver.peer_lost(life, reason)
         except Exception:
-            _log.exception("the loss of worker %d could not be reported", worker_id)
+            _log.exception("the loss of %s could not be reported", life)
         now.machinery.replies.wake()
 
     # The end.

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
+from rpc.ids import Life
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Transport
 from rpc.worker_info import WorkerInfo
 
@@ -56,7 +57,7 @@ class Worker:
     changed: threading.Condition = field(default_factory=threading.Condition)
     received: list[tuple[int, Frame]] = field(default_factory=list)
     replies: dict[int, Frame] = field(default_factory=dict)
-    lost: list[tuple[int, str]] = field(default_factory=list)
+    lost: list[tuple[Life, str]] = field(default_factory=list)
     in_batch: list[bytes] = field(default_factory=list)
     closed: bool = False
     told_after_close: int = 0
@@ -86,10 +87,10 @@ class Worker:
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 
-    def peer_lost(self, worker_id: int, reason: str) -> None:
+    def peer_lost(self, life: Life, reason: str) -> None:
         with self.changed:
             self.told_after_close += self.closed
-            self.lost.append((worker_id, reason))
+            self.lost.append((life, reason))
             self.changed.notify_all()
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -485,7 +486,7 @@ class TransportConformance:
         b.notify(a, b"last words")
         b.close()
         a.until(lambda: bool(a.lost))
-        assert [worker_id for worker_id, _ in a.lost] == [1]
+        assert [life for life, _ in a.lost] == [Life(1, b.incarnation)]
         assert (1, b"last words") in [(sender, frame.header) for sender, frame in a.received]
         with pytest.raises(WorkerLostError, match="worker1"):
             a.notify(b, b"h")

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from rpc.errors import RpcError
+from rpc.ids import Life
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
@@ -236,8 +237,8 @@ class _Bench:
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 
-    def peer_lost(self, worker_id: int, reason: str) -> None:
-        self.tell("peer_lost", worker_id, reason)
+    def peer_lost(self, life: Life, reason: str) -> None:
+        self.tell("peer_lost", life, reason)
 
     def native_threads(self) -> list[str]:
         tasks = Path("/proc/self/task").iterdir()

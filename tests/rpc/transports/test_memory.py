@@ -17,6 +17,7 @@ import torch
 
 from rpc.clock import VirtualClock
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
+from rpc.ids import Life
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Transport
 from rpc.transports.memory import MemoryHub, MemoryTransport
 from rpc.worker_info import WorkerInfo
@@ -65,8 +66,8 @@ class Worker:
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 
-    def peer_lost(self, worker_id: int, reason: str) -> None:
-        self._tell(f"lost {worker_id}: {reason}")
+    def peer_lost(self, life: Life, reason: str) -> None:
+        self._tell(f"lost {life.worker}: {reason}")
 
     def _tell(self, what: str, *frames: Frame) -> None:
         with self.changed:

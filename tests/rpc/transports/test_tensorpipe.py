@@ -125,8 +125,8 @@ class TestLossOfAPeer:
         place.kill()
         for worker in (caller, called):
             worker.until(lambda worker=worker: bool(worker.lost))
-            ((worker_id, reason),) = worker.lost
-            assert worker_id == 7
+            ((life, reason),) = worker.lost
+            assert life.worker == 7
             assert "its connection broke" in reason
             with pytest.raises(WorkerLostError, match="victim"):
                 worker.notify(victim, b"h")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rpc.errors import WorkerLostError
+from rpc.ids import Life
 from rpc.transports.base import Frame, Peer
 from rpc.transports.tensorpipe import available
 from rpc.transports.tensorpipe_ledger import Calls, Served
@@ -280,7 +281,7 @@ def test_both_leave_in_order_after_a_break(make: Maker) -> None:
     b.call(a, b"h")
     a.close(SECONDS)
     b.until(lambda: bool(b.lost))
-    assert b.lost == [(0, "it shut down")]
+    assert b.lost == [(Life(0, a.incarnation), "it shut down")]
 
 
 @pytest.mark.parametrize("off", [0, 1])

@@ -186,7 +186,7 @@ def test_a_killed_peer_is_lost_at_once_and_leaves_nothing(
     began = time.monotonic()
     caller.until(lambda: bool(caller.lost))
     assert time.monotonic() - began < 2
-    assert [worker_id for worker_id, _ in caller.lost] == [1]
+    assert [life.worker for life, _ in caller.lost] == [1]
     with pytest.raises(WorkerLostError):
         ask(caller)
     assert all(torch.equal(tensor, large) for tensor in kept)

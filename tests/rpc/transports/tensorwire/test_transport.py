@@ -123,8 +123,8 @@ def test_workers_with_different_group_keys_do_not_connect(make: Maker) -> None:
     a, b = make(Settings(group_key=b"one"), Settings(group_key=b"other"))
     a.notify(b, b"h")
     a.until(lambda: bool(a.lost))
-    ((worker_id, reason),) = a.lost
-    assert worker_id == 1
+    ((life, reason),) = a.lost
+    assert life.worker == 1
     assert "does not hold the group's key" in reason
     assert b.received == []
 
@@ -195,8 +195,8 @@ def test_a_peer_that_sends_malformed_frames_is_lost_and_no_other(make: Maker, da
         shake(sock, a, Identity(1, 1))
         sock.sendall(data)
         a.until(lambda: bool(a.lost))
-        ((worker_id, reason),) = a.lost
-        assert worker_id == 1
+        ((life, reason),) = a.lost
+        assert life.worker == 1
         assert "cannot be read" in reason
     assert a.call(c, b"still there").header == b"still there"
     assert c.call(a, b"still there").header == b"still there"
