@@ -199,6 +199,7 @@ class Agent(process_forks.Member):
                 return
             former = Life(peer.info.id, known.incarnation)
             self.losses.lost(former, "it was replaced")
+            self._early_frames.drop(former.worker)
         self.transport.add_peer(peer)
         self.group.add(peer)
         self.references.worker_joined(Life(peer.info.id, peer.incarnation))

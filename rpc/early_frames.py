@@ -20,6 +20,10 @@ Deliver = Callable[[int, Frame], None]
 Lose = Callable[[Life, str], None]
 
 
+Arrival = tuple[int, Callable[[], None]]
+"""Of which worker, and what takes it."""
+
+
 class EarlyFrames:
     """The frames, and the losses, that have to wait, if any have to.
 
@@ -32,21 +36,31 @@ class EarlyFrames:
         self._deliver = deliver
         self._lose = lose
         self._lock = threading.Lock()
-        self._held: list[Callable[[], None]] | None = None
+        self._held: list[Arrival] | None = None
 
     def keep(self, sender: int, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
-        return self._held is not None and self._append(partial(self._deliver, sender, frame))
+        if self._held is None:
+            return False
+        return self._append(sender, partial(self._deliver, sender, frame))
 
     def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
-        return self._held is not None and self._append(partial(self._lose, life, reason))
+        if self._held is None:
+            return False
+        return self._append(life.worker, partial(self._lose, life, reason))
 
-    def _append(self, arrival: Callable[[], None]) -> bool:
+    def drop(self, worker_id: int) -> None:
+        """Drops what is held of a worker, whose life is over: its next one did not send that."""
+        with self._lock:
+            if self._held is not None:
+                self._held = [arrival for arrival in self._held if arrival[0] != worker_id]
+
+    def _append(self, of: int, arrival: Callable[[], None]) -> bool:
         with self._lock:
             if self._held is None:
                 return False
-            self._held.append(arrival)
+            self._held.append((of, arrival))
             return True
 
     @contextmanager
@@ -58,10 +72,10 @@ class EarlyFrames:
             yield
         finally:
             while held := self._take():
-                for arrival in held:
+                for _, arrival in held:
                     arrival()
 
-    def _take(self) -> list[Callable[[], None]]:
+    def _take(self) -> list[Arrival]:
         with self._lock:
             held = self._held or []
             self._held = [] if held else None

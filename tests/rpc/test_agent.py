@@ -250,6 +250,22 @@ def test_a_newcomer_outlives_the_late_news_that_its_former_life_is_lost(
     assert alice.group.lives("bob")
 
 
+def test_a_newcomer_did_not_send_what_is_held_back_of_its_former_life(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+    lost = alice.losses.lost
+
+    def hear_it_say_goodbye(life: Life, reason: str) -> bool:
+        alice.deliver(1, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
+        return lost(life, reason)
+
+    monkeypatch.setattr(alice.losses, "lost", hear_it_say_goodbye)
+    monkeypatch.setattr(alice.transport, "add_peer", lambda peer: None)
+    alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
+    assert alice.group.lives("bob")
+
+
 def test_one_that_the_transport_refuses_is_not_in_the_group(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:

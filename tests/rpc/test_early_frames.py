@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rpc.early_frames import EarlyFrames
+from rpc.ids import Life
 from rpc.transports.base import Frame, FrameKind
 
 
@@ -10,7 +11,7 @@ def _frame(number: int) -> Frame:
     return Frame(FrameKind.REQUEST, number, b"")
 
 
-def _no_loss(worker_id: int, reason: str) -> None:
+def _no_loss(life: Life, reason: str) -> None:
     raise AssertionError
 
 
@@ -28,7 +29,7 @@ def test_nothing_waits_before_or_after() -> None:
     early = EarlyFrames(lambda sender, frame: None, _no_loss)
     for _ in range(2):
         assert not early.keep(1, _frame(1))
-        assert not early.keep_loss(1, "its process ended")
+        assert not early.keep_loss(Life(1, 0), "its process ended")
         with early.held_back():
             pass
 
@@ -37,14 +38,14 @@ def test_a_loss_waits_its_turn() -> None:
     taken: list[object] = []
     early = EarlyFrames(
         lambda sender, frame: taken.append(frame.correlation),
-        lambda worker_id, reason: taken.append((worker_id, reason)),
+        lambda life, reason: taken.append((life, reason)),
     )
     with early.held_back():
         assert early.keep(1, _frame(1))
-        assert early.keep_loss(1, "its process ended")
+        assert early.keep_loss(Life(1, 0), "its process ended")
         assert early.keep(2, _frame(2))
         assert taken == []
-    assert taken == [1, (1, "its process ended"), 2]
+    assert taken == [1, (Life(1, 0), "its process ended"), 2]
 
 
 def test_what_arrives_during_the_delivery_of_early_frames_comes_after_them() -> None:
