@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rpc import process_forks
 from rpc.errors import NotInitializedError, RpcError
-from rpc.process_forks import keep_for_good
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -72,7 +72,18 @@ def forked_from(agent: Agent) -> None:
     _of_context.set(None)
     if _Process.agent in (agent, None):
         _Process.agent, _Process.parent = None, agent.info.name
-    keep_for_good(_Process.store)
+
+
+class _KeptStore(process_forks.Member):
+    """The kept store, whose threads a forked child does not have, but would join."""
+
+    def after_fork_in_child(self) -> None:
+        """It is the parent's, also after the parent has left its group."""
+        process_forks.keep_for_good(_Process.store)
+        _Process.store = None
+
+
+_kept_store = _KeptStore()
 
 
 def keep_store(store: Store) -> None:
@@ -80,6 +91,7 @@ def keep_store(store: Store) -> None:
 
     Its host may leave before the others have, and may meet them there again.
     """
+    process_forks.join(_kept_store)
     _Process.store = store
 
 
