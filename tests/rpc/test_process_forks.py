@@ -14,6 +14,7 @@ import torch
 
 import autograd_dist
 import rpc
+from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 from tests.waiting import until
 
@@ -143,6 +144,20 @@ def child_ends_in_the_ordinary_way() -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+def forks_when_it_has_left(backend: str, former: str, own: str) -> str:
+    """What its child makes that joins a group of its own."""
+    join(backend, former, "alone", 0, 1)
+    leave()
+
+    def join_own() -> float:
+        join(backend, own, "alone", 0, 1)
+        total = call("alone", full, 2.0, 3).sum().item()
+        leave()
+        return total
+
+    return in_child(join_own)
+
+
 # --- The tests
 
 
@@ -183,3 +198,11 @@ def test_the_child_does_not_wait_for_its_parents_calls(
 
 def test_the_child_ends_as_any_process_does(worker: WorkerProcess) -> None:
     assert worker.do(child_ends_in_the_ordinary_way) == 7
+
+
+@pytest.mark.parametrize("backend", ["TENSORPIPE", "TENSORWIRE"])
+def test_a_child_of_who_has_left_joins_a_group_of_its_own(backend: str) -> None:
+    stores = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    parent = WorkerProcess()
+    assert parent.do(forks_when_it_has_left, backend, *stores) == "6.0"
+    parent.end()
