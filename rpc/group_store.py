@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError, RpcError
+from rpc.executor import abandon
 from rpc.messages import PROTOCOL_VERSION
+from rpc.store_visits import SECONDS_TO_COME_BACK
 
 T = TypeVar("T")
 
@@ -269,12 +272,12 @@ def within(
         wait([outcome], timeout)
     except BaseException:  # such as Ctrl-C
         if outcome.cancel():
-            _give_up(given_up)
+            _give_up(asking, given_up)
         elif undo is not None and outcome.exception() is None:
             undo()
         raise
     if outcome.cancel():
-        _give_up(given_up)
+        _give_up(asking, given_up)
         raise BringUpError(
             f"the store did not answer within {timeout:g} s; is the worker that hosts it, "
             "usually rank 0, frozen or cut off?"
@@ -296,7 +299,8 @@ def _settle(outcome: Future[T], ask: Callable[[], T], undo: Callable[[], object]
             undo()
 
 
-def _give_up(given_up: threading.Event | None) -> None:
+def _give_up(asking: threading.Thread, given_up: threading.Event | None) -> None:
+    abandon([asking], time.monotonic() + SECONDS_TO_COME_BACK)
     if given_up is not None:
         given_up.set()
 

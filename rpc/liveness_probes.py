@@ -26,6 +26,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rpc.ids import Life
+from rpc.store_visits import ProcessEndsError, visit
 
 T = TypeVar("T")
 
@@ -192,6 +193,15 @@ class StoreProber:
         server, client = self._server, self._client
         if server is None or client is None:
             return None
+        try:
+            with visit():
+                return self._ask_either(ask, server, client)
+        except ProcessEndsError:
+            return None
+
+    def _ask_either(
+        self, ask: Callable[[TCPStore], T], server: TCPStore, client: TCPStore
+    ) -> T | None:
         try:
             return ask(client)
         except RuntimeError:

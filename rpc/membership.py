@@ -25,6 +25,7 @@ from rpc.errors import AgentClosedError, BringUpError, RpcError
 from rpc.executor import blocking
 from rpc.group_store import Record, within
 from rpc.ids import Life
+from rpc.store_visits import ProcessEndsError, visit
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
 
@@ -196,12 +197,16 @@ class Membership:
         try:
             while not self._stopping:
                 self._begun += 1
-                self._remove_lost()
-                self._look()
+                with visit():
+                    self._remove_lost()
+                    self._look()
                 self._finish_look()
                 self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else _LOOK_SECONDS)
-            self._remove_lost()
-            member_list.leave(self._store, self._me)
+            with visit():
+                self._remove_lost()
+                member_list.leave(self._store, self._me)
+        except ProcessEndsError:
+            return
         except RpcError as error:
             _logger.error("nobody can join the group any more: %s", error)
         except Exception:
