@@ -155,7 +155,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     left to itself; the end of the process waits for it a few seconds.
 
     Raises:
-        RpcTimeoutError: the others did not finish in time; RPC is shut down all the same.
+        RpcTimeoutError: this worker or others did not finish in time; says what was waited
+            for. RPC is shut down all the same.
         RuntimeError: ``init_rpc`` was never called, or this is a handler, which a graceful
             shutdown would wait for. After an ``init_rpc`` that failed, or another
             ``shutdown``, there is nothing to do.

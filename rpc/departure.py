@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 _logger = logging.getLogger("rpc")
+_MOST_NAMED = 3
 
 
 class Departure:
@@ -38,6 +39,7 @@ class Departure:
         self._todo: deque[Effect] = deque()
         self._answering = False
         self._probed = False
+        self._asked_by: int | None = None
         self._finished = threading.Event()
         self._closing = False
         self._alone = False
@@ -49,7 +51,8 @@ class Departure:
         """Waits until the whole group is done; ``timeout`` in seconds, 0 or ``inf`` for none.
 
         Raises:
-            RpcTimeoutError: names the workers that were still waited for.
+            RpcTimeoutError: names the calls that were still under way here, or else the workers
+                that were still waited for, as far as this one knows them.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._lock:
@@ -77,7 +80,7 @@ class Departure:
             timeout: seconds, 0 or ``inf`` for none.
 
         Raises:
-            RpcTimeoutError: calls were still under way.
+            RpcTimeoutError: calls were still under way; names them.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout if timeout else None
@@ -86,9 +89,7 @@ class Departure:
             while not self._quiet():
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise RpcTimeoutError(
-                        f"shutdown: calls were still under way after {timeout:.2f} seconds"
-                    )
+                    raise RpcTimeoutError(self._still_under_way(timeout))
                 self._changed.wait(left)
         self.release()
 
@@ -96,12 +97,46 @@ class Departure:
         with self._lock:
             leader = self._machine.leader
             missing = self._machine.missing()
-        group = self._agent.group
-        if leader != self._agent.info.id:
-            name = group.peer(leader).info.name
-            return f"shutdown: the leader {name!r} did not answer within {timeout:.2f} seconds"
-        names = [group.peer(worker).info.name for worker in missing]
-        return f"Followers {names} timed out in _all_gather after {timeout:.2f} seconds"
+            was_asked = self._asked_by == leader
+        group, me = self._agent.group, self._agent.info.id
+        if not self._quiet() and (leader != me or missing == [me]):
+            return self._still_under_way(timeout)
+        if leader == me:
+            names = [group.peer(worker).info.name for worker in missing]
+            return f"Followers {names} timed out in _all_gather after {timeout:.2f} seconds"
+        name = group.peer(leader).info.name
+        if was_asked:
+            return (
+                f"shutdown: the group was not done after {timeout:.2f} seconds; this worker was, "
+                f"and the leader {name!r} still had to hear so from others"
+            )
+        return (
+            f"shutdown: the leader {name!r} did not answer within {timeout:.2f} seconds; "
+            "it does when every worker has called shutdown"
+        )
+
+    def _still_under_way(self, timeout: float) -> str:
+        named = self._under_way()
+        rest = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        what = ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
+        return f"shutdown: calls were still under way here after {timeout:.2f} seconds{what}"
+
+    def _under_way(self) -> list[str]:
+        """What keeps this worker from being quiet, for people; like calls are named once."""
+        agent = self._agent
+
+        def name(worker: int) -> str:
+            return repr(agent.group.peer(worker).info.name)
+
+        served, made = agent.callee.serving(), agent.caller.outstanding()
+        calls = [f"{row['call']} called by {name(row['from'])}" for row in served]
+        calls += [f"{row['call']} called on {name(row['to'])}" for row in made]
+        others = (
+            (agent.caller, "calls that were given up and not answered"),
+            (agent.completions, "callbacks of futures"),
+            (agent.references, "notices of references"),
+        )
+        return list(dict.fromkeys(calls)) or [what for part, what in others if not part.quiet()]
 
     def worker_joined(self, worker_id: int) -> None:
         """A worker joined: it has to be waited for too."""
@@ -185,6 +220,8 @@ class Departure:
             else:
                 agent.notices.tell(agent.group.life(effect.to), effect.message)
         elif isinstance(effect, AnswerWhenQuiet):
+            with self._lock:
+                self._asked_by = self._machine.leader
             self._probed = True
             self._answer_if_quiet()
         elif isinstance(effect, Enter):

@@ -1,0 +1,141 @@
+"""What a graceful shutdown that does not end in time says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rpc.agent import Agent
+from rpc.errors import AgentClosedError, RpcTimeoutError
+from rpc.futures import Future
+from rpc.testing import connect
+from tests.waiting import until
+
+SECONDS = 20.0
+BUSY = "shutdown: calls were still under way here after 0.50 seconds"
+
+_free = threading.Event()
+
+
+def hold() -> None:
+    assert _free.wait(SECONDS)
+
+
+@pytest.fixture
+def agents() -> Iterator[list[Agent]]:
+    """Of whom alice leads; in the end all have left."""
+    _free.clear()
+    made = connect("alice", "bob", "carol")
+    yield made
+    _free.set()
+    for agent in made:
+        agent.shutdown(graceful=False)
+
+
+def held(caller: Agent, callee: Agent) -> Future[None]:
+    """A call whose handler runs until the end of the test."""
+    future = caller.rpc_async(callee.info.name, hold)
+    until(lambda: len(callee.callee.serving()) == 1)
+    return future
+
+
+@contextmanager
+def leaving(*others: Agent) -> Iterator[None]:
+    """They shut down meanwhile, too."""
+    threads = [threading.Thread(target=agent.shutdown) for agent in others]
+    for thread in threads:
+        thread.start()
+    yield
+    _free.set()
+    for thread in threads:
+        thread.join(SECONDS)
+
+
+def refused(future: Future[None]) -> None:
+    with pytest.raises(AgentClosedError):
+        future.wait()
+
+
+def why(agent: Agent) -> str:
+    """What it says of a shutdown that did not end in time."""
+    with pytest.raises(RpcTimeoutError) as info:
+        agent.shutdown(timeout=0.5)
+    return str(info.value)
+
+
+def test_its_own_handler_is_named_and_not_the_leader(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    held(alice, bob).cancel()
+    with leaving(alice, carol):
+        assert why(bob) == f"{BUSY}: hold called by 'alice'"
+
+
+def test_its_own_call_is_named_and_not_the_leader(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    future = held(bob, carol)
+    with leaving(alice, carol):
+        assert why(bob) == f"{BUSY}: hold called on 'carol'"
+    refused(future)
+
+
+def test_calls_that_were_given_up_are_told_of(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    held(bob, carol).cancel()
+    with leaving(alice, carol):
+        assert why(bob) == f"{BUSY}: calls that were given up and not answered"
+
+
+def test_some_of_many_calls_are_named_and_like_ones_once(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    futures = [held(bob, agent) for agent in agents] + [bob.rpc_async("alice", hold)]
+    with leaving(alice, carol):
+        calls = "hold called by 'bob', hold called on 'alice', hold called on 'bob'"
+        assert why(bob) == f"{BUSY}: {calls} and 1 more"
+    for future in futures:
+        refused(future)
+
+
+def test_the_leader_names_its_own_calls_if_only_they_are_left(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    held(alice, alice).cancel()
+    with leaving(bob, carol):
+        assert why(alice) == f"{BUSY}: hold called by 'alice'"
+
+
+def test_the_leader_names_the_others_that_are_left(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    held(alice, bob).cancel()
+    with leaving(bob, carol):
+        assert (
+            why(alice) == "Followers ['alice', 'bob'] timed out in _all_gather after 0.50 seconds"
+        )
+
+
+def test_one_that_was_done_blames_neither_itself_nor_the_leader(agents: list[Agent]) -> None:
+    alice, bob, carol = agents
+    held(alice, carol).cancel()
+    with leaving(alice, carol):
+        assert why(bob) == (
+            "shutdown: the group was not done after 0.50 seconds; this worker was, "
+            "and the leader 'alice' still had to hear so from others"
+        )
+
+
+def test_a_leader_that_says_nothing_is_named(agents: list[Agent]) -> None:
+    alice, bob, _ = agents
+    with leaving(alice):
+        assert why(bob) == (
+            "shutdown: the leader 'alice' did not answer within 0.50 seconds; "
+            "it does when every worker has called shutdown"
+        )
+        agents[2].shutdown(graceful=False)
+
+
+def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
+    alice, bob, _ = agents
+    held(alice, bob).cancel()
+    with pytest.raises(RpcTimeoutError, match=f"{BUSY}: hold called by 'alice'"):
+        bob.departure.leave_alone(0.5)
