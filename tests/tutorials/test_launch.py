@@ -34,7 +34,7 @@ def test_a_killed_worker_ends_the_tutorial_with_an_error_that_names_it(tmp_path:
         ranks = job.ranks()
         os.kill(ranks[2], signal.SIGKILL)
         assert job.wait(SECONDS_TO_NOTICE) == 1
-        assert "observer2 was killed by SIGKILL" in job.output()
+        assert job.output().endswith("the job has failed: observer2 was killed by SIGKILL\n")
         assert_all_gone(ranks)
 
 

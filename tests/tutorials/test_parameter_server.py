@@ -62,7 +62,7 @@ def test_a_killed_trainer_ends_the_job_with_an_error_that_names_it(tmp_path: Pat
         ranks = job.ranks()
         os.kill(ranks[2], signal.SIGKILL)
         assert job.wait(SECONDS_TO_NOTICE) == 1
-        assert "trainer2 was killed by SIGKILL" in job.output()
+        assert job.output().endswith("the job has failed: trainer2 was killed by SIGKILL\n")
         assert_all_gone(ranks)
 
 
@@ -72,7 +72,7 @@ def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path
         ranks = job.ranks()
         os.kill(ranks[0], signal.SIGKILL)
         assert job.wait(SECONDS_TO_NOTICE) == 1
-        assert "server was killed by SIGKILL" in job.output()
+        assert job.output().endswith("the job has failed: server was killed by SIGKILL\n")
         assert_all_gone(ranks)
 
 

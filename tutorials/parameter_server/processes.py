@@ -5,7 +5,7 @@ Two rules make that hold in every case, also when this process is killed outrigh
 * each child's standard input is a pipe from here, and a child ends when it
   closes, whatever closed it (see ``end_with_parent``);
 * when one child fails, the others get a moment to say so themselves and are
-  then ended.
+  then ended; which one failed first is printed last, when all have spoken.
 
 Children get their own session, so that Ctrl-C reaches only this process, which
 then ends them in order instead of leaving each to die in the middle of something.
@@ -53,12 +53,16 @@ def run_together(commands: Mapping[str, Sequence[str]]) -> int:
     try:
         for name, command in commands.items():
             children[name] = _start(name, command, ended)
-        return _watch(set(children), ended)
+        failed = _watch(set(children), ended)
     except KeyboardInterrupt:
         print("\ninterrupted: ending all processes", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         _end_all(list(children.values()))
+    if failed is None:
+        return 0
+    print(f"the job has failed: {failed}", file=sys.stderr, flush=True)
+    return 1
 
 
 def end_with_parent() -> None:
@@ -84,15 +88,15 @@ def _start(
     return child
 
 
-def _watch(running: set[str], ended: queue.SimpleQueue[Ended]) -> int:
+def _watch(running: set[str], ended: queue.SimpleQueue[Ended]) -> Ended | None:
     while running:
         child = ended.get()
         running.discard(child.name)
         if child.status != 0:
             print(f"{child}; ending the others", file=sys.stderr, flush=True)
             _let_others_speak(running, ended)
-            return 1
-    return 0
+            return child
+    return None
 
 
 def _let_others_speak(running: set[str], ended: queue.SimpleQueue[Ended]) -> None:
