@@ -368,7 +368,10 @@ def trace(
         path: where to write it; None to use only the returned object.
         operators: record torch's operators too, on all threads of all workers.
             Costs a few microseconds per operator. A process that runs a
-            ``torch.profiler`` of its own keeps its operators to itself.
+            ``torch.profiler`` of its own keeps its operators to itself. Where it is
+            the first profile of a process and begins on another thread than the one
+            that imported torch, torch prints ``ERROR: External init callback must
+            run in same thread as registerClient``, which means nothing.
 
     Yields:
         The trace, which can be looked at when the block is over.

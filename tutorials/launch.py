@@ -140,6 +140,9 @@ def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> N
 
     import rpc
 
+    # Begun on another thread than the one that loads torch, its profiler prints an ERROR.
+    with torch.autograd.profiler.profile():
+        pass
     torch.set_num_threads(1)
     torch.manual_seed(options.seed + options.rank)
     _join(options, names)

@@ -41,4 +41,5 @@ def test_two_stages_learn_and_are_less_idle_with_micro_batches(tmp_path: Path) -
     assert number_after("final test accuracy:", output) > 20.0
     assert number_after("16 micro-batches:", output) > 0
     assert number_after("8 micro-batches: stages idle", output) < 100.0
+    assert "ERROR" not in output
     assert_pictures(tmp_path, "bubble.png")

@@ -24,6 +24,7 @@ def test_one_step_is_seen_by_profiler_trace_and_metrics(tmp_path: Path) -> None:
     assert re.search(r"RRef\.read \(trainer -> features\) +\d", trace)
     assert re.search(r"RRef\.classify \(features -> classifier\) +\d", trace)
     assert re.search(r"RRef\.read, features", metrics)
+    assert "ERROR" not in output
     assert_pictures(tmp_path, "step.png")
     drawn = json.loads((tmp_path / "output" / "trace.json").read_text())
     assert any(event.get("name", "").startswith("aten::") for event in drawn["traceEvents"])
