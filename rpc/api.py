@@ -80,7 +80,8 @@ def init_rpc(
 ) -> None:
     """Joins the group and makes this process one of its workers.
 
-    Returns once all ``world_size`` workers are there.
+    Returns once all ``world_size`` workers are there. Without a ``world_size``, given
+    or in the environment, the group is dynamic: workers join and leave at any time.
 
     Args:
         name: unique in the group; letters, digits, ``-``, ``_``, ``:``, at most 127.
@@ -93,7 +94,7 @@ def init_rpc(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument's value cannot be.
+        ValueError: the value of an argument, or of ``RPC_BACKEND``, cannot be.
         BringUpError: workers are missing or disagree; says which and how.
         RuntimeError: RPC is initialized already, or the name is not unique.
     """

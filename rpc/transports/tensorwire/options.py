@@ -37,8 +37,10 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         init_method: see :class:`rpc.RpcBackendOptions`.
         device_maps: by destination worker, this worker's devices to the destination's.
         devices: the CUDA devices RPC may use. Default those the device maps name.
-        bind_address: address or host name to listen on for TCP. Default the loopback
-            interface, which only workers on this host can reach.
+        bind_address: address or host name to listen on for TCP. Default what follows from
+            the address given for the group's store: the loopback interface, which only
+            workers on this host can reach, if that is a loopback address or a file, and
+            otherwise this host's address on the way to it.
         group_key: secret that every worker of the group was given. Without one, whoever
             can read the group's store can connect.
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers
