@@ -1,7 +1,7 @@
 # The things people do here. Each sets up what it needs, once, in $(VENV).
 #
 #   make train    train a digit classifier with a parameter server and two trainers
-#   make tutorials   all six tutorials run small, three minutes   (tutorials/README.md)
+#   make tutorials   all six tutorials run small, three to four minutes   (tutorials/README.md)
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
@@ -10,7 +10,7 @@
 #                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
-#   make simulate   10 000 whole groups in a simulator where everything goes wrong, three minutes
+#   make simulate   10 000 whole groups in a simulator where everything goes wrong, one to three minutes
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
 #   make clean    remove the environment and all caches; results in runs/ stay
 #

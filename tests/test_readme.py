@@ -59,3 +59,13 @@ def test_the_test_example_runs() -> None:
         b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "MemoryHub" in b
     )
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_broken_rule_is_told_as_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown = next(
+        found
+        for found in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+        if "NeverTells" in found[0]
+    )
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
