@@ -148,8 +148,9 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
             decisions = options.steps * options.games * len(observers)
             rates[way].append(decisions / (time.perf_counter() - started))
     for way in _WAYS:
-        print(f"{way}: {statistics.median(rates[way]):.0f} decisions a second, "
-              f"{len(lengths[way])} games of {_mean(lengths[way]):.0f} steps")  # fmt: skip
+        games = len(lengths[way])
+        over = f", {games} games of {_mean(lengths[way]):.0f} steps" if games else ""
+        print(f"{way}: {statistics.median(rates[way]):.0f} decisions a second{over}")
     report.show_ratio(rates, "decisions a second", options.output / "inference.png")
 
 
