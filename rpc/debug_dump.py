@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,8 @@ from rpc.current import find_agent
 from rpc.errors import RpcError
 
 _STOP = b"\0"
+_looking = threading.Lock()
+"""Held while the collector is off for the sake of a look at the threads."""
 
 
 def describe(agent: Agent) -> str:
@@ -191,9 +194,25 @@ def _without_agent() -> str:
     return "\n".join(lines) + "\n"
 
 
+def running_frames() -> dict[int, FrameType]:
+    """What each thread runs, by its ident.
+
+    Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
+    off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.
+    """
+    with _looking:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
 def _threads(agent: Agent | None) -> Iterator[str]:
     """The stacks of all threads, the worker's first; those that wait for work only counted."""
-    frames = sys._current_frames()
+    frames = running_frames()
     prefix = f"rpc-{agent.info.name}" if agent is not None else "rpc-"
     known = sorted(threading.enumerate(), key=lambda t: (not t.name.startswith(prefix), t.name))
     idle: dict[str, int] = {}

@@ -1,7 +1,6 @@
 """Bring-up of static groups over stores in this process: threads stand for workers."""
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from rpc import rendezvous
+from rpc.debug_dump import running_frames
 from rpc.errors import BringUpError
 from rpc.group_store import KEY_MARK, Record, key_mark, our_part
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record
@@ -202,7 +202,7 @@ class TestWhatKeepsAStaticGroupFromForming:
         def interrupt() -> None:
             until(lambda: len(rounds_of(looking).records([0])) == 1)
             # A signal that comes just before a thread blocks would be noticed only afterwards.
-            until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+            until(lambda: running_frames()[main].f_code.co_name == "wait")
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
