@@ -1,4 +1,4 @@
-"""Every error TensorWire raises of its own accord, in one tree.
+"""Every error ``rpc`` raises of its own accord, in one tree.
 
     RuntimeError
     └── RpcError
@@ -14,8 +14,6 @@
         ├── DeviceMapError            a tensor's device has no counterpart at the destination
         ├── EncodeError               a value cannot be sent (also a TypeError)
         ├── DecodeError               a value that arrived cannot be rebuilt here
-        ├── BackwardError             a backward pass failed (in ``autograd_dist.errors``)
-        ├── UnknownContextError       no such autograd context (in ``autograd_dist.errors``)
         ├── RemoteError               a remote exception whose own type cannot be rebuilt here
         └── RRefError
             ├── RRefCreationError     ``remote()`` failed or timed out; its handle is unusable
