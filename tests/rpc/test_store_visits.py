@@ -91,11 +91,13 @@ def test_nobody_is_admitted_after_the_end() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["TensorWire", "TensorPipe"])
 @pytest.mark.parametrize("busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _GAVE_UP_WAITING])
 @pytest.mark.parametrize(
-    ("last_line", "status", "last_words"),
-    [("raise ValueError('its own')", 1, "ValueError: its own"), ("sys.exit(3)", 3, "")],
+    ("backend", "last_line", "status", "last_words"),
+    [
+        ("TensorWire", "raise ValueError('its own')", 1, "ValueError: its own"),
+        ("TensorPipe", "sys.exit(3)", 3, ""),
+    ],
 )
 def test_a_process_ends_with_its_own_status_without_a_shutdown(
     backend: str, busy: str, last_line: str, status: int, last_words: str
