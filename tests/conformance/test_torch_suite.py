@@ -53,7 +53,7 @@ def test_a_broken_library_is_noticed(sabotage: str, noticed: str, tmp_path: Path
 
 def test_spawned_workers_get_our_names_too(tmp_path: Path):
     options = ("-k", r"RpcTest\.test_scalar_add$", "--start", "spawn")
-    done = _run(tmp_path, "tensorpipe", *options, "--sabotage", "wrong-results")
+    done = _run(tmp_path, "tensorwire", *options, "--sabotage", "wrong-results")
     assert done.returncode == 1
     assert "None is not tensor" in done.stdout  # what a sabotaged call of ours returns
 

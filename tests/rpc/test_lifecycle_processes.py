@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -137,33 +138,33 @@ def test_those_who_come_and_go_leave_no_descriptors(
     until(lambda: stays.do(descriptors) <= min(held) + 2)
 
 
-def join_with_maps(backend: str, url: str, world_size: int | None, maps: DeviceMaps) -> str:
-    """What is wrong with the device maps; once that is told, this worker joins without them."""
-    try:
-        join(backend, url, "worker0", 0, world_size, device_maps=maps)
-    except ValueError as error:
-        join(backend, url, "worker0", 0, world_size)
+def refusals(backend: str, url: str, attempts: list[tuple[int | None, DeviceMaps]]) -> list[str]:
+    """What is wrong with each of the device maps; then this worker joins without them."""
+    wrong = []
+    for number, (world_size, maps) in enumerate(attempts):
+        place = f"{url}{number}"
+        with pytest.raises(ValueError, match="invalid") as refused:
+            join(backend, place, "worker0", 0, world_size, device_maps=maps)
+        wrong.append(str(refused.value))
+        join(backend, place, "worker0", 0, world_size)
         rpc.shutdown()
-        return str(error)
-    raise AssertionError("it joined")
+    return wrong
 
 
 @pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
-@pytest.mark.parametrize(
-    ("world_size", "maps", "wrong"),
-    [
-        (1, {"worker0": {"cuda:99": "cpu"}}, "source devices with invalid indices"),
-        (1, {"worker0": {"cpu": "cuda:99"}}, "target devices with invalid indices"),
-        (1, {"nobody": {"cpu": "cpu"}}, "invalid target node names"),
-        (None, {"somebody": {"cuda:99": "cuda:0"}}, "source devices with invalid indices"),
-    ],
-)
 def test_device_maps_that_cannot_be_are_refused_when_the_group_forms(
-    url: str,
-    workers: list[WorkerProcess],
-    backend: str,
-    world_size: int | None,
-    maps: DeviceMaps,
-    wrong: str,
+    tmp_path: Path, workers: list[WorkerProcess], backend: str
 ) -> None:
-    assert wrong in workers[0].do(join_with_maps, backend, url, world_size, maps)
+    attempts: list[tuple[int | None, DeviceMaps]] = [
+        (1, {"worker0": {"cuda:99": "cpu"}}),
+        (1, {"worker0": {"cpu": "cuda:99"}}),
+        (1, {"nobody": {"cpu": "cpu"}}),
+        (None, {"somebody": {"cuda:99": "cuda:0"}}),
+    ]
+    source, target, name, dynamic = workers[0].do(
+        refusals, backend, f"file://{tmp_path}/meeting", attempts
+    )
+    assert "source devices with invalid indices" in source
+    assert "target devices with invalid indices" in target
+    assert "invalid target node names" in name
+    assert "source devices with invalid indices" in dynamic
