@@ -37,27 +37,23 @@ class Group:
             self._lost.pop(peer.info.id, None)
             self.version += 1
 
-    def lose(
-        self, worker_id: int, reason: str, incarnation: int | None = None
-    ) -> WorkerLostError | None:
-        """A worker is gone.
+    def lose(self, life: Life, reason: str) -> WorkerLostError | None:
+        """A worker's life is over.
 
         Args:
-            worker_id: which.
+            life: which.
             reason: what was observed.
-            incarnation: the life that is over; None for the latest.
 
         Returns:
-            The error its callers get; None if that life is over already.
+            The error its callers get; None if that is no news, or of another life than the
+            member's.
         """
         with self._lock:
-            peer = self._by_id.get(worker_id)
-            if peer is None or worker_id in self._lost:
-                return None
-            if incarnation is not None and incarnation != peer.incarnation:
+            peer = self._by_id.get(life.worker)
+            if peer is None or life.worker in self._lost or life.incarnation != peer.incarnation:
                 return None
             error = WorkerLostError(peer.info.name, peer.incarnation, reason)
-            self._lost[worker_id] = error
+            self._lost[life.worker] = error
             self.version += 1
             return copy(error)
 

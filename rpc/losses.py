@@ -82,7 +82,7 @@ class Losses:
 
     def _lose(self, life: Life, reason: str, change: MembershipChange) -> bool:
         agent = self._agent
-        error = agent.group.lose(life.worker, reason, life.incarnation)
+        error = agent.group.lose(life, reason)
         if error is None:
             return False
         news = not agent.departure.expects_departures()

@@ -116,7 +116,7 @@ class Ledger:
                 life.incarnation,
             )
             require(named, Rule.MEMBERS, worker.life, "lost", life, "and says", found)
-        again = worker.group.lose(life.worker, "twice")
+        again = worker.group.lose(life, "twice")
         require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
 
     def resolved(self, worker: Worker, to: int, found: Life | Exception) -> None:

@@ -215,7 +215,7 @@ class Watchers:
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
         """As ``Agent._lose``."""
-        if watcher.group.lose(life.worker, reason, life.incarnation) is None:
+        if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
         self.vigil.lost(watcher, life)

@@ -199,7 +199,7 @@ class Worker:
         known = self.view.get(life.worker)
         if known is not None and self.fences(known):
             del self.view[life.worker]
-            error = self.group.lose(life.worker, reason)
+            error = self.group.lose(known, reason)
             self.world.ledger.loss_reported(self, known, error)
             self._lose_calls(known)
         self.told_over[life.worker] = life.incarnation

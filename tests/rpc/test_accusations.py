@@ -26,7 +26,7 @@ class Agent:
         self.group = Group()
         for life in (ME, OTHER, GONE):
             self.group.add(Peer(WorkerInfo(f"w{life.worker}", life.worker), life.incarnation, b""))
-        self.group.lose(GONE.worker, "it was silent")
+        self.group.lose(GONE, "it was silent")
         self.is_expelled = False
         self.departs = False
         self.departure = SimpleNamespace(expects_departures=lambda: self.departs)

@@ -59,7 +59,7 @@ def test_an_info_whose_id_is_anothers_now_is_not_found_and_both_are_named() -> N
 
 def test_a_lost_member_is_known_but_cannot_be_called() -> None:
     members = group()
-    assert identity(members.lose(1, "killed")) == ("bob", 0, "killed")
+    assert identity(members.lose(Life(1, 0), "killed")) == ("bob", 0, "killed")
     assert identity(members.lost_error(1)) == ("bob", 0, "killed")
     for to in (BOB, "bob", 1):
         with pytest.raises(WorkerLostError, match="killed"):
@@ -74,29 +74,29 @@ def test_a_lost_member_is_known_but_cannot_be_called() -> None:
 
 def test_a_loss_is_news_once() -> None:
     members = group()
-    members.lose(1, "killed")
-    assert members.lose(1, "again") is None
-    assert members.lose(9, "never there") is None
+    members.lose(Life(1, 0), "killed")
+    assert members.lose(Life(1, 0), "again") is None
+    assert members.lose(Life(9, 0), "never there") is None
     assert identity(members.lost_error(1))[2] == "killed"
 
 
 def test_the_loss_of_another_life_is_no_news() -> None:
     members = group(peer(BOB, 3))
-    assert members.lose(1, "earlier", incarnation=2) is None
-    assert members.lose(1, "later", incarnation=4) is None
+    assert members.lose(Life(1, 2), "earlier") is None
+    assert members.lose(Life(1, 4), "later") is None
     assert members.lives(1)
-    assert identity(members.lose(1, "this one", incarnation=3)) == ("bob", 3, "this one")
+    assert identity(members.lose(Life(1, 3), "this one")) == ("bob", 3, "this one")
 
 
 def test_errors_are_each_callers_own() -> None:
     members = group()
-    members.lose(1, "killed")
+    members.lose(Life(1, 0), "killed")
     assert members.lost_error(1) is not members.lost_error(1)
 
 
 def test_a_name_returns_in_its_next_life() -> None:
     members = group()
-    members.lose(1, "killed")
+    members.lose(Life(1, 0), "killed")
     members.add(peer(BOB, 1))
     assert members.find("bob") == BOB
     assert members.life(1) == Life(1, 1)
@@ -138,7 +138,7 @@ def test_what_is_not_known_has_no_life() -> None:
 
 def test_to_one_who_is_expelled_all_others_are_gone_and_it_is_the_one_named() -> None:
     members = group()
-    members.lose(2, "killed")
+    members.lose(Life(2, 0), "killed")
     error, gone = members.expel(0, "declared lost")
     assert identity(error) == ("alice", 0, "declared lost")
     assert gone == [Life(1, 0)]
@@ -154,9 +154,9 @@ def test_every_change_is_counted() -> None:
     members.add(peer(ALICE))
     members.add(peer(BOB))
     assert members.version == 2
-    members.lose(1, "killed")
+    members.lose(Life(1, 0), "killed")
     assert members.version == 3
-    members.lose(1, "no news")
+    members.lose(Life(1, 0), "no news")
     assert members.version == 3
     members.expel(0, "declared lost")
     assert members.version == 4

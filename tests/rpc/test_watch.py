@@ -168,7 +168,7 @@ class TestNotes:
         members = Members()
         for worker, incarnation in ((0, 0), (1, 0), (2, 1), (3, 1)):
             members.add(Peer(WorkerInfo(NAMES[worker], worker), incarnation, b""))
-        members.lose(2, "it was silent")
+        members.lose(Life(2, 1), "it was silent")
         agent = SimpleNamespace(group=members)
         prober = SimpleNamespace(verdict=lambda: f"{author} it was silent")
         watch = Watch(agent, 5.0, prober)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ class TestNotes:
         members = Members()
         for worker in (0, 1):
             members.add(Peer(WorkerInfo(NAMES[worker], worker), 0, b""))
-        members.lose(1, "it was silent")
+        members.lose(Life(1, 0), "it was silent")
         agent = SimpleNamespace(group=members)
         prober = SimpleNamespace(verdict=lambda: "1 0 it was silent")
         assert Watch(agent, 5.0, prober).verdict() == "it was silent"  # type: ignore[arg-type]
