@@ -24,6 +24,7 @@ from typing import IO, Any
 from rpc.agent import Agent
 from rpc.current import find_agent
 from rpc.errors import RpcError
+from rpc.threads import Thread
 
 _STOP = b"\0"
 _looking = threading.Lock()
@@ -100,7 +101,7 @@ class DebugSignal:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._fd_before = -1
-        self._thread = threading.Thread(target=self._serve, name="rpc-debug-signal", daemon=True)
+        self._thread = Thread(target=self._serve, name="rpc-debug-signal", daemon=True)
         try:
             self._handler_before: Any = signal.signal(signal_number, self._received)
         except BaseException:

@@ -18,6 +18,7 @@ import torch
 
 from rpc.errors import AgentClosedError
 from rpc.executor import SECONDS_TO_END, Executor, abandon, share_this_thread
+from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
 _LEAST_SECONDS_FOR_THREADS = 1.0
@@ -128,7 +129,7 @@ class EventLoop:
 
     def _end_threads(self, seconds: float) -> None:
         """Ends those that ``asyncio.to_thread`` and the like use."""
-        ending = threading.Thread(
+        ending = Thread(
             target=partial(self._threads.shutdown, cancel_futures=True),
             name=f"{self._name}-end",
             daemon=True,
@@ -142,9 +143,7 @@ class EventLoop:
         """Called with the lock held; the thread is started without it."""
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._threads)
-        self._thread = threading.Thread(
-            target=self._serve, args=(self._loop,), name=self._name, daemon=True
-        )
+        self._thread = Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
         return self._thread
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:

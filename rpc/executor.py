@@ -30,6 +30,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from rpc.threads import Thread
+
 Task = Callable[[], None]
 
 _MANY = 1 << 30
@@ -303,7 +305,7 @@ class Executor:
         if role is None:
             return
         target = self._serve if role is _Role.HANDLER else self._watch
-        thread = threading.Thread(target=target, name=f"{self._name}-{role.value}", daemon=True)
+        thread = Thread(target=target, name=f"{self._name}-{role.value}", daemon=True)
         try:
             thread.start()
         except RuntimeError:

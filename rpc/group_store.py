@@ -34,6 +34,7 @@ from rpc.errors import BringUpError, RpcError
 from rpc.executor import abandon
 from rpc.messages import PROTOCOL_VERSION
 from rpc.store_visits import SECONDS_TO_COME_BACK
+from rpc.threads import Thread
 
 T = TypeVar("T")
 
@@ -264,9 +265,7 @@ def within(
         BringUpError: the time is over.
     """
     outcome: Future[T] = Future()
-    asking = threading.Thread(
-        target=_settle, args=(outcome, ask, undo), name="rpc-rendezvous", daemon=True
-    )
+    asking = Thread(target=_settle, args=(outcome, ask, undo), name="rpc-rendezvous", daemon=True)
     asking.start()
     try:
         wait([outcome], timeout)

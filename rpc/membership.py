@@ -26,6 +26,7 @@ from rpc.executor import blocking
 from rpc.group_store import Record, within
 from rpc.ids import Life
 from rpc.store_visits import ProcessEndsError, visit
+from rpc.threads import Thread
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
 
@@ -72,9 +73,7 @@ class Membership:
         self._closed = False
         self._alarm = Alarm()
         self._stopping = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"rpc-{me.name}-membership", daemon=True
-        )
+        self._thread = Thread(target=self._run, name=f"rpc-{me.name}-membership", daemon=True)
 
     def join(self, timeout: float) -> None:
         """Becomes a member, learns of the others and begins to watch.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from rpc.clock import Alarm, Clock
+from rpc.threads import Thread
 
 _SECONDS_AFTER_FAILURE = 1.0
 
@@ -31,7 +32,7 @@ class Pulse:
         self._beat = beat
         self._alarm = Alarm()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""

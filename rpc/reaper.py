@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from rpc.threads import Thread
+
 _logger = logging.getLogger("rpc")
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ class Reaper(Generic[T]):
         self._queue: queue.SimpleQueue[T | _Errand | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._unburied: deque[None] = deque()  # one entry each; counts without a lock
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""

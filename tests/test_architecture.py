@@ -26,3 +26,11 @@ def test_every_module_of_rpc_is_on_the_map() -> None:
 
 def test_every_room_on_the_map_is_there() -> None:
     assert [name for name in rooms() if not list(_RPC.glob(name))] == []
+
+
+def test_threads_are_ours() -> None:
+    """Those of ``threading`` cannot be started in exit hooks everywhere."""
+    packages = ("rpc", "autograd_dist", "optim_dist", "remote_module")
+    modules = [path for package in packages for path in (_ROOT / package).rglob("*.py")]
+    plain = [str(path) for path in modules if "threading.Thread(" in path.read_text()]
+    assert plain == []

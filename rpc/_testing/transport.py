@@ -22,6 +22,7 @@ from rpc.errors import RpcError
 from rpc.executor import SECONDS_TO_END
 from rpc.messages import Reply, Status
 from rpc.remote_errors import encode_error
+from rpc.threads import Thread
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Receiver, Transport
 from rpc.worker_info import WorkerInfo
 
@@ -177,7 +178,7 @@ class _Late:
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, seconds: float, act: Callable[[], None]) -> None:

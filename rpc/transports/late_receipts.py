@@ -11,6 +11,8 @@ import threading
 from queue import SimpleQueue
 from typing import Protocol
 
+from rpc.threads import Thread
+
 _DELAY_SECONDS = 0.25
 
 _log = logging.getLogger("rpc.transports")
@@ -54,7 +56,7 @@ class LateReceipts:
         with self._lock:
             if self._thread is not None or self._closed.is_set():
                 return
-            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread = Thread(target=self._serve, name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from rpc.threads import Thread
 from rpc.transports.base import Frame
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Loopback:
             if self._closed:
                 return False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._queue.put(copied)
         return True

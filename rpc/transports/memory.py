@@ -27,6 +27,7 @@ from rpc.clock import Alarm, Clock, MonotonicClock
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.ids import Life
 from rpc.liveness_probes import Answer
+from rpc.threads import Thread
 from rpc.transports.base import Frame, Peer, Receiver
 from rpc.transports.loopback import copy
 from rpc.worker_info import WorkerInfo
@@ -190,7 +191,7 @@ class MemoryTransport:
         self.worker_id = info.id
         self._incarnation = incarnation
         self._receiver = receiver
-        self._thread = threading.Thread(target=self._run, name=f"memory-{info.name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"memory-{info.name}", daemon=True)
         self._thread.start()
         return self._hub._attach(self)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rpc.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.tensorpipe_address import Address
 from rpc.transports.tensorpipe_caller import Caller
@@ -102,7 +103,7 @@ class Mender:
         with self._lock:
             if self._thread is not None or self._closed or not self._cases:
                 return
-            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread = Thread(target=self._serve, name=self._name, daemon=True)
             thread.start()
             self._thread = thread
 

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc.devices import DeviceMap
 from rpc.errors import BringUpError
+from rpc.threads import Thread
 from rpc.transports.tensorpipe_threads import PoolThreads
 
 if TYPE_CHECKING:
@@ -245,9 +246,7 @@ class TorchAgent:
 
         A handler that does not end keeps its thread of torch's, which is then abandoned.
         """
-        stopping = threading.Thread(
-            target=self._agent.shutdown, name="tensorpipe-stop", daemon=True
-        )
+        stopping = Thread(target=self._agent.shutdown, name="tensorpipe-stop", daemon=True)
         stopping.start()
         stopping.join(_SECONDS_TO_STOP)
         if stopping.is_alive():

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.errors import FrameError
+from rpc.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
@@ -193,7 +194,7 @@ class BulkMover:
         self._epoll.register(descriptor, select.EPOLLIN)
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread = Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
 
     def watch_writable(self, sock: socket.socket, wanted: bool) -> None:

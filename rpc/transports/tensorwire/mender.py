@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from rpc.threads import Thread
 from rpc.transports.resumption import CannotResumeError, Offer
 from rpc.transports.tensorwire.acceptor import Proven
 from rpc.transports.tensorwire.connector import Connector, GoneError, Road, Target
@@ -74,7 +75,7 @@ class Mender:
         self._changed.notify_all()
         if self._serving:
             return True
-        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        thread = Thread(target=self._serve, name=self._name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:

@@ -21,6 +21,7 @@ import torch
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
 from rpc.ids import Life
+from rpc.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
@@ -230,7 +231,7 @@ class RemotePeer:
     def _begin_to_connect(self, frame: Frame) -> None:
         """Needs the lock. Without a thread for it, a request is refused; a notice waits."""
         name = f"tensorwire-connect-{self.name}"
-        thread = threading.Thread(target=self._connect, name=name, daemon=True)
+        thread = Thread(target=self._connect, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:

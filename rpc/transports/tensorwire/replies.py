@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.interrupts import let_in, restore, shut_out
+from rpc.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
@@ -129,7 +130,7 @@ class ReplySide:
 
     def start(self) -> None:
         """Starts the background reader."""
-        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        thread = Thread(target=self._serve, name=self._name, daemon=True)
         self._threads.append(thread)
         thread.start()
 

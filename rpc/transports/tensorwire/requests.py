@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rpc.executor import SECONDS_TO_END, abandon
+from rpc.threads import Thread
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
@@ -91,7 +92,7 @@ class RequestSide:
 
     def start(self) -> None:
         """Starts the first reader and the watch."""
-        watch = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
+        watch = Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
         watch.start()
         self._threads.add(watch)
         with self._lock:
@@ -190,7 +191,7 @@ class RequestSide:
 
     def _new_server(self) -> _Server | None:
         server = _Server()
-        thread = threading.Thread(
+        thread = Thread(
             target=self._serve, args=(server,), name=f"{self._name}-requests", daemon=True
         )
         try:

@@ -443,17 +443,3 @@ class TestLeaving:
         root = str(Path(__file__).parents[3])
         ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True)
         assert (ended.returncode, ended.stderr) == (0, b"")
-
-    def test_a_programs_exit_hooks_run_while_it_is_open(self, tmp_path: Path) -> None:
-        program = (
-            "import atexit, rpc\n"
-            "atexit.register(rpc.shutdown)\n"
-            "atexit.register(lambda: print(rpc.rpc_sync('a', abs, (-3,), timeout=20)))\n"
-            f"meet = rpc.TensorPipeRpcBackendOptions(init_method='file://{tmp_path}/store')\n"
-            "rpc.init_rpc('a', rank=0, world_size=1, rpc_backend_options=meet)\n"
-        )
-        root = str(Path(__file__).parents[3])
-        ended = subprocess.run(
-            [sys.executable, "-c", program], cwd=root, capture_output=True, timeout=60
-        )
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"3\n", b"")
