@@ -78,6 +78,10 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             compiled with TorchScript where it lives, ``is_scriptable`` is True, the
             handle may be compiled as well (``torch.jit.script``), and cannot be sent: send
             its ``module_rref`` instead.
+
+    Raises:
+        TypeError: ``module_cls`` cannot be called.
+        ValueError: there is no such place, or the interface is none.
     """
 
     on: str | int
@@ -226,6 +230,11 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         self.is_device_map_set = bool(current_agent().device_map(place.worker))
         self.is_scriptable = interface is not None
         if self.is_scriptable:
+            if not hasattr(interface, "__torch_script_interface__"):
+                raise ValueError(
+                    f"module_interface_cls {interface!r} must be a type object decorated by "
+                    "@torch.jit.interface"
+                )
             self._interface = interface
         self.generated_methods = list(_FORWARD_METHODS)
 

@@ -422,7 +422,7 @@ torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 @pytest.fixture
 def twice(agents: list[Agent]) -> _RemoteModule:
-    return _RemoteModule("there", Twice, _module_interface_cls=TwiceInterface)
+    return _RemoteModule("there", Twice, _module_interface_cls=torch.jit.interface(TwiceInterface))
 
 
 @torchscript

@@ -68,7 +68,7 @@ def agents() -> Iterator[list[Agent]]:
 
 @pytest.fixture
 def remote(agents: list[Agent]) -> _RemoteModule:
-    made = _RemoteModule("there", Scale, _module_interface_cls=Scaling)
+    made = _RemoteModule("there", Scale, _module_interface_cls=torch.jit.interface(Scaling))
     made.get_module_rref()._get_future().wait()  # it is compiled there; not two at once in here
     return made
 
@@ -128,6 +128,15 @@ def test_a_handle_without_an_interface_is_not_compiled_and_says_why(agents: list
     for module in (handle, nn.Sequential(handle)):
         with pytest.raises(RuntimeError, match="only if it was made with its TorchScript inter"):
             torch.jit.script(module)
+
+
+@pytest.mark.parametrize("interface", [Scale, int, "Scaling"])
+def test_what_is_no_interface_is_refused_at_once(agents: list[Agent], interface: object) -> None:
+    with pytest.raises(ValueError, match=r"decorated by @torch\.jit\.interface"):
+        _RemoteModule("there", Scale, _module_interface_cls=interface)
+    module_rref = RemoteModule("there", Scale).get_module_rref()
+    with pytest.raises(ValueError, match=r"decorated by @torch\.jit\.interface"):
+        RemoteModule.init_from_module_rref("there", module_rref, interface)
 
 
 def test_an_interface_must_have_a_forward_with_plain_parameters() -> None:
