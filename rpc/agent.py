@@ -9,6 +9,7 @@ in one process.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from rpc import deadlines, finalizers, process_forks, profiling
+from rpc import deadlines, finalizers, process_end, process_forks, profiling
 from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
 from rpc.callee import Callee
@@ -148,6 +149,7 @@ class Agent(process_forks.Member):
         self.timers = Timers(self.pulse.wake, self.completions.submit)
         self.retries = Retries(self)
         self.accusations = Accusations(self, bound)
+        self._at_process_end: weakref.finalize[[], Agent] | None = None
 
     # --- Life
 
@@ -159,6 +161,7 @@ class Agent(process_forks.Member):
         self.pulse.start()
         self.references.start()
         process_forks.join(self)
+        self._at_process_end = process_end.await_end(self)
         return address
 
     def join(self, peers: Sequence[Peer]) -> None:
@@ -248,6 +251,8 @@ class Agent(process_forks.Member):
                 else:
                     _logger.error("shutdown: a further step failed: %s", error, exc_info=error)
         self.store = None
+        if self._at_process_end is not None:
+            self._at_process_end.detach()
         process_forks.leave(self)
         if first is not None:
             raise first

@@ -22,6 +22,7 @@ from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
 _LEAST_SECONDS_FOR_THREADS = 1.0
+_CLOSED = "this worker shut down"
 
 _logger = logging.getLogger("rpc")
 
@@ -66,7 +67,7 @@ class EventLoop:
         def ended(task: asyncio.Task[Any]) -> None:
             begun.clear()  # who can cancel it must not keep it, and with it its outcome
             self._tasks.discard(task)
-            report = partial(_report, task, succeed, fail)
+            report = partial(_report, task, self._closed, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
         begun: list[asyncio.Task[Any]] = []
@@ -90,7 +91,7 @@ class EventLoop:
                 loop.call_soon_threadsafe(begin, context=context)
         if closed:
             coroutine.close()
-            fail(AgentClosedError("this worker shut down"))
+            fail(AgentClosedError(_CLOSED))
             return lambda: None
         if new is not None:
             new.start()
@@ -180,10 +181,15 @@ def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, An
 
 def _report(
     task: asyncio.Task[Any],
+    closed: bool,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    error: BaseException | None
+    if task.cancelled():
+        error = AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
+    else:
+        error = task.exception()
     if error is None:
         succeed(task.result())
     else:
