@@ -25,7 +25,7 @@ WITNESS = "trainer0"
 _SHARED_MEMORY = Path("/dev/shm")
 _MARK = "CHAOS_RUN"
 _START_SECONDS = 120.0
-_END_SECONDS = 40.0
+_END_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)

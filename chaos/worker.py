@@ -32,7 +32,7 @@ _WIDTH = 64
 _BATCH = 512  # enough for shared memory where there is some
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LEAVE_SECONDS = 20.0
-_QUIET_SECONDS = 10.0
+_QUIET_SECONDS = 30.0
 
 
 class Models:
