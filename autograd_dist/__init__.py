@@ -21,7 +21,11 @@ from autograd_dist.compat import _is_valid_context as _is_valid_context
 from autograd_dist.compat import _new_context as _new_context
 from autograd_dist.compat import _release_context as _release_context
 from autograd_dist.contexts import DistAutogradContext
-from autograd_dist.errors import BackwardError, UnknownContextError
+from autograd_dist.errors import (
+    BackwardError,
+    UnknownContextError,
+    WorkerLostInBackwardError,
+)
 from autograd_dist.extension import AutogradExtension
 
 RPC_EXTENSION = AutogradExtension
@@ -30,6 +34,7 @@ __all__ = [
     "BackwardError",
     "DistAutogradContext",
     "UnknownContextError",
+    "WorkerLostInBackwardError",
     "backward",
     "context",
     "get_gradients",

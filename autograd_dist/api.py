@@ -113,6 +113,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     Raises:
         BackwardError: something failed on the way; the text says on which worker.
+        WorkerLostInBackwardError: a worker was lost on the way, whoever noticed it; a
+            ``BackwardError`` and an ``rpc.WorkerLostError``.
         BaseException: what a hook on this worker raised and is no ``Exception``, as it is.
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
-from autograd_dist.errors import BackwardError
+from autograd_dist.failure import Failure
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
 from autograd_dist.profiled import PASS, Home, is_recorded, span
 from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
 from rpc.errors import AgentClosedError
-from rpc.remote_errors import text_of
 from rpc.slot import Slot
 
 if TYPE_CHECKING:
@@ -78,14 +77,15 @@ class BackwardPasses:
         """Runs a pass from roots here, to its end.
 
         Raises:
-            BackwardError: it failed, here or on another worker.
+            BackwardError: it failed, here or on another worker; a
+                ``WorkerLostInBackwardError`` if a worker was lost.
             BaseException: what code here raised, if that is no ``Exception``.
             UnknownContextError: there is no such context here.
         """
         done = Slot()
         transport = self._agent.transport
 
-        def finished(error: str | None) -> None:
+        def finished(error: Failure | None) -> None:
             done.fill(error)
             transport.wake()
 
@@ -135,12 +135,12 @@ class BackwardPasses:
         """Contexts that are dropped from now on may not be over: their requests are refused."""
         self._closed = True
 
-    def drop(self, context_id: int, reason: str) -> None:
+    def drop(self, context_id: int, error: Exception) -> None:
         """Ends the passes of a context that is over."""
         with self._lock:
             passes = self._passes.pop(context_id, _OfContext())
         for driver in passes.drivers.values():
-            driver.failed(f"Error on Node {self._me}: {reason}")
+            driver.failed(Failure.of(self._me, error))
             driver.abandon()
 
     def root_lost(self, worker_id: int) -> None:
@@ -176,8 +176,8 @@ class BackwardPasses:
                 to, EXTENSION_NAME, message.encode(), tensors, partial(self._answered, driver)
             )
         except Exception as error:
-            why = f"gradients for worker {to} cannot be sent: {text_of(error)}"
-            driver.failed(f"Error on Node {self._me}: {why}")
+            what = f"gradients for worker {to} cannot be sent: "
+            driver.failed(Failure.of(self._me, error, what))
 
     def acknowledge(self, token: Slot, ack: Ack) -> None:
         """Replies to a request of a pass."""
@@ -193,7 +193,7 @@ class BackwardPasses:
                 raise error
             ack = decode_ack(answer)
         except Exception as error:
-            driver.failed(f"Error on Node {self._me}: {text_of(error)}")
+            driver.failed(Failure.of(self._me, error))
         else:
             driver.acknowledged(ack)
 
@@ -204,7 +204,7 @@ class BackwardPasses:
         context: DistAutogradContext,
         pass_id: PassId,
         retain_graph: bool,
-        finished: Callable[[str | None], None],
+        finished: Callable[[Failure | None], None],
     ) -> Driver:
         participant: Participant[Payload, Slot] = Participant(
             self._me, pass_id.root, context.workers
@@ -294,14 +294,14 @@ def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Slot) -> N
         home.work()
 
 
-def _as_raised(error: str, cause: BaseException | None) -> BaseException:
+def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:
     """What tells the caller of a pass that it failed: SystemExit and the like as they are."""
     if cause is not None and not isinstance(cause, Exception):
         return cause
-    failure = BackwardError(error)
-    failure.__cause__ = cause
-    return failure
+    error = failure.as_error()
+    error.__cause__ = cause
+    return error
 
 
-def _never_called(error: str | None) -> None:
+def _never_called(error: Failure | None) -> None:
     """Only a pass's root is told that it finished."""

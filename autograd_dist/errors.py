@@ -1,17 +1,37 @@
 """What distributed autograd raises of its own accord.
 
 RpcError
-├── BackwardError         a backward pass failed, here or on another worker
-└── UnknownContextError   no autograd context with that id on this worker
+├── BackwardError                   a backward pass failed, here or on another worker
+│   └── WorkerLostInBackwardError   because a worker was lost (also a WorkerLostError)
+└── UnknownContextError             no autograd context with that id on this worker
 """
 
 from __future__ import annotations
 
-from rpc.errors import RpcError
+from typing import Any
+
+from rpc.errors import RpcError, WorkerLostError
 
 
 class BackwardError(RpcError):
     """A distributed backward pass failed; the text starts with where and why."""
+
+
+class WorkerLostInBackwardError(BackwardError, WorkerLostError):
+    """A distributed backward pass failed as a worker was lost, which may be known elsewhere first.
+
+    Attributes:
+        name: the lost worker's name.
+        incarnation: which life of that name was lost.
+        reason: what was observed, for people.
+    """
+
+    def __init__(self, text: str, name: str, incarnation: int, reason: str) -> None:
+        super().__init__(name, incarnation, reason)
+        self.args = (text,)
+
+    def __reduce__(self) -> tuple[type[WorkerLostInBackwardError], tuple[Any, ...]]:
+        return type(self), (self.args[0], self.name, self.incarnation, self.reason)
 
 
 class UnknownContextError(RpcError):

@@ -82,7 +82,7 @@ class AutogradExtension:
         context = self.contexts.release(context_id)
         if context is None:
             return
-        self._passes.drop(context_id, "its autograd context was released")
+        self._passes.drop(context_id, RpcError("its autograd context was released"))
         others = [w for w in context.workers() if w not in (self._me, told_by)]
         if others:
             self._releases.put(context_id, others)
@@ -157,7 +157,8 @@ class AutogradExtension:
         for context in contexts:
             if creator_of(context.context_id) == worker_id:
                 self.contexts.release(context.context_id)
-                self._passes.drop(context.context_id, f"worker {worker_id} was lost: {reason}")
+                error = self._agent.group.lost_error(worker_id)
+                self._passes.drop(context.context_id, error or RpcError(reason))
         self._passes.root_lost(worker_id)
         self._lost_a_neighbour(contexts, worker_id)
 
@@ -245,7 +246,7 @@ class AutogradExtension:
         self._releases.close()
         for context in self.contexts.all():
             self.contexts.release(context.context_id)
-            self._passes.drop(context.context_id, "this worker shut down")
+            self._passes.drop(context.context_id, AgentClosedError("this worker shut down"))
 
     def _tell(self, worker: int, context_ids: Sequence[int]) -> None:
         """Tells a worker that contexts are over; raises RpcError if it does not get to know."""

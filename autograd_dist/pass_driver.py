@@ -15,6 +15,7 @@ from typing import Generic, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from autograd_dist.failure import Failure
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.passes import (
     Ack,
@@ -32,7 +33,6 @@ from autograd_dist.passes import (
 )
 from autograd_dist.profiled import SEND, Home, span
 from autograd_dist.recv_node import Origin
-from rpc.remote_errors import text_of
 
 Payload = list[torch.Tensor | None]
 
@@ -76,7 +76,7 @@ class PassDriver(Generic[T]):
         participant: Participant[Payload, T],
         make_local: Callable[[DeliverGradients], LocalPass],
         wire: Wire[T],
-        finished: Callable[[str | None], None],
+        finished: Callable[[Failure | None], None],
         *,
         retain_graph: bool,
     ) -> None:
@@ -106,7 +106,7 @@ class PassDriver(Generic[T]):
         """A request sent from here was acknowledged; does nothing that takes long."""
         self._handle(lambda: self._participant.acknowledged(ack), self._wire.later)
 
-    def failed(self, error: str) -> None:
+    def failed(self, error: Failure) -> None:
         """A request sent from here was not delivered or not answered."""
         self._handle(lambda: self._participant.failed(error))
 
@@ -183,8 +183,8 @@ class PassDriver(Generic[T]):
         except BaseException as error:  # whoever waits for the pass is on another thread or worker
             if self.pass_id.root == self._me:
                 self._cause = error
-            text = f"Error on Node {self._me}: {_described(error)}"
-            return lambda: participant.failed(text)
+            failure = Failure.of(self._me, error)
+            return lambda: participant.failed(failure)
 
 
 def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
@@ -199,13 +199,6 @@ def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
             local.resolve_without_gradient(message_id)
     local.run_wave()
     return len(unused)
-
-
-def _described(error: BaseException) -> str:
-    text, kind = text_of(error), type(error).__name__
-    if isinstance(error, Exception):
-        return text or kind
-    return f"{kind}: {text}" if text else kind
 
 
 def _takes_long(effect: Effect[Payload, T]) -> bool:

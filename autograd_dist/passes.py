@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from autograd_dist.failure import Failure
 from autograd_dist.recv_node import Origin
 
 P = TypeVar("P")
@@ -96,7 +97,7 @@ class Ack:
 
     stuck: int = 0
     resolved: int = 0
-    error: str | None = None
+    error: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class FollowSend:
 class Finished:
     """Effect, at the root only: the pass is over."""
 
-    error: str | None
+    error: Failure | None
 
 
 Effect = Send[P] | Acknowledge[T] | RunWave[P] | FollowStuck | FollowSend | Finished
@@ -181,7 +182,7 @@ class Participant(Generic[P, T]):
         self._stuck_here = 0
         self._stuck_known = 0
         self._unreported = Ack()
-        self._error: str | None = None
+        self._error: Failure | None = None
         self._over = False
 
     # --- Events
@@ -239,7 +240,7 @@ class Participant(Generic[P, T]):
             return self.failed(ack.error)
         return self._proceed()
 
-    def failed(self, error: str) -> list[Effect[P, T]]:
+    def failed(self, error: Failure) -> list[Effect[P, T]]:
         """The wave raised, or a request could not be delivered."""
         self._is_working = False
         if self._error is not None or self._over:
@@ -341,7 +342,6 @@ class Participant(Generic[P, T]):
             self._over = True
             return [Finished(None)]
         if self._round and not report.resolved:
-            return self.failed(
-                f"gradients are stuck at {self._stuck_known} workers and nothing can free them"
-            )
+            stuck = f"gradients are stuck at {self._stuck_known} workers"
+            return self.failed(Failure(f"{stuck} and nothing can free them"))
         return self._enter_round(self._round + 1) + self._proceed()

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Request, Settle, Survey
 from rpc.errors import FrameError
 
@@ -18,6 +19,7 @@ _CALL: Final = struct.Struct("<QQ?")
 _HEAD: Final = struct.Struct("<BBQIQQ")
 _FIELDS: Final = struct.Struct("<QQ")
 _ACK: Final = struct.Struct("<iI")
+_LOST: Final = struct.Struct("<QII")
 _POSITION: Final = "I"
 
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
@@ -190,8 +192,13 @@ def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Reque
 
 def encode_ack(ack: Ack) -> bytes:
     """An acknowledgement as bytes. What cannot be encoded of the error's text is escaped."""
-    text = (ack.error or "").encode(errors="backslashreplace")
-    return _ACK.pack(ack.stuck, ack.resolved) + text
+    head = _ACK.pack(ack.stuck, ack.resolved)
+    failure = ack.error
+    if failure is None:
+        return head
+    lost = failure.lost or LostWorker("", 0, "")
+    name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
+    return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -203,7 +210,29 @@ def decode_ack(data: bytes) -> Ack:
     if len(data) < _ACK.size:
         raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
     stuck, resolved = _ACK.unpack_from(data)
-    return Ack(stuck, resolved, data[_ACK.size :].decode(errors="backslashreplace") or None)
+    return Ack(stuck, resolved, _failure(data) if len(data) > _ACK.size else None)
+
+
+def _failure(data: bytes) -> Failure:
+    """What an acknowledgement says beyond its numbers."""
+    start = _ACK.size + _LOST.size
+    if len(data) < start:
+        raise FrameError(f"{len(data)} bytes are no acknowledgement with an error")
+    incarnation, name_size, reason_size = _LOST.unpack_from(data, _ACK.size)
+    reason_at, text_at = start + name_size, start + name_size + reason_size
+    if len(data) < text_at:
+        raise FrameError(f"the lost worker in an acknowledgement ends after {len(data)} bytes")
+    name, reason = _decoded(data[start:reason_at]), _decoded(data[reason_at:text_at])
+    lost = LostWorker(name, incarnation, reason) if name else None
+    return Failure(_decoded(data[text_at:]), lost)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")
 
 
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

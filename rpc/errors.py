@@ -26,6 +26,8 @@ back as their own type (see ``remote_errors``).
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RpcError(RuntimeError):
     """Root of the tree above."""
@@ -78,7 +80,7 @@ class WorkerLostError(RpcError):
         self.incarnation = incarnation
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[Any, ...]]:
         return type(self), (self.name, self.incarnation, self.reason)
 
 

@@ -21,6 +21,7 @@ from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_ack, decode_message, encode_ack
+from rpc.errors import RpcError
 from rpc.futures import Future
 from rpc.sinks import Answered
 from rpc.worker_info import WorkerInfo
@@ -264,14 +265,14 @@ def check_interrupted(seed: int) -> None:
 
 def ends_at_its_root(network: Network, draw: random.Random) -> None:
     network.workers[0].contexts.release(CONTEXT)
-    network.workers[0].passes.drop(CONTEXT, "it was released")
+    network.workers[0].passes.drop(CONTEXT, RpcError("it was released"))
     assert network.workers[0].passes.running() == 0
 
 
 def ends_elsewhere(network: Network, draw: random.Random) -> None:
     for worker in draw.sample(network.workers[1:], draw.randint(1, len(network.workers) - 1)):
         worker.contexts.release(CONTEXT)
-        worker.passes.drop(CONTEXT, "it was released")
+        worker.passes.drop(CONTEXT, RpcError("it was released"))
 
 
 def root_is_lost(network: Network, draw: random.Random) -> None:
@@ -295,7 +296,7 @@ def test_a_pass_that_is_interrupted_leaves_nothing_behind(block: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_context_that_ends_ends_its_passes(steps: int) -> None:
     error, network = interrupted(
-        steps, lambda network: network.workers[0].passes.drop(CONTEXT, "it was released")
+        steps, lambda network: network.workers[0].passes.drop(CONTEXT, RpcError("it was released"))
     )
     assert isinstance(error, BackwardError)
     assert "Error on Node 0: it was released" in str(error)
@@ -308,7 +309,7 @@ def test_a_pass_ends_when_other_workers_give_its_context_up(steps: int) -> None:
     def drop(network: Network) -> None:
         for worker in network.workers[1:]:
             worker.contexts.release(CONTEXT)
-            worker.passes.drop(CONTEXT, "it was released")
+            worker.passes.drop(CONTEXT, RpcError("it was released"))
 
     _, network = interrupted(steps, drop)
     network.settle()
@@ -389,7 +390,7 @@ def test_a_pass_lets_go_of_the_graph_with_its_context() -> None:
     passes = Network(0, 2).workers[1].passes
     passes.request_arrived(PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1)), [])
     (driver,) = passes._passes[CONTEXT].drivers.values()
-    passes.drop(CONTEXT, "it was released")
+    passes.drop(CONTEXT, RpcError("it was released"))
     assert driver._local is None
 
 
@@ -429,7 +430,7 @@ def test_a_pass_of_a_context_that_ends_as_it_begins_leaves_nothing_behind(
     def release_and_make(*args: object) -> object:
         driver = make_driver(*args)  # type: ignore[arg-type]
         network.workers[0].contexts.release(CONTEXT)
-        passes.drop(CONTEXT, "it was released")
+        passes.drop(CONTEXT, RpcError("it was released"))
         return driver
 
     monkeypatch.setattr(passes, "_make_driver", release_and_make)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Settle, Survey
 from autograd_dist.wire import (
     CallMetadata,
@@ -66,15 +67,26 @@ def test_call_metadata_survives_the_wire(context_id, message_id, positions, grad
     assert CallMetadata.context_of(metadata.encode()) == context_id
 
 
-@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1), st.text(min_size=1) | st.none())
+LOST = st.builds(LostWorker, st.text(min_size=1), WIDE, st.text())
+FAILURE = st.builds(Failure, st.text(), LOST | st.none())
+
+
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1), FAILURE | st.none())
 def test_acknowledgements_survive_the_wire(stuck, resolved, error):
     ack = Ack(stuck, resolved, error)
     assert decode_ack(encode_ack(ack)) == ack
 
 
 def test_what_cannot_be_encoded_of_an_error_is_escaped():
-    ack = decode_ack(encode_ack(Ack(error="no file \udc80")))
-    assert ack.error == r"no file \udc80"
+    ack = decode_ack(encode_ack(Ack(error=Failure("no file \udc80"))))
+    assert ack.error == Failure(r"no file \udc80")
+
+
+@pytest.mark.parametrize("missing", [1, 5, 20, 25])
+def test_an_acknowledgement_whose_error_is_cut_short_is_refused(missing):
+    whole = encode_ack(Ack(error=Failure("", LostWorker("bob", 1, "gone"))))
+    with pytest.raises(FrameError, match="acknowledgement"):
+        decode_ack(whole[:-missing])
 
 
 @given(st.binary(max_size=80))
