@@ -200,14 +200,12 @@ class Agent(process_forks.Member):
             if peer.info == self.info:
                 self.expelled("a later life of this worker joined the group")
                 return
-            former = Life(peer.info.id, known.incarnation)
-            self.losses.lost(former, "it was replaced")
-            self._early_frames.drop(former.worker)
+            self.losses.lost(known.life, "it was replaced")
         self.transport.add_peer(peer)
         self.group.add(peer)
-        self.references.worker_joined(Life(peer.info.id, peer.incarnation))
+        self.references.worker_joined(peer.life)
         self.departure.worker_joined(peer.info.id)
-        self.notices.joined(Life(peer.info.id, peer.incarnation))
+        self.notices.joined(peer.life)
         returned = known is not None and known.info.name == peer.info.name
         change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
         self.events.announce(MembershipEvent(change, peer.info, peer.incarnation))
@@ -515,7 +513,7 @@ class Agent(process_forks.Member):
 
     # --- What the transport tells (``transports.base.Receiver``)
 
-    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
         if self._early_frames.keep(sender, frame):
             return
@@ -525,20 +523,30 @@ class Agent(process_forks.Member):
         else:
             self._deliver(sender, frame)
 
-    def _deliver_early(self, sender: int, frame: Frame) -> None:
+    def _deliver_early(self, sender: Life, frame: Frame) -> None:
         """Runs no handler here: it might wait for what is delivered next."""
         self._deliver(sender, frame, 0)
 
-    def _deliver(self, sender: int, frame: Frame, guests: int | None = None) -> None:
+    def _deliver(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+        if not self.group.has(sender):
+            self._drop(sender)
+            return
         try:
             if frame.kind is FrameKind.REQUEST:
                 self.callee.request_arrived(sender, frame, guests)
             elif frame.kind is FrameKind.REPLY:
-                self.caller.reply_arrived(sender, frame)
+                self.caller.reply_arrived(sender.worker, frame)
             else:
                 self._control_arrived(sender, frame)
         except (FrameError, UnknownWorkerError) as error:
-            _logger.error("dropped a message from worker %d: %s", sender, error)
+            _logger.error("dropped a message from %s: %s", sender, error)
+
+    def _drop(self, sender: Life) -> None:
+        known = self.group.latest(sender.worker)
+        if known is None or known.incarnation < sender.incarnation:
+            _logger.error("dropped a message from %s: it is not in the group", sender)
+        else:
+            _logger.debug("dropped a message from %s: that life is over", sender)
 
     def peer_lost(self, life: Life, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
@@ -569,19 +577,18 @@ class Agent(process_forks.Member):
         """The others declared this worker lost: its calls fail, now and from now on."""
         self.losses.expelled(reason)
 
-    def _control_arrived(self, sender: int, frame: Frame) -> None:
-        life = self.group.life(sender)
-        messages = self.notices.arrived(life, frame)
+    def _control_arrived(self, sender: Life, frame: Frame) -> None:
+        messages = self.notices.arrived(sender, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                self.losses.left(life)
+                self.losses.left(sender)
             elif isinstance(message, Cancel):
                 self.callee.cancel(sender, message.correlations)
             elif isinstance(message, Lost):
                 self.losses.told(Life(message.worker, message.incarnation), message.reason)
-            elif not self.departure.control_arrived(sender, message):
-                self.references.control_arrived(life, message)
-        self.notices.acted_upon(life, messages)
+            elif not self.departure.control_arrived(sender.worker, message):
+                self.references.control_arrived(sender, message)
+        self.notices.acted_upon(sender, messages)
         self.activity_changed()
 
     def activity_changed(self) -> None:

@@ -36,7 +36,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.holdings import Adopted
-from rpc.ids import GlobalId
+from rpc.ids import GlobalId, Life
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
 from rpc.observation import run_handler
@@ -72,11 +72,11 @@ class Callee:
         self._lets_go = False
         self._handled = 0
 
-    def request_arrived(self, sender: int, frame: Frame, guests: int | None = None) -> None:
+    def request_arrived(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
         """Starts serving a request; called on the transport's thread.
 
         Args:
-            sender: the caller's id.
+            sender: the caller.
             frame: the request.
             guests: how many handlers may run on threads like this one; the transport
                 decides if None.
@@ -88,17 +88,22 @@ class Callee:
         if request.timeout:
             service.deadline = now + request.timeout
         with self._lock:
+            if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
+                return
             self._serving[service] = now
-            if self._early and self._early.take(sender, frame.correlation):
+            if self._early and self._early.take(sender.worker, frame.correlation):
                 service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
         inline = agent.transport.inline_handlers if guests is None else guests
         executor.run_here(service.run, inline)
 
-    def cancel(self, sender: int, correlations: Collection[int]) -> None:
+    def cancel(self, caller: Life, correlations: Collection[int]) -> None:
         """Nobody waits for the replies to these requests any more."""
+        sender = caller.worker
         with self._lock:
+            if not self._agent.group.has(caller):  # a later life counts its requests anew
+                return
             found = [s for s in self._serving if s.is_one_of(sender, correlations)]
             missing = {*correlations} - {service.correlation for service in found}
             self._early.note(sender, missing)
@@ -129,9 +134,10 @@ class Callee:
         with self._lock:
             now = self._agent.clock.now()
             service.number = request.number
-            since = self._serving.get(service, now)
-            service.deadline = since + request.seconds if request.seconds else 0.0
-            verdict, outcome = self._once.arrived(service.sender, request, service, now)
+            verdict, outcome, since = Verdict.OVER, None, self._serving.get(service)
+            if since is not None:  # else its caller is gone: a later life counts anew
+                service.deadline = since + request.seconds if request.seconds else 0.0
+                verdict, outcome = self._once.arrived(service.sender, request, service, now)
         if outcome is not None:
             service.answer(outcome)
         elif verdict is Verdict.OVER:
@@ -218,6 +224,7 @@ class _Service:
     __slots__ = (
         "_agent",
         "_callee",
+        "_caller",
         "_creates",
         "_payload",
         "_stop",
@@ -236,7 +243,7 @@ class _Service:
     )
 
     def __init__(
-        self, agent: Agent, callee: Callee, sender: int, request: Request, frame: Frame
+        self, agent: Agent, callee: Callee, caller: Life, request: Request, frame: Frame
     ) -> None:
         self._agent = agent
         self._callee = callee
@@ -244,7 +251,8 @@ class _Service:
         self._payload = payload
         self._tensors = tensors
         self._creates: GlobalId | None = None
-        self.sender = sender
+        self._caller = caller
+        self.sender = caller.worker
         self.request = request
         self.method: MethodName = _UNKNOWN_METHOD
         self.received = len(header) + len(payload)
@@ -274,7 +282,7 @@ class _Service:
         request = self.request
         references = self._agent.references
         if request.operation is Operation.CREATE:
-            self._creates = references.creation_arrived(self.sender, request.target)
+            self._creates = references.creation_arrived(self._caller, request.target)
         adopted = references.adopt(request.references)
         if not adopted.pending:
             self._serve(adopted)

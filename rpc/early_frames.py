@@ -16,12 +16,8 @@ from functools import partial
 from rpc.ids import Life
 from rpc.transports.base import Frame
 
-Deliver = Callable[[int, Frame], None]
+Deliver = Callable[[Life, Frame], None]
 Lose = Callable[[Life, str], None]
-
-
-Arrival = tuple[int, Callable[[], None]]
-"""Of which worker, and what takes it."""
 
 
 class EarlyFrames:
@@ -36,31 +32,25 @@ class EarlyFrames:
         self._deliver = deliver
         self._lose = lose
         self._lock = threading.Lock()
-        self._held: list[Arrival] | None = None
+        self._held: list[Callable[[], None]] | None = None
 
-    def keep(self, sender: int, frame: Frame) -> bool:
+    def keep(self, sender: Life, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
         if self._held is None:
             return False
-        return self._append(sender, partial(self._deliver, sender, frame))
+        return self._append(partial(self._deliver, sender, frame))
 
     def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
         if self._held is None:
             return False
-        return self._append(life.worker, partial(self._lose, life, reason))
+        return self._append(partial(self._lose, life, reason))
 
-    def drop(self, worker_id: int) -> None:
-        """Drops what is held of a worker, whose life is over: its next one did not send that."""
-        with self._lock:
-            if self._held is not None:
-                self._held = [arrival for arrival in self._held if arrival[0] != worker_id]
-
-    def _append(self, of: int, arrival: Callable[[], None]) -> bool:
+    def _append(self, arrival: Callable[[], None]) -> bool:
         with self._lock:
             if self._held is None:
                 return False
-            self._held.append((of, arrival))
+            self._held.append(arrival)
             return True
 
     @contextmanager
@@ -72,10 +62,10 @@ class EarlyFrames:
             yield
         finally:
             while held := self._take():
-                for _, arrival in held:
+                for arrival in held:
                     arrival()
 
-    def _take(self) -> list[Arrival]:
+    def _take(self) -> list[Callable[[], None]]:
         with self._lock:
             held = self._held or []
             self._held = [] if held else None

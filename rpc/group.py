@@ -25,6 +25,7 @@ class Group:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._lost: dict[int, WorkerLostError] = {}
+        self._living: dict[int, Life] = {}
 
     def add(self, peer: Peer) -> None:
         """A worker joined, or returned in a new life; its id may have been another's before."""
@@ -35,6 +36,7 @@ class Group:
             self._by_id[peer.info.id] = peer
             self._by_name[peer.info.name] = peer
             self._lost.pop(peer.info.id, None)
+            self._living[peer.info.id] = peer.life
             self.version += 1
 
     def lose(self, life: Life, reason: str) -> WorkerLostError | None:
@@ -54,6 +56,7 @@ class Group:
                 return None
             error = WorkerLostError(peer.info.name, peer.incarnation, reason)
             self._lost[life.worker] = error
+            del self._living[life.worker]
             self.version += 1
             return copy(error)
 
@@ -68,10 +71,10 @@ class Group:
             here = self._by_id[me]
             error = WorkerLostError(here.info.name, here.incarnation, reason)
             others = [i for i in sorted(self._by_id) if i != me]
-            living = [i for i in others if i not in self._lost]
             self._lost.update(dict.fromkeys(others, error))
+            gone = [self._living.pop(i) for i in others if i in self._living]
             self.version += 1
-            return copy(error), [Life(i, self._by_id[i].incarnation) for i in living]
+            return copy(error), gone
 
     def find(self, to: WorkerInfo | str | int) -> WorkerInfo:
         """Resolves a destination as users write it.
@@ -115,6 +118,10 @@ class Group:
         """True if a worker of this name or id is a member that is not lost."""
         peer = self._by_name.get(who) if isinstance(who, str) else self._by_id.get(who)
         return peer is not None and peer.info.id not in self._lost
+
+    def has(self, life: Life) -> bool:
+        """True if this life of a worker is a member's, and not over."""
+        return self._living.get(life.worker) == life
 
     def peer(self, worker_id: int) -> Peer:
         """A member, living or lost, by id.

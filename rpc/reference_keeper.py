@@ -219,14 +219,13 @@ class ReferenceKeeper:
 
     # --- The owner's side of remote()
 
-    def creation_arrived(self, sender: int, target: bytes) -> GlobalId:
+    def creation_arrived(self, sender: Life, target: bytes) -> GlobalId:
         """A request of ``remote()`` came: makes the place for its value, and names it."""
         passed = _creation(target)
         rref = passed.reference.rref
         if passed.passage is not Passage.LOOPBACK:
-            life = self.agent.group.life(sender)
             with self._lock:
-                effects = self._table.creation_arrived(passed, life)
+                effects = self._table.creation_arrived(passed, sender)
                 if self._table.is_kept(rref) and rref not in self._values:
                     self._values[rref] = Slot()
             self._perform(effects)

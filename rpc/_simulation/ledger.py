@@ -107,6 +107,7 @@ class Ledger:
             require(worker.knows(record.to), Rule.CALLS_END, worker.life, "waits", record)
         for life in worker.view.values():
             require(group.lost_error(life.worker) is None, Rule.MEMBERS, life, "lost")
+            require(group.has(life), Rule.MEMBERS, worker.life, "refuses", life)
 
     def loss_reported(self, worker: Worker, life: Life, error: WorkerLostError | None) -> None:
         """``worker`` was told that ``life`` is gone."""
@@ -116,6 +117,7 @@ class Ledger:
                 life.incarnation,
             )
             require(named, Rule.MEMBERS, worker.life, "lost", life, "and says", found)
+        require(not worker.group.has(life), Rule.MEMBERS, worker.life, "listens to", life)
         again = worker.group.lose(life, "twice")
         require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
 

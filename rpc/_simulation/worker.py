@@ -159,7 +159,7 @@ class Worker:
     def meet(self, members: Sequence[Peer]) -> None:
         """The group that this worker starts with, itself included."""
         for peer in members:
-            life = Life(peer.info.id, peer.incarnation)
+            life = peer.life
             self.view[life.worker] = life
             self.group.add(peer)
             if effects := self.references.worker_joined(life):

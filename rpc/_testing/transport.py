@@ -20,6 +20,7 @@ import torch
 from rpc._testing.kinds import KINDS, REPEATED, Callables
 from rpc.errors import RpcError
 from rpc.executor import SECONDS_TO_END
+from rpc.ids import Life
 from rpc.messages import Reply, Status
 from rpc.remote_errors import encode_error
 from rpc.threads import Thread
@@ -86,6 +87,7 @@ class FaultyTransport:
         self._late = _Late()
         self._info: WorkerInfo
         self._receiver: Receiver
+        self._lives: dict[int, Life] = {}
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """Starts what it is made of."""
@@ -95,6 +97,7 @@ class FaultyTransport:
 
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known."""
+        self._lives[peer.info.id] = peer.life
         self._inner.add_peer(peer)
 
     def remove_peer(self, worker_id: int) -> None:
@@ -163,7 +166,8 @@ class FaultyTransport:
     def _answer_with(self, error: RpcError, to: int, frame: Frame) -> None:
         header = Reply(Status.ERROR, plain=False).encode()
         payload = encode_error(error, self._info)
-        self._receiver.deliver(to, Frame(FrameKind.REPLY, frame.correlation, header, payload))
+        reply = Frame(FrameKind.REPLY, frame.correlation, header, payload)
+        self._receiver.deliver(self._lives[to], reply)
         self._inner.wake()
 
 

@@ -94,15 +94,20 @@ class Peer:
     address: bytes
     liveness: str = ""
 
+    @property
+    def life(self) -> Life:
+        """Which worker, and which life of it."""
+        return Life(self.info.id, self.incarnation)
+
 
 class Receiver(Protocol):
     """The agent, as a transport sees it."""
 
-    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
-        """Takes one frame from worker ``sender``.
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        """Takes one frame from a peer. That life may be over by then, and a later one known.
 
         Args:
-            sender: its id.
+            sender: who sent it.
             frame: what came.
             in_batch: others, that came with it or come after, wait until this returns, so
                 that nothing which could block may run here.

@@ -297,7 +297,7 @@ class MemoryTransport:
     # --- What happens on the thread
 
     def _report(self, link: _Link) -> None:
-        life = Life(link.peer.info.id, link.peer.incarnation)
+        life = link.peer.life
         with self._lock:
             current = self._links.get(life.worker) is link
             link.over = True
@@ -311,7 +311,7 @@ class MemoryTransport:
             if fate is _Fate.EARLY:
                 self._early[origin.worker_id, origin._incarnation].append(arrival)
         if fate is _Fate.TAKEN:
-            self._receiver.deliver(origin.worker_id, arrival.frame)
+            self._receiver.deliver(Life(origin.worker_id, origin._incarnation), arrival.frame)
         elif fate is _Fate.REFUSED:
             origin._lose(self.worker_id, "it takes no more messages from here", self._incarnation)
 

@@ -45,7 +45,6 @@ from rpc.errors import (
     BringUpError,
     FrameError,
 )
-from rpc.ids import Life
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
@@ -466,11 +465,10 @@ class TensorPipeTransport:
                 return
         if frame.kind is FrameKind.REPLY:
             link.window.release(frame.correlation)
-        sender = link.peer.info.id
         try:
-            self._receiver.deliver(sender, frame, in_batch)
+            self._receiver.deliver(link.life, frame, in_batch)
         except Exception:
-            _log.exception("%r could not take a frame from worker %d", self._info, sender)
+            _log.exception("%r could not take a frame from %s", self._info, link.life)
 
     # Losing peers, and leaving
 
@@ -510,7 +508,7 @@ class TensorPipeTransport:
         self._exit.look()
 
     def _report(self, link: Link) -> None:
-        life = Life(link.peer.info.id, link.peer.incarnation)
+        life = link.peer.life
         with self._lock:
             current = self._roster.links.get(life.worker) is link and self._state is _State.OPEN
             if link.reported or not current:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
+from rpc.ids import Life
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
@@ -75,6 +76,7 @@ class Link:
     reply_window: FlowWindow = field(default_factory=FlowWindow)
     loopback: Loopback | None = None
 
+    life: Life = field(init=False)
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
     reported: bool = False
@@ -113,6 +115,9 @@ class Link:
     """How many frames it sent before its farewell."""
     parted: bool = False
     """Its farewell was confirmed."""
+
+    def __post_init__(self) -> None:
+        self.life = self.peer.life
 
     @property
     def name(self) -> str:

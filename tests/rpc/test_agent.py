@@ -218,7 +218,7 @@ def test_a_newcomer_is_in_the_group_once_it_can_be_reached(
     def look_and_add(peer: Peer) -> None:
         assert not alice.group.knows("carol")
         add(peer)
-        alice.deliver(9, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
+        alice.deliver(Life(9, 1), Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
 
     monkeypatch.setattr(alice.transport, "add_peer", look_and_add)
     changes: list[MembershipChange] = []
@@ -257,7 +257,7 @@ def test_a_newcomer_did_not_send_what_is_held_back_of_its_former_life(
     lost = alice.losses.lost
 
     def hear_it_say_goodbye(life: Life, reason: str) -> bool:
-        alice.deliver(1, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
+        alice.deliver(bob.life, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)])))
         return lost(life, reason)
 
     monkeypatch.setattr(alice.losses, "lost", hear_it_say_goodbye)

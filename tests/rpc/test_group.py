@@ -88,6 +88,18 @@ def test_the_loss_of_another_life_is_no_news() -> None:
     assert identity(members.lose(Life(1, 3), "this one")) == ("bob", 3, "this one")
 
 
+def test_only_the_life_that_is_a_member_is_had() -> None:
+    members = group(peer(ALICE), peer(BOB, 3))
+    lives = [Life(1, 2), Life(1, 3), Life(1, 4), Life(9, 0)]
+    assert [members.has(life) for life in lives] == [False, True, False, False]
+    members.lose(Life(1, 3), "killed")
+    assert not members.has(Life(1, 3))
+    members.add(peer(BOB, 4))
+    assert [members.has(life) for life in lives] == [False, False, True, False]
+    members.expel(0, "they said so")
+    assert not members.has(Life(1, 4))
+
+
 def test_errors_are_each_callers_own() -> None:
     members = group()
     members.lose(Life(1, 0), "killed")

@@ -9,6 +9,7 @@ import pytest
 
 from rpc.agent import Agent
 from rpc.errors import DecodeError
+from rpc.ids import Life
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind, Unreceived
 
@@ -23,7 +24,7 @@ def take_in_no_more(agent: Agent, kind: FrameKind, patched: pytest.MonkeyPatch) 
     """From now on the agent's transport has no memory for such frames."""
     deliver: Callable[..., None] = agent._deliver
 
-    def deliver_without(sender: int, frame: Frame, *rest: Any) -> None:
+    def deliver_without(sender: Life, frame: Frame, *rest: Any) -> None:
         if frame.kind is kind:
             frame = frame._replace(payload=Unreceived(WHY.encode()), tensors=())
         deliver(sender, frame, *rest)

@@ -73,7 +73,7 @@ class Machinery:
     resume_seconds: float
     max_bytes_in_flight: int
     when_full: WhenFull
-    deliver: Callable[[int, Frame], None]
+    deliver: Callable[[Life, Frame], None]
     patience: Callable[[int], Patience]
     lost: Callable[[Life, str], None]
 
@@ -108,6 +108,7 @@ class RemotePeer:
         self.id = peer.info.id
         self.name = peer.info.name
         self.incarnation = peer.incarnation
+        self._life = peer.life
         self._connector = Connector(target)
         self._mender = Mender(target, machinery.resume_seconds, self._given_up)
         self._devices = devices
@@ -449,7 +450,7 @@ class RemotePeer:
         if self._removed:
             return
         try:
-            self._deliver(self.id, frame)
+            self._deliver(self._life, frame)
         except Exception:
             _log.exception("a frame from worker %s could not be delivered", self.name)
 

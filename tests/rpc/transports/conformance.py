@@ -56,6 +56,7 @@ class Worker:
     address: bytes = b""
     changed: threading.Condition = field(default_factory=threading.Condition)
     received: list[tuple[int, Frame]] = field(default_factory=list)
+    senders: set[Life] = field(default_factory=set)
     replies: dict[int, Frame] = field(default_factory=dict)
     lost: list[tuple[Life, str]] = field(default_factory=list)
     in_batch: list[bytes] = field(default_factory=list)
@@ -69,20 +70,21 @@ class Worker:
     def peer(self) -> Peer:
         return Peer(self.info, self.incarnation, self.address)
 
-    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         with self.changed:
             self.told_after_close += self.closed
+            self.senders.add(sender)
             if in_batch:
                 self.in_batch.append(frame.header)
             if frame.kind is FrameKind.REPLY:
                 assert frame.correlation not in self.replies
                 self.replies[frame.correlation] = frame
             else:
-                self.received.append((sender, frame))
+                self.received.append((sender.worker, frame))
             self.changed.notify_all()
         if frame.kind is FrameKind.REQUEST:
             with suppress(RpcError):
-                self.answer(self, sender, frame)
+                self.answer(self, sender.worker, frame)
 
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
@@ -529,6 +531,7 @@ class TransportConformance:
             a.transport.add_peer(again.peer())
             assert a.call(again, b"hello again").header == b"hello again"
             assert again.call(a, b"and back").header == b"and back"
+            assert a.senders == {Life(b.info.id, 1), Life(b.info.id, 2)}
         finally:
             again.close()
 

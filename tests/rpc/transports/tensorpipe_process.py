@@ -231,7 +231,7 @@ class _Bench:
         assert self.transport is not None
         return self.transport.start(info, incarnation, self)
 
-    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         self.tell("deliver", sender, _plain(frame), in_batch)
 
     def patience(self, correlation: int) -> Patience:

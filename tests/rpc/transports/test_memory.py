@@ -60,8 +60,8 @@ class Worker:
         address = self.transport.start(info, self.incarnation, self)
         self.peer = Peer(info, self.incarnation, address)
 
-    def deliver(self, sender: int, frame: Frame, in_batch: bool = False) -> None:
-        self._tell(f"{frame.header.decode()} from {sender}", frame)
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        self._tell(f"{frame.header.decode()} from {sender.worker}", frame)
 
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS

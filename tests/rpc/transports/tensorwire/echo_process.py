@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from rpc.ids import Life
 from rpc.transports.base import Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.worker_info import WorkerInfo
@@ -17,8 +18,8 @@ from tests.rpc.transports.conformance import Worker, echo
 class _Echo(Worker):
     """Keeps no record of what it received."""
 
-    def deliver(self, sender: int, frame: object, in_batch: bool = False) -> None:
-        echo(self, sender, frame)  # type: ignore[arg-type]
+    def deliver(self, sender: Life, frame: object, in_batch: bool = False) -> None:
+        echo(self, sender.worker, frame)  # type: ignore[arg-type]
 
 
 def _serve(orders: Connection, settings: Settings) -> None:
