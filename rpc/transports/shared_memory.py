@@ -14,16 +14,18 @@ transport's business.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import itertools
 import os
 import threading
 from bisect import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.regions import Array, Region, array_at, view_of
+
+Copy = Callable[[int, int, int], None]
 
 BLOCK = 4096
 SHARED_FROM = 1 << 15
@@ -146,11 +148,13 @@ class SendPool:
 
     Args:
         budget: what new segments are charged to.
+        copy: copies bytes from one address to another: to which, from which, how many.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, copy: Copy) -> None:
         self._lock = threading.Lock()
         self._budget = budget
+        self._copy = copy
         self._segments: dict[int, _Segment] = {}
         self._usable: list[_Segment] = []
         self._next = 0
@@ -166,7 +170,7 @@ class SendPool:
             segment, position = found
         region = segment.region
         try:
-            ctypes.memmove(region.address + position, address, length)
+            self._copy(region.address + position, address, length)
         finally:
             region.give_back()
         return Slot(segment.number, position)

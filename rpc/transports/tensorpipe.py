@@ -140,7 +140,7 @@ class TensorPipeTransport:
         self._loopback = Loopback(f"tensorpipe-loopback-{info.name}", self._take_own)
         sender = self._sender = Sender(info.id, incarnation)
         self._answers = Answers(sender)
-        self._memory = HostMemory(self._options.shared_memory)
+        self._memory = HostMemory(f"tensorpipe-{info.name}", self._options.shared_memory)
         self._caller = Caller(sender, self._lock, self._agent, self._broke)
         mending = f"tensorpipe-mend-{info.name}"
         self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
@@ -277,6 +277,7 @@ class TensorPipeTransport:
             links = self._roster.clear()
         for link in links:
             link.shared.close()
+        self._memory.close()
         self._at_exit.detach()
 
     # Receiving: torch's threads come in here, through ``tensorpipe_wire``.

@@ -24,6 +24,7 @@ import torch
 
 from rpc.errors import EncodeError, FrameError
 from rpc.transports.base import Frame, FrameKind
+from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     Item,
     Look,
@@ -52,17 +53,24 @@ class HostMemory:
     """The shared memory of one worker.
 
     Args:
+        name: what its threads are called.
         limit: bound, in bytes, on what it holds for others; 0 for none in either direction.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, name: str, limit: int) -> None:
         self.host = host_identity("pid") if limit else ""
         self._budget = Budget(limit)
+        self._crew = CopyCrew(name)
 
     def shared_with(self, peer_name: str, host: str) -> SharedTensors:
         """What is shared with a peer, given the host that it published."""
         same = bool(host) and host == self.host
-        return SharedTensors(peer_name, self._budget if same else None)
+        pool = SendPool(self._budget, self._crew.copy) if same else None
+        return SharedTensors(peer_name, pool)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._crew.close()
 
 
 class SharedTensors:
@@ -70,12 +78,12 @@ class SharedTensors:
 
     Args:
         peer_name: for log lines.
-        budget: what this worker's segments are charged to; None if the peer is not on this host.
+        pool: where what is sent lies; None if the peer is not on this host.
     """
 
-    def __init__(self, peer_name: str, budget: Budget | None) -> None:
+    def __init__(self, peer_name: str, pool: SendPool | None) -> None:
         self._peer_name = peer_name
-        self._pool = None if budget is None else SendPool(budget)
+        self._pool = pool
         self._segments = ReceivedSegments()
         self._lock = threading.Lock()
         self._offered: Offer | None = None

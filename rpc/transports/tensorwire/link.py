@@ -22,6 +22,7 @@ import torch
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind, Unreceived
+from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     INLINE_ALIGNMENT,
     Item,
@@ -64,6 +65,7 @@ class Resources:
     budget: Budget
     buffers: ReceiveBuffers
     max_message_bytes: int
+    crew: CopyCrew
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Link:
         self._peer_name = peer_name
         self._devices = devices
         self._limit = resources.max_message_bytes
-        self._pool = SendPool(resources.budget) if shared else None
+        self._pool = SendPool(resources.budget, resources.crew.copy) if shared else None
         self._segments = ReceivedSegments()
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)

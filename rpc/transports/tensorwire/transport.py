@@ -21,6 +21,7 @@ from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.executor import SECONDS_TO_END
 from rpc.ids import Life
 from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.copying import CopyCrew
 from rpc.transports.host import host_identity
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.shared_memory import Budget
@@ -96,6 +97,7 @@ class TensorWireTransport:
                 Budget(settings.shared_memory_bytes),
                 ReceiveBuffers(_IDLE_RECEIVE_BYTES),
                 settings.max_message_bytes,
+                CopyCrew(name),
             ),
             ReplySide(f"{name}-replies"),
             RequestSide(name, door.sweep),
@@ -289,3 +291,4 @@ class TensorWireTransport:
         machinery.replies.close()
         machinery.bulk.close()
         machinery.resources.buffers.close()
+        machinery.resources.crew.close()

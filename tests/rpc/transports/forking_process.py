@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from ctypes import memmove
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ class Road:
     """Both ends of one direction between two workers, in this process."""
 
     def __init__(self) -> None:
-        self.pool, self.segments = SendPool(Budget(1 << 30)), ReceivedSegments()
+        self.pool, self.segments = SendPool(Budget(1 << 30), memmove), ReceivedSegments()
         offer = self.pool.offer(LENGTH)
         assert offer is not None
         self.segments.add(offer.segment, offer.size, offer.descriptor)

@@ -78,7 +78,7 @@ def test_over_tensorpipe_torch_carries_what_moves(
 
     agent = SimpleNamespace(reach=lambda name, url, replies: None)
     options = TensorPipeRpcBackendOptions(device_maps={"bob": device_map})
-    memory = HostMemory(64 << 20)
+    memory = HostMemory("test", 64 << 20)
     address = Address("uv://127.0.0.1:5", DeviceInfo(0), "life", memory.host).encode()
     caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), lambda *_: None)
     peer = Peer(WorkerInfo("bob", 1), 1, address)

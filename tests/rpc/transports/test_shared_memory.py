@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from ctypes import memmove
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ class Pair:
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
-        self.pool = SendPool(self.budget)
+        self.pool = SendPool(self.budget, memmove)
         self.segments = ReceivedSegments()
 
     def extend(self, length: int) -> bool:
@@ -109,7 +110,7 @@ def test_slots_never_overlap_and_all_come_back(steps: list[tuple[int, int]]) -> 
 
 def test_the_budget_bounds_all_pools_together_and_is_given_back() -> None:
     budget = Budget(40 * MIB)
-    pools = [SendPool(budget) for _ in range(6)]
+    pools = [SendPool(budget, memmove) for _ in range(6)]
     offers = [pool.offer(1000) for pool in pools]
     made = [offer for offer in offers if offer is not None]
     assert 2 <= len(made) < 6

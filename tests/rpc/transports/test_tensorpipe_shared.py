@@ -68,7 +68,7 @@ class Pair:
 
 
 def shared(limit: int, host: str | None = None) -> SharedTensors:
-    memory = HostMemory(limit)
+    memory = HostMemory("test", limit)
     return memory.shared_with("peer", memory.host if host is None else host)
 
 
@@ -162,7 +162,7 @@ class TestHandingOver:
         assert not memory.has_offer
 
     def test_a_worker_may_have_none(self) -> None:
-        memory = HostMemory(0)
+        memory = HostMemory("test", 0)
         assert memory.host == ""
 
     def test_an_offer_is_made_once(self, pair: Pair) -> None:

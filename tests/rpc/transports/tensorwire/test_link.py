@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind
+from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import look_at
 from rpc.transports.shared_memory import SHARED_FROM, Budget, SendPool, Slot
 from rpc.transports.tensorwire.devices import DeviceMap
@@ -42,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def link(told: list[str], *, shared: bool = True) -> Link:
-    resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT)
+    resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0))
     made = Link(resources, "bob", DeviceMap("bob", {}), shared=shared)
     made.main = Main(told)  # type: ignore[assignment]
     made.announce = lambda: told.append("announced")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpc.transports.base import Frame
+from rpc.transports.copying import CopyCrew
 from rpc.transports.shared_memory import Budget
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.devices import DeviceMap
@@ -31,7 +32,7 @@ class Side:
         self.mine, self.other = socket.socketpair()
         self.mine.setblocking(False)
         link = Link(
-            Resources(Budget(0), ReceiveBuffers(0), 1 << 30),
+            Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyCrew("test", 0)),
             "peer",
             DeviceMap("peer", {}),
             shared=False,
