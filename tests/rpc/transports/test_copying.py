@@ -99,6 +99,7 @@ def test_who_copies_does_it_all_while_helpers_are_busy(
         if threading.current_thread().name == "test-copy-0":
             begun.set()
             assert released.wait(SECONDS)
+        assert begun.wait(SECONDS)
         move(target, source, length)
 
     replace_memmove(monkeypatch, move_or_hang)
