@@ -19,16 +19,18 @@ import torch
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
 from autograd_dist.failure import Failure
+from autograd_dist.home import Home
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
-from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request
-from autograd_dist.profiled import PASS, Home, is_recorded, span
-from autograd_dist.wire import EXTENSION_NAME, PassMessage, decode_ack, encode_ack, spread
+from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
+from autograd_dist.profiled import PASS, span
+from autograd_dist.wire import EXTENSION_NAME, AckMessage, PassMessage, spread
 from rpc.errors import AgentClosedError
 from rpc.slot import Slot
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.extensions import Answer
     from rpc.futures import Future
 
 Driver = PassDriver[Slot]
@@ -82,34 +84,30 @@ class BackwardPasses:
             BaseException: what code here raised, if that is no ``Exception``.
             UnknownContextError: there is no such context here.
         """
-        done = Slot()
-        transport = self._agent.transport
-
-        def finished(error: Failure | None) -> None:
-            done.fill(error)
-            transport.wake()
-
         context = self._contexts.find(context_id)
         pass_id = PassId(context_id, self._me, next(self._numbers))
-        driver = self._make_driver(context, pass_id, retain_graph, finished)
+        home: Home[Failure | None] = Home(self._agent.transport)
+        driver = self._make_driver(context, pass_id, retain_graph, home.close)
+        driver.home = home
         try:
             self._begin(driver)
-            if is_recorded():
-                _run_at_home(driver, roots, done)
-            else:
+            with span(PASS):
                 driver.start(roots)
-            if not done.done():
-                done.wait_with(transport.wait)
-            error = done.value()
+                error = home.work()
         finally:
             self._end(driver)
         if error is not None:
             raise _as_raised(error, driver.take_cause())
 
     def request_arrived(
-        self, message: PassMessage, tensors: Sequence[torch.Tensor]
-    ) -> Future[bytes] | bytes:
+        self, sender: int, message: PassMessage, tensors: Sequence[torch.Tensor]
+    ) -> Future[Answer] | Answer:
         """Takes a request of a pass; the result is its acknowledgement.
+
+        Args:
+            sender: who asks.
+            message: what.
+            tensors: its gradients, if it has any.
 
         Raises:
             AgentClosedError: this worker let go of the context, which is not over.
@@ -118,16 +116,16 @@ class BackwardPasses:
         if driver is None:
             if self._closed:
                 raise AgentClosedError("this worker shut down")
-            return encode_ack(Ack())
+            return AckMessage(Ack()).encode()
         gradients = None
         if isinstance(message.request, Gradients):
             gradients = spread(message.present, tensors)
         token = Slot()
-        driver.received(token, message.request, gradients)
+        driver.received(token, message.request, gradients, sender)
         if token.done():
-            answer: bytes = token.value()
+            answer: Answer = token.value()
             return answer
-        future: Future[bytes] = self._agent.caller.future("an acknowledgement of gradients")
+        future: Future[Answer] = self._agent.caller.future("an acknowledgement of gradients")
         token.when_done(lambda done: future.set_result(done.value()))
         return future
 
@@ -179,23 +177,31 @@ class BackwardPasses:
             what = f"gradients for worker {to} cannot be sent: "
             driver.failed(Failure.of(self._me, error, what))
 
-    def acknowledge(self, token: Slot, ack: Ack) -> None:
+    def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
         """Replies to a request of a pass."""
-        token.fill(encode_ack(ack))
+        if returned is None:
+            token.fill(AckMessage(ack).encode())
+            return
+        present = tuple(gradient is not None for gradient in returned.payload)
+        body = AckMessage(ack, returned.message_id, present).encode()
+        token.fill((body, [gradient for gradient in returned.payload if gradient is not None]))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
-        self._agent.completions.submit(work)
+        self._agent.completions.run_on_delivery(work)
 
-    def _answered(self, driver: Driver, answer: bytes, error: Exception | None) -> None:
+    def _answered(self, driver: Driver, answer: Answer, error: Exception | None) -> None:
         try:
             if error is not None:
                 raise error
-            ack = decode_ack(answer)
+            body, tensors = (answer, ()) if isinstance(answer, bytes) else answer
+            message, returned = AckMessage.decode(body), None
+            if message.present is not None:
+                returned = Returned(message.message_id, spread(message.present, tensors))
         except Exception as error:
             driver.failed(Failure.of(self._me, error))
         else:
-            driver.acknowledged(ack)
+            driver.acknowledged(message.ack, returned)
 
     # --- Bookkeeping
 
@@ -283,15 +289,6 @@ def sendable(
         device_map: of this worker, for the receiver.
     """
     return [each if each.is_cpu or each.device in device_map else each.cpu() for each in gradients]
-
-
-def _run_at_home(driver: Driver, roots: Sequence[torch.Tensor], done: Slot) -> None:
-    """Runs a pass to its end, all that is done here in the calling thread."""
-    home = driver.home = Home()
-    done.when_done(lambda _: home.close())
-    with span(PASS):
-        driver.start(roots)
-        home.work()
 
 
 def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:

@@ -44,6 +44,7 @@ from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError, WorkerLos
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.extensions import Answer
     from rpc.futures import Future
 
 _log = logging.getLogger("rpc")
@@ -141,7 +142,7 @@ class AutogradExtension:
 
     def on_message(
         self, sender: int, body: bytes, tensors: list[torch.Tensor]
-    ) -> Future[bytes] | bytes:
+    ) -> Future[Answer] | Answer:
         """Takes a request of a pass, or news that a context is over."""
         message = decode_message(body)
         if isinstance(message, Release):
@@ -149,7 +150,7 @@ class AutogradExtension:
             return b""
         if isinstance(message, Inquiry):
             return Release(tuple(self._take_in(sender, message.context_ids))).encode()
-        return self._passes.request_arrived(message, tensors)
+        return self._passes.request_arrived(sender, message, tensors)
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
         """Drops what belonged to the lost worker: its contexts and its passes."""

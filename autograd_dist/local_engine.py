@@ -46,7 +46,8 @@ from autograd_dist.leaf_hooks import accumulation_is_observed
 from autograd_dist.recv_node import Node, Origin, origin_of
 from autograd_dist.retained import retained_is_kept_on_the_way
 
-DeliverGradients = Callable[[Origin, list[torch.Tensor | None]], None]
+DeliverGradients = Callable[[Origin, list[torch.Tensor | None], bool], None]
+"""Of which message, its gradients, and whether the wave will complete no other's."""
 
 
 class LocalPass:
@@ -85,6 +86,7 @@ class LocalPass:
         # Nodes of Python functions die with the C++ graph; the edges given to us own it.
         self._owned_edges: list[GradientEdge] = []
         self._delivered: set[Origin] = set()
+        self._to_deliver = 0
         self._finished_leaves: set[Node] = set()
         self._has_replayed = False
 
@@ -131,6 +133,7 @@ class LocalPass:
         region = explore((node for node, _ in start), is_blocked if self._waiting else None)
         region.recvs = [node for node in region.recvs if self._is_undelivered(node)]
         region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
+        self._to_deliver = len(region.recvs)
         if not accumulation_is_observed(region.leaves):
             self._run_reading_leaves(start, region, held_leaves=[])
         elif self._waiting:
@@ -152,7 +155,8 @@ class LocalPass:
         """Called by recv nodes as the engine executes them."""
         if origin not in self._delivered:
             self._delivered.add(origin)
-            self._deliver(origin, list(gradients))
+            self._to_deliver -= 1
+            self._deliver(origin, list(gradients), not self._to_deliver)
 
     def _contribute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         self._owned_edges.append(edge)

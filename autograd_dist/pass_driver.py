@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.failure import Failure
+from autograd_dist.home import Home
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.passes import (
     Ack,
@@ -27,11 +28,12 @@ from autograd_dist.passes import (
     Participant,
     PassId,
     Request,
+    Returned,
     RunWave,
     Send,
     T,
 )
-from autograd_dist.profiled import SEND, Home, span
+from autograd_dist.profiled import SEND, span
 from autograd_dist.recv_node import Origin
 
 Payload = list[torch.Tensor | None]
@@ -45,8 +47,8 @@ class Wire(Protocol[T]):
     ) -> None:
         """Sends a request; reports to ``driver`` when it is acknowledged or fails."""
 
-    def acknowledge(self, token: T, ack: Ack) -> None:
-        """Answers a request that arrived."""
+    def acknowledge(self, token: T, ack: Ack, returned: Returned[Payload] | None) -> None:
+        """Answers a request that arrived, with gradients if there are any to come along."""
 
     def later(self, work: Callable[[], None]) -> None:
         """Does ``work`` on another thread, and soon."""
@@ -66,7 +68,7 @@ class PassDriver(Generic[T]):
         retain_graph: whether graphs must survive the pass.
 
     Attributes:
-        home: has the local share done by one thread; None if any will do.
+        home: at the root, the thread that waits for the pass and does its local share.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class PassDriver(Generic[T]):
     ) -> None:
         self.pass_id = pass_id
         self.retain_graph = retain_graph
-        self.home: Home | None = None
+        self.home: Home[Failure | None] | None = None
         self._me = me
         self._participant = participant
         self._participant_lock = threading.Lock()
@@ -98,13 +100,15 @@ class PassDriver(Generic[T]):
         self._local.add_roots(edges, [torch.ones_like(root) for root in roots])
         self._handle(self._participant.start)
 
-    def received(self, token: T, request: Request, payload: Payload | None) -> None:
+    def received(
+        self, token: T, request: Request, payload: Payload | None, asker: int | None = None
+    ) -> None:
         """A request of this pass arrived; what it sets off runs in the calling thread."""
-        self._handle(lambda: self._participant.received(token, request, payload))
+        self._handle(lambda: self._participant.received(token, request, payload, asker))
 
-    def acknowledged(self, ack: Ack) -> None:
+    def acknowledged(self, ack: Ack, returned: Returned[Payload] | None = None) -> None:
         """A request sent from here was acknowledged; does nothing that takes long."""
-        self._handle(lambda: self._participant.acknowledged(ack), self._wire.later)
+        self._handle(lambda: self._participant.acknowledged(ack, returned), self._wire.later)
 
     def failed(self, error: Failure) -> None:
         """A request sent from here was not delivered or not answered."""
@@ -125,8 +129,12 @@ class PassDriver(Generic[T]):
         cause, self._cause = self._cause, None
         return cause
 
-    def _gradients_ready(self, origin: Origin, gradients: Payload) -> None:
-        self._handle(lambda: self._participant.gradients_ready(origin, gradients))
+    def _gradients_ready(self, origin: Origin, gradients: Payload, is_last: bool) -> None:
+        # A device map says where requests' tensors go; what answers carry stays in host memory.
+        may_wait = is_last and all(gradient is None or gradient.is_cpu for gradient in gradients)
+        self._handle(
+            lambda: self._participant.gradients_ready(origin, gradients, may_wait=may_wait)
+        )
 
     def _handle(
         self,
@@ -155,12 +163,16 @@ class PassDriver(Generic[T]):
         if isinstance(effect, Send):
             self._wire.send(self, effect.to, effect.request, effect.payload)
         elif isinstance(effect, Acknowledge):
-            self._wire.acknowledge(effect.token, effect.ack)
+            self._wire.acknowledge(effect.token, effect.ack, effect.returned)
         elif isinstance(effect, Finished):
             self._finished(effect.error)
-        elif self.home is None or not self.home.take(lambda: self._handle(self._work(effect))):
-            if elsewhere is None:
+        elif self.home is not None:
+            if elsewhere is None and self.home.is_here():
                 return self._work(effect)
+            self.home.leave(lambda: self._handle(self._work(effect)))
+        elif elsewhere is None:
+            return self._work(effect)
+        else:
             elsewhere(lambda: self._handle(self._work(effect)))
         return None
 

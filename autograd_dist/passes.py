@@ -8,6 +8,11 @@ for the worker that sent it. Each request is acknowledged once. The request that
 own requests are acknowledged; requests to an engaged worker at once. When the
 root has nothing to do and is owed no acknowledgement, nothing happens anywhere.
 
+Most workers have one more thing to send when they are done: gradients for the very
+worker that engaged them. These travel with the acknowledgement, which spares a
+request and its answer. Nothing is lost sight of thereby: whoever is acknowledged
+is still engaged, and is not done before it has worked on what came along.
+
 That ends the pass, unless gradients are *stuck* somewhere: they wait behind a
 send whose gradient never comes because its output was not used. Acknowledgements
 carry the change in the number of stuck workers, so the root knows. It then runs
@@ -101,6 +106,14 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned(Generic[P]):
+    """Gradients of a message that the acknowledged worker sent in the forward pass."""
+
+    message_id: int
+    payload: P
+
+
+@dataclass(frozen=True, slots=True)
 class Send(Generic[P]):
     """Effect: send a request; its acknowledgement, or failure, is to be reported."""
 
@@ -110,11 +123,12 @@ class Send(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge(Generic[T]):
-    """Effect: answer an arrived request."""
+class Acknowledge(Generic[P, T]):
+    """Effect: answer an arrived request, with gradients if there are any to come along."""
 
     token: T
     ack: Ack
+    returned: Returned[P] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +165,7 @@ class Finished:
     error: Failure | None
 
 
-Effect = Send[P] | Acknowledge[T] | RunWave[P] | FollowStuck | FollowSend | Finished
+Effect = Send[P] | Acknowledge[P, T] | RunWave[P] | FollowStuck | FollowSend | Finished
 
 
 class Participant(Generic[P, T]):
@@ -171,6 +185,8 @@ class Participant(Generic[P, T]):
         self._me = me
         self._neighbours = neighbours
         self._parent: list[T] = []
+        self._parent_id: int | None = None
+        self._held: Returned[P] | None = None
         self._owed = 0
         self._is_working = False
         self._arrived: list[tuple[int, P]] = []
@@ -192,8 +208,17 @@ class Participant(Generic[P, T]):
         self._is_working = True
         return [RunWave((), None)]
 
-    def received(self, token: T, request: Request, payload: P | None = None) -> list[Effect[P, T]]:
-        """A request arrived."""
+    def received(
+        self, token: T, request: Request, payload: P | None = None, asker: int | None = None
+    ) -> list[Effect[P, T]]:
+        """A request arrived.
+
+        Args:
+            token: names it when it is acknowledged.
+            request: what is asked.
+            payload: its gradients, if it has any.
+            asker: whose it is; None if its acknowledgement must not carry gradients.
+        """
         if self._error is not None or self._over:
             return [Acknowledge(token, Ack(error=self._error))]
         effects: list[Effect[P, T]] = []
@@ -201,11 +226,21 @@ class Participant(Generic[P, T]):
             effects.append(Acknowledge(token, Ack()))
         else:
             self._parent.append(token)
+            self._parent_id = asker
         return effects + self._take(request, payload) + self._proceed()
 
-    def gradients_ready(self, origin: Origin, payload: P) -> list[Effect[P, T]]:
-        """The running wave completed the gradients of a received message."""
+    def gradients_ready(self, origin: Origin, payload: P, *, may_wait: bool) -> list[Effect[P, T]]:
+        """The running wave completed the gradients of a received message.
+
+        Args:
+            origin: the message.
+            payload: its gradients.
+            may_wait: the wave has no other to complete, so that it is about to end.
+        """
         if self._error is not None or self._over:
+            return []
+        if may_wait and origin.sender == self._parent_id and self._is_last():
+            self._held = Returned(origin.message_id, payload)
             return []
         return self._send(origin.sender, Gradients(origin.message_id), payload)
 
@@ -232,12 +267,14 @@ class Participant(Generic[P, T]):
                 effects += self._send(origin.sender, promise)
         return effects + self._proceed()
 
-    def acknowledged(self, ack: Ack) -> list[Effect[P, T]]:
-        """One of this worker's requests was acknowledged."""
+    def acknowledged(self, ack: Ack, returned: Returned[P] | None = None) -> list[Effect[P, T]]:
+        """One of this worker's requests was acknowledged, maybe with gradients."""
         self._owed -= 1
         self._note(ack)
         if ack.error is not None:
             return self.failed(ack.error)
+        if returned is not None:
+            self._arrived.append((returned.message_id, returned.payload))
         return self._proceed()
 
     def failed(self, error: Failure) -> list[Effect[P, T]]:
@@ -307,18 +344,33 @@ class Participant(Generic[P, T]):
         """Gives this worker its next piece of work, or finds that it has none."""
         if self._is_working or self._error is not None or self._over:
             return []
+        if not self._is_last():
+            return self._send_held() + self._next_work()
+        if self._is_root:
+            return self._quiescent()
+        if self._parent:
+            report, self._unreported = self._unreported, Ack()
+            returned, self._held = self._held, None
+            return [Acknowledge(self._disengage(), report, returned)]
+        return []
+
+    def _is_last(self) -> bool:
+        """True if nothing is to be done or waited for here but what is being done."""
+        return not (self._owed or self._to_follow or self._arrived or self._to_settle)
+
+    def _send_held(self) -> list[Effect[P, T]]:
+        held, self._held = self._held, None
+        if held is None:
+            return []
+        assert self._parent_id is not None
+        return self._send(self._parent_id, Gradients(held.message_id), held.payload)
+
+    def _next_work(self) -> list[Effect[P, T]]:
         if self._to_follow:
             self._is_working = True
             return [self._to_follow.popleft()]
         if self._arrived or self._to_settle:
             return self._next_wave()
-        if self._owed:
-            return []
-        if self._is_root:
-            return self._quiescent()
-        if self._parent:
-            report, self._unreported = self._unreported, Ack()
-            return [Acknowledge(self._disengage(), report)]
         return []
 
     def _next_wave(self) -> list[Effect[P, T]]:
@@ -330,6 +382,7 @@ class Participant(Generic[P, T]):
         return [wave]
 
     def _disengage(self) -> T:
+        self._held = self._parent_id = None
         return self._parent.pop()
 
     def _quiescent(self) -> list[Effect[P, T]]:

@@ -18,10 +18,12 @@ EXTENSION_NAME: Final = "autograd_dist"
 _CALL: Final = struct.Struct("<QQ?")
 _HEAD: Final = struct.Struct("<BBQIQQ")
 _FIELDS: Final = struct.Struct("<QQ")
-_ACK: Final = struct.Struct("<iI")
+_ACK: Final = struct.Struct("<BiI")
+_RETURNED: Final = struct.Struct("<Q")
 _LOST: Final = struct.Struct("<QII")
 _POSITION: Final = "I"
 
+_BARE, _WITH_FAILURE, _WITH_GRADIENTS = range(3)
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
 
@@ -190,27 +192,55 @@ def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Reque
     raise FrameError(f"there is no autograd message of kind {kind}")
 
 
-def encode_ack(ack: Ack) -> bytes:
-    """An acknowledgement as bytes. What cannot be encoded of the error's text is escaped."""
-    head = _ACK.pack(ack.stuck, ack.resolved)
-    failure = ack.error
-    if failure is None:
-        return head
-    lost = failure.lost or LostWorker("", 0, "")
-    name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
-    return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
+@dataclass(frozen=True, slots=True)
+class AckMessage:
+    """An acknowledgement, without its gradients.
 
-
-def decode_ack(data: bytes) -> Ack:
-    """Reads an acknowledgement.
-
-    Raises:
-        FrameError: it is malformed.
+    Attributes:
+        ack: what it says.
+        message_id: whose gradients come along; meaningless without any.
+        present: which of that message's tensors have one; None if none come along.
     """
-    if len(data) < _ACK.size:
-        raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
-    stuck, resolved = _ACK.unpack_from(data)
-    return Ack(stuck, resolved, _failure(data) if len(data) > _ACK.size else None)
+
+    ack: Ack
+    message_id: int = 0
+    present: tuple[bool, ...] | None = None
+
+    def encode(self) -> bytes:
+        """The message as bytes. What cannot be encoded of an error's text is escaped."""
+        ack = self.ack
+        if self.present is not None:
+            head = _ACK.pack(_WITH_GRADIENTS, ack.stuck, ack.resolved)
+            return head + _RETURNED.pack(self.message_id) + bytes(self.present)
+        failure = ack.error
+        if failure is None:
+            return _ACK.pack(_BARE, ack.stuck, ack.resolved)
+        lost = failure.lost or LostWorker("", 0, "")
+        name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
+        head = _ACK.pack(_WITH_FAILURE, ack.stuck, ack.resolved)
+        return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
+
+    @classmethod
+    def decode(cls, data: bytes) -> AckMessage:
+        """Reads an acknowledgement.
+
+        Raises:
+            FrameError: it is malformed.
+        """
+        if len(data) < _ACK.size:
+            raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
+        kind, stuck, resolved = _ACK.unpack_from(data)
+        if kind == _WITH_FAILURE:
+            return cls(Ack(stuck, resolved, _failure(data)))
+        if kind == _WITH_GRADIENTS:
+            start = _ACK.size + _RETURNED.size
+            if len(data) < start:
+                raise FrameError(f"{len(data)} bytes are no acknowledgement with gradients")
+            message_id = _RETURNED.unpack_from(data, _ACK.size)[0]
+            return cls(Ack(stuck, resolved), message_id, tuple(map(bool, data[start:])))
+        if kind != _BARE or len(data) > _ACK.size:
+            raise FrameError(f"{len(data)} bytes are no acknowledgement of kind {kind}")
+        return cls(Ack(stuck, resolved))
 
 
 def _failure(data: bytes) -> Failure:

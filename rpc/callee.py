@@ -424,7 +424,7 @@ class _Service:
         body, tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, list(tensors))
-        if isinstance(answer, bytes):
+        if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:
             context = contextvars.copy_context()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rpc.futures import Future
 
 
+Answer = bytes | tuple[bytes, Sequence[torch.Tensor]]
+"""To a message of an extension: bytes, and tensors if there are any."""
+
+
 class CallExtension(Protocol):
     """What rides on calls. Every hook runs outside the agent's locks.
 
@@ -56,7 +60,7 @@ class CallExtension(Protocol):
 
     def on_message(
         self, sender: int, body: bytes, tensors: list[torch.Tensor]
-    ) -> Future[bytes] | bytes:
+    ) -> Future[Answer] | Answer:
         """Handles a message sent with ``Agent.send_extension_message``; the
         (eventual) result travels back. Runs on a system thread that may block."""
 

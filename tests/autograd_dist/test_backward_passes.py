@@ -20,8 +20,9 @@ from autograd_dist.backward_passes import BackwardPasses, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
-from autograd_dist.wire import PassMessage, decode_ack, decode_message, encode_ack
+from autograd_dist.wire import AckMessage, PassMessage, decode_message
 from rpc.errors import RpcError
+from rpc.extensions import Answer
 from rpc.futures import Future
 from rpc.sinks import Answered
 from rpc.worker_info import WorkerInfo
@@ -29,6 +30,7 @@ from tests.loading import load
 
 graphs = load(Path(__file__).parent, "test_random_graphs")
 CONTEXT = graphs.CONTEXT
+DONE = AckMessage(Ack()).encode()
 
 
 class Worker:
@@ -46,7 +48,7 @@ class Worker:
     def future(self, description: str) -> Future[object]:
         return Future(description=description, waiter=self.network.wait)
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def run_on_delivery(self, work: Callable[[], None]) -> None:
         self.network.under_way.append(work)
 
     def ask_extension(
@@ -54,14 +56,14 @@ class Worker:
     ) -> None:
         if to in self.unreachable:
             raise RuntimeError(f"there is no way to {to}")
-        answer: Future[bytes] = Future()
+        answer: Future[Answer] = Future()
         message = decode_message(body)
         assert isinstance(message, PassMessage)
         answer.add_done_callback(lambda done: tell(done, answered))
         self.network.send(Message(self.info.id, to, message, list(tensors), answer))
 
 
-def tell(answer: Future[bytes], answered: Answered) -> None:
+def tell(answer: Future[Answer], answered: Answered) -> None:
     try:
         value = answer.value()
     except Exception as error:
@@ -76,7 +78,7 @@ class Message:
     to: int
     message: PassMessage
     tensors: list[torch.Tensor]
-    answer: Future[bytes]
+    answer: Future[Answer]
 
 
 class Network:
@@ -93,13 +95,13 @@ class Network:
 
     def deliver(self, message: Message) -> None:
         passes = self.workers[message.to].passes
-        reply = passes.request_arrived(message.message, message.tensors)
-        if isinstance(reply, bytes):
-            self.under_way.append(lambda: message.answer.set_result(reply))
-        else:
+        reply = passes.request_arrived(message.source, message.message, message.tensors)
+        if isinstance(reply, Future):
             reply.add_done_callback(
                 lambda done: self.under_way.append(lambda: message.answer.set_result(done.value()))
             )
+        else:
+            self.under_way.append(lambda: message.answer.set_result(reply))
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         while not done():
@@ -175,8 +177,8 @@ def check_late(network: Network, late: list[Message]) -> None:
     for message in late:
         if message.to == 0 or message.to in reached:
             worker = network.workers[message.to]
-            reply = worker.passes.request_arrived(message.message, message.tensors)
-            assert reply == encode_ack(Ack())
+            reply = worker.passes.request_arrived(message.source, message.message, message.tensors)
+            assert reply == DONE
     assert not network.under_way
 
 
@@ -258,8 +260,10 @@ def check_interrupted(seed: int) -> None:
     assert all(sent.answer.done() for sent in network.sent), "somebody is never answered"
     count = len(network.sent)
     for sent in network.sent[:5]:
-        reply = network.workers[sent.to].passes.request_arrived(sent.message, sent.tensors)
-        assert reply == encode_ack(Ack())
+        reply = network.workers[sent.to].passes.request_arrived(
+            sent.source, sent.message, sent.tensors
+        )
+        assert reply == DONE
     assert len(network.sent) == count
 
 
@@ -322,7 +326,7 @@ def test_workers_forget_the_passes_of_a_root_that_is_lost() -> None:
     other = network.workers[1]
     for root in (0, 2):
         message = PassMessage(PassId(CONTEXT, root, 1), 1, Survey(1))
-        other.passes.request_arrived(message, [])
+        other.passes.request_arrived(0, message, [])
     other.passes.root_lost(0)
     assert [p.root for p in other.passes._passes[CONTEXT].drivers] == [2]
 
@@ -334,18 +338,18 @@ def test_what_a_lost_root_waited_for_is_acknowledged() -> None:
     assert context is not None
     context.add_worker(2)
     message = PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1))
-    token = other.passes.request_arrived(message, [])
-    assert not isinstance(token, bytes)
+    token = other.passes.request_arrived(0, message, [])
+    assert isinstance(token, Future)
     assert not token.done()
     other.passes.root_lost(0)
-    assert decode_ack(token.value()) == Ack()
+    assert token.value() == DONE
 
 
-def waiting_request(worker: Worker, root: int, number: int, oldest: int) -> Future[bytes]:
+def waiting_request(worker: Worker, root: int, number: int, oldest: int) -> Future[Answer]:
     """A request of a pass that waits for what it caused at worker 2."""
     message = PassMessage(PassId(CONTEXT, root, number), oldest, Survey(1))
-    token = worker.passes.request_arrived(message, [])
-    assert not isinstance(token, bytes)
+    token = worker.passes.request_arrived(0, message, [])
+    assert isinstance(token, Future)
     return token
 
 
@@ -357,7 +361,7 @@ def test_a_pass_that_is_over_for_its_root_lets_go_of_who_waits_and_no_other_does
     over = waiting_request(worker, root=0, number=1, oldest=1)
     of_another_root = waiting_request(worker, root=3, number=1, oldest=1)
     following = waiting_request(worker, root=0, number=2, oldest=2)
-    assert decode_ack(over.value()) == Ack()
+    assert over.value() == DONE
     assert not of_another_root.done()
     assert not following.done()
 
@@ -374,7 +378,7 @@ def test_requests_name_the_oldest_pass_of_their_root_that_is_not_over() -> None:
     passes._end(drivers[0])
     assert passes._oldest(own[1]) == 5
     message = PassMessage(PassId(CONTEXT, 0, 9), 7, Survey(1))
-    passes.request_arrived(message, [])
+    passes.request_arrived(0, message, [])
     assert passes._oldest(PassId(CONTEXT, 0, 9)) == 7
     assert passes._oldest(PassId(CONTEXT, 2, 9)) == 0
 
@@ -382,13 +386,13 @@ def test_requests_name_the_oldest_pass_of_their_root_that_is_not_over() -> None:
 def test_a_late_request_of_its_own_pass_begins_nothing_at_the_root() -> None:
     passes = Network(0, 2).workers[0].passes
     message = PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1))
-    assert passes.request_arrived(message, []) == encode_ack(Ack())
+    assert passes.request_arrived(0, message, []) == DONE
     assert not passes._passes[CONTEXT].drivers
 
 
 def test_a_pass_lets_go_of_the_graph_with_its_context() -> None:
     passes = Network(0, 2).workers[1].passes
-    passes.request_arrived(PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1)), [])
+    passes.request_arrived(0, PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1)), [])
     (driver,) = passes._passes[CONTEXT].drivers.values()
     passes.drop(CONTEXT, RpcError("it was released"))
     assert driver._local is None
@@ -443,15 +447,15 @@ def test_a_request_for_a_context_that_was_released_begins_nothing() -> None:
     worker = Network(0, 2).workers[1]
     worker.contexts.release(CONTEXT)
     message = PassMessage(PassId(CONTEXT, 0, 1), 1, Settle(1))
-    assert worker.passes.request_arrived(message, []) == encode_ack(Ack())
+    assert worker.passes.request_arrived(0, message, []) == DONE
     assert not worker.passes._passes
 
 
 def test_a_request_of_an_older_pass_begins_nothing_and_of_the_oldest_does() -> None:
     worker = Network(0, 2).workers[1]
-    worker.passes.request_arrived(PassMessage(PassId(CONTEXT, 0, 5), 5, Settle(1)), [])
+    worker.passes.request_arrived(0, PassMessage(PassId(CONTEXT, 0, 5), 5, Settle(1)), [])
     for number, begins in ((4, False), (5, True), (6, True)):
-        worker.passes.request_arrived(PassMessage(PassId(CONTEXT, 0, number), 3, Settle(1)), [])
+        worker.passes.request_arrived(0, PassMessage(PassId(CONTEXT, 0, number), 3, Settle(1)), [])
         assert (PassId(CONTEXT, 0, number) in worker.passes._passes[CONTEXT].drivers) is begins
 
 

@@ -27,6 +27,7 @@ class Node:
         self.sends = {}
         self.leaves = LeafGradients()
         self.departed = {}
+        self.last = []
         self.lock = threading.RLock()
 
     def send(self, *tensors):
@@ -36,12 +37,16 @@ class Node:
     def receive(self, message_id, *tensors):
         return attach_recv(Origin(self.context_id, PEER, message_id), [t.clone() for t in tensors])
 
+    def depart(self, origin, grads, is_last):
+        self.departed[origin.message_id] = grads
+        self.last.append((origin.message_id, is_last))
+
     def start(self, *roots, retain_graph=False):
         local = LocalPass(
             self.context_id,
             self.sends,
             self.leaves,
-            lambda origin, grads: self.departed.__setitem__(origin.message_id, grads),
+            self.depart,
             self.lock,
             retain_graph=retain_graph,
         )
@@ -616,3 +621,19 @@ def calls_of_a_chain(length):
         sys.setprofile(None)
     assert node.gradient(leaf).tolist() == [float(length)] * 2
     return calls
+
+
+def test_the_last_message_whose_gradients_a_wave_completes_is_known():
+    node = Node()
+    (first,), (second,) = node.receive(1, torch.ones(2)), node.receive(2, torch.ones(2))
+    local = node.start((first * second).sum())
+    assert [is_last for _, is_last in node.last] == [False, True]
+    assert {number for number, _ in node.last} == {1, 2}
+    assert not local.is_stuck
+
+
+def test_a_message_that_gets_no_gradient_may_be_the_last():
+    node = Node()
+    (first,), (second,) = node.receive(1, torch.ones(2)), node.receive(2, torch.ones(2))
+    node.start(first.sum() + second.detach().sum())
+    assert node.last == [(1, True)]

@@ -7,13 +7,17 @@ import contextvars
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import autograd_dist
 import rpc
+from autograd_dist.local_engine import DeliverGradients
 from autograd_dist.pass_driver import PassDriver
+from autograd_dist.passes import PassId
+from autograd_dist.recv_node import Origin
 from rpc.agent import Agent, AgentOptions
 from rpc.current import current_agent
 from rpc.testing import VirtualClock, as_worker, local_group
@@ -64,7 +68,7 @@ def at_the_root(x: torch.Tensor, text: str) -> torch.Tensor:
     return failing(rpc.rpc_sync("bob", doubled, (x,)), text)
 
 
-def at_the_root_on_another_thread(x: torch.Tensor, text: str) -> torch.Tensor:
+def at_the_root_in_a_later_wave(x: torch.Tensor, text: str) -> torch.Tensor:
     held = failing(x, text)
     rpc.rpc_sync("bob", doubled, (held,))  # unused, so what it holds back runs later
     return rpc.rpc_sync("bob", doubled, (x,)) + held
@@ -114,7 +118,7 @@ def test_what_a_hook_raises_elsewhere_comes_to_the_root(
 
 
 @pytest.mark.parametrize("text", ["boom", "MuteError whose text raises RuntimeError"])
-@pytest.mark.parametrize("forward", [at_the_root, at_the_root_on_another_thread])
+@pytest.mark.parametrize("forward", [at_the_root, at_the_root_in_a_later_wave])
 def test_what_a_hook_raises_at_the_root_is_the_cause(
     group: list[Agent], forward: Forward, text: str
 ) -> None:
@@ -125,7 +129,7 @@ def test_what_a_hook_raises_at_the_root_is_the_cause(
 
 
 @pytest.mark.parametrize("text", ["SystemExit: 3", "CancelledError"])
-@pytest.mark.parametrize("forward", [at_the_root, at_the_root_on_another_thread])
+@pytest.mark.parametrize("forward", [at_the_root, at_the_root_in_a_later_wave])
 def test_what_is_no_exception_leaves_the_root_as_it_is(
     group: list[Agent], forward: Forward, text: str
 ) -> None:
@@ -136,7 +140,7 @@ def drivers() -> int:
     return sum(type(each) is PassDriver for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("forward", [elsewhere, at_the_root, at_the_root_on_another_thread])
+@pytest.mark.parametrize("forward", [elsewhere, at_the_root, at_the_root_in_a_later_wave])
 def test_a_pass_that_failed_is_not_left_to_the_garbage_collector(
     group: list[Agent], forward: Forward
 ) -> None:
@@ -151,6 +155,24 @@ def test_a_pass_that_failed_is_not_left_to_the_garbage_collector(
         waiting.until(lambda: drivers() <= others, SECONDS)
     finally:
         gc.enable()
+
+
+def test_gradients_on_other_devices_do_not_wait_for_the_acknowledgement() -> None:
+    waits: list[bool] = []
+
+    class Decides:
+        def gradients_ready(self, origin: object, payload: object, *, may_wait: bool) -> list[Any]:
+            waits.append(may_wait)
+            return []
+
+    def make_local(deliver: DeliverGradients) -> Any:
+        for device, is_last in (("cpu", True), ("meta", True), ("cpu", False)):
+            deliver(Origin(0, 1, 2), [None, torch.ones(2, device=device)], is_last)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PassDriver, "_handle", lambda self, event, elsewhere=None: event())
+        PassDriver(PassId(1, 0, 1), 1, Decides(), make_local, None, print, retain_graph=False)  # type: ignore[arg-type, var-annotated]
+    assert waits == [True, False, False]
 
 
 class Slow:

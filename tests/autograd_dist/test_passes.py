@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import pytest
 
@@ -18,6 +19,7 @@ from autograd_dist.passes import (
     Gradients,
     Participant,
     Promise,
+    Returned,
     RunWave,
     Send,
     Settle,
@@ -27,6 +29,12 @@ from autograd_dist.recv_node import Origin
 
 ROOT, MIDDLE, FAR = 0, 1, 2
 FIRST_WAVE = [RunWave((), None)]
+
+
+@dataclass(frozen=True)
+class WaveEnd:
+    is_stuck: bool
+    resolved: int
 
 
 def participant(me, neighbours=()):
@@ -53,16 +61,98 @@ def test_pass_of_one_worker_ends_with_its_wave():
 def test_gradients_leave_while_the_wave_still_runs():
     root = participant(ROOT)
     root.start()
-    assert root.gradients_ready(origin(MIDDLE, 3), "g") == [Send(MIDDLE, Gradients(3), "g")]
+    assert root.gradients_ready(origin(MIDDLE, 3), "g", may_wait=False) == [
+        Send(MIDDLE, Gradients(3), "g")
+    ]
     assert root.wave_finished(is_stuck=False, resolved=0) == []
     assert root.acknowledged(Ack()) == [Finished(None)]
 
 
 def test_request_that_engages_is_acknowledged_when_everything_it_caused_is():
     worker = engaged()
-    assert worker.gradients_ready(origin(FAR, 3), "g") == [Send(FAR, Gradients(3), "g")]
+    assert worker.gradients_ready(origin(FAR, 3), "g", may_wait=False) == [
+        Send(FAR, Gradients(3), "g")
+    ]
     assert worker.wave_finished(is_stuck=False, resolved=0) == []
     assert worker.acknowledged(Ack()) == [Acknowledge("engaging", Ack())]
+
+
+def engaged_by(asker, neighbours=()):
+    """As ``engaged``, by a worker that takes gradients with the acknowledgement."""
+    worker = participant(MIDDLE, neighbours)
+    worker.received("engaging", Gradients(5), "g5", asker)
+    return worker
+
+
+def test_last_gradients_for_who_engaged_a_worker_come_with_the_acknowledgement():
+    worker = engaged_by(FAR)
+    assert worker.gradients_ready(origin(FAR, 3), "g", may_wait=True) == []
+    assert worker.wave_finished(is_stuck=True, resolved=0) == [
+        Acknowledge("engaging", Ack(stuck=1), Returned(3, "g"))
+    ]
+    assert worker.received("again", Gradients(6), "g6", FAR) == [RunWave(((6, "g6"),), None)]
+    assert worker.wave_finished(is_stuck=True, resolved=0) == [Acknowledge("again", Ack())]
+
+
+@pytest.mark.parametrize(
+    ("asker", "to", "may_wait"), [(FAR, FAR, False), (FAR, ROOT, True), (None, FAR, True)]
+)
+def test_other_gradients_leave_while_the_wave_still_runs(asker, to, may_wait):
+    worker = engaged_by(asker)
+    leaves = worker.gradients_ready(origin(to, 3), "g", may_wait=may_wait)
+    assert leaves == [Send(to, Gradients(3), "g")]
+    assert worker.wave_finished(is_stuck=False, resolved=0) == []
+
+
+def test_gradients_do_not_wait_at_a_worker_that_is_owed_an_acknowledgement():
+    worker = engaged_by(FAR)
+    worker.gradients_ready(origin(ROOT, 4), "g4", may_wait=False)
+    assert worker.gradients_ready(origin(FAR, 3), "g", may_wait=True) == [
+        Send(FAR, Gradients(3), "g")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "payload", "follows"),
+    [
+        (Gradients(6), "g6", RunWave(((6, "g6"),), None)),
+        (Settle(1), None, RunWave((), frozenset())),
+        (Survey(1), None, FollowStuck()),
+    ],
+)
+def test_gradients_that_waited_leave_when_there_is_more_to_do(request_, payload, follows):
+    worker = engaged_by(FAR)
+    worker.gradients_ready(origin(FAR, 3), "g", may_wait=True)
+    assert worker.received("more", request_, payload, ROOT) == [Acknowledge("more", Ack())]
+    assert worker.wave_finished(is_stuck=False, resolved=0) == [
+        Send(FAR, Gradients(3), "g"),
+        follows,
+    ]
+
+
+def test_gradients_do_not_wait_if_there_is_more_to_do_already():
+    worker = engaged_by(FAR)
+    worker.received("more", Gradients(6), "g6", ROOT)
+    assert worker.gradients_ready(origin(FAR, 3), "g", may_wait=True) == [
+        Send(FAR, Gradients(3), "g")
+    ]
+
+
+def test_gradients_that_came_with_an_acknowledgement_are_worked_on():
+    root = participant(ROOT)
+    root.start()
+    root.gradients_ready(origin(MIDDLE, 3), "g", may_wait=True)
+    root.wave_finished(is_stuck=False, resolved=0)
+    assert root.acknowledged(Ack(stuck=1), Returned(8, "g8")) == [RunWave(((8, "g8"),), None)]
+    assert root.wave_finished(is_stuck=False, resolved=0) == [FollowStuck()]
+
+
+def test_gradients_that_waited_are_dropped_with_the_pass():
+    worker = engaged_by(FAR)
+    worker.gradients_ready(origin(FAR, 3), "g", may_wait=True)
+    error = Failure("boom")
+    assert worker.failed(error) == [Acknowledge("engaging", Ack(error=error))]
+    assert worker._held is None
 
 
 def test_request_to_an_engaged_worker_is_acknowledged_at_once_and_waits_for_the_wave():
@@ -81,7 +171,7 @@ def test_worker_can_be_engaged_again():
 
 def test_stuck_is_reported_as_a_change_and_added_up_on_the_way():
     worker = engaged()
-    worker.gradients_ready(origin(FAR, 3), "g")
+    worker.gradients_ready(origin(FAR, 3), "g", may_wait=False)
     worker.wave_finished(is_stuck=True, resolved=0)
     assert worker.acknowledged(Ack(stuck=2)) == [Acknowledge("engaging", Ack(stuck=3))]
 
@@ -150,11 +240,11 @@ def test_pass_that_cannot_get_on_fails_instead_of_going_round_for_ever():
 
 def test_error_goes_up_at_once_and_ends_the_pass_at_the_root():
     worker = engaged()
-    worker.gradients_ready(origin(FAR, 3), "g")
+    worker.gradients_ready(origin(FAR, 3), "g", may_wait=False)
     assert worker.failed(Failure("boom")) == [Acknowledge("engaging", Ack(error=Failure("boom")))]
     root = participant(ROOT)
     root.start()
-    root.gradients_ready(origin(MIDDLE, 3), "g")
+    root.gradients_ready(origin(MIDDLE, 3), "g", may_wait=False)
     assert root.acknowledged(Ack(error=Failure("boom"))) == [Finished(Failure("boom"))]
     assert root.wave_finished(is_stuck=False, resolved=0) == []
 
@@ -165,7 +255,7 @@ def test_nothing_runs_after_an_error():
     assert worker.received("late", Gradients(6), "g") == [
         Acknowledge("late", Ack(error=Failure("boom")))
     ]
-    assert worker.gradients_ready(origin(FAR, 3), "g") == []
+    assert worker.gradients_ready(origin(FAR, 3), "g", may_wait=False) == []
 
 
 def test_abandoned_worker_lets_go_of_who_waits_for_it():
@@ -194,6 +284,8 @@ class Simulation:
         self.promises = self.rng.randint(0, 12)
         self.promised = defaultdict(set)
         self.round = 0
+        self.returned = 0
+        self.made = self.taken = 0
 
     def perform(self, worker, effects):
         if worker in self.failed:
@@ -210,7 +302,8 @@ class Simulation:
             elif isinstance(effect, Acknowledge):
                 sender, number = effect.token
                 assert self.open.pop(number, None) is not None, "acknowledged twice"
-                self.under_way.append((worker, sender, effect.ack))
+                self.returned += effect.returned is not None
+                self.under_way.append((worker, sender, effect.ack, effect.returned))
             elif isinstance(effect, Finished):
                 self.outcome.append(effect.error)
             else:
@@ -227,17 +320,19 @@ class Simulation:
             self.tell_of_loss(sender)
         elif isinstance(what, Ack):
             self.owed[receiver, sender] -= 1
-            self.perform(receiver, actor.acknowledged(what))
+            self.perform(receiver, actor.acknowledged(what, item[3]))
             if what.error is not None:
                 self.failed.add(receiver)
         elif isinstance(what, RunWave):
             self.wave(receiver, what)
+        elif isinstance(what, WaveEnd):
+            self.perform(receiver, actor.wave_finished(what.is_stuck, what.resolved))
         elif isinstance(what, FollowStuck | FollowSend):
             self.perform(receiver, actor.reach_found(self.reach()))
         else:
             if isinstance(what, Promise):
                 self.promised[receiver, what.round].add(what.message_id)
-            self.perform(receiver, actor.received(item[4], what, item[3]))
+            self.perform(receiver, actor.received(item[4], what, item[3], sender))
 
     def reach(self):
         """What stuck gradients would reach: promises, which may be broken."""
@@ -249,19 +344,26 @@ class Simulation:
         return reached
 
     def wave(self, worker, wave):
+        self.taken += len(wave.arrived)
         if wave.only_promised is not None:
             promised = self.promised[worker, self.round]
             assert wave.only_promised == promised, "of another round"
         while self.budget and self.rng.random() < 0.7:
             self.budget -= 1
-            target = self.rng.randrange(len(self.workers))
-            ready = self.workers[worker].gradients_ready(origin(target, self.budget), "g")
-            self.perform(worker, ready)
+            actor, back = self.workers[worker], self.workers[worker]._parent_id
+            there = self.rng.randrange(len(self.workers))
+            target = there if back is None or self.rng.random() < 0.5 else back
+            last = not self.budget or self.rng.random() < 0.4
+            message = origin(target, self.budget)
+            self.made += 1
+            self.perform(worker, actor.gradients_ready(message, "g", may_wait=last))
+            if last:
+                break
         settled = wave.only_promised is not None
         chance = 0.2 if settled and self.budget else 0.0 if settled else 0.5
         self.stuck[worker] = self.rng.random() < chance
-        finished = self.workers[worker].wave_finished(self.stuck[worker], int(settled))
-        self.perform(worker, finished)
+        # Something may arrive between the wave's last gradients and its end.
+        self.under_way.append((worker, worker, WaveEnd(self.stuck[worker], int(settled))))
 
     def lose(self, worker):
         self.lost = worker
@@ -293,7 +395,7 @@ class Simulation:
             late = worker.received("late", Survey(99))
             assert [type(effect) for effect in late] == [Acknowledge]
             assert late[0].token == "late"
-            assert worker.gradients_ready(origin(MIDDLE, 9), "g") == []
+            assert worker.gradients_ready(origin(MIDDLE, 9), "g", may_wait=False) == []
             assert worker.wave_finished(is_stuck=True, resolved=1) == []
             assert worker.reach_found({origin(MIDDLE, 9): {0}}) == []
             assert worker.failed(Failure("late")) == []
@@ -305,7 +407,7 @@ class Simulation:
         root = self.workers[ROOT]
         error = self.outcome[0]
         assert root.received("late", Gradients(9), "g") == [Acknowledge("late", Ack(error=error))]
-        assert root.gradients_ready(origin(MIDDLE, 9), "g") == []
+        assert root.gradients_ready(origin(MIDDLE, 9), "g", may_wait=False) == []
         assert root.acknowledged(Ack()) == []
         assert root.failed(Failure("late")) == []
         assert root.abandoned() == []
@@ -327,6 +429,7 @@ def check_pass(seed):
     size = 1 + seed % 5
     simulation = Simulation(seed, size)
     assert simulation.run() == [None], f"reproduce with check_pass({seed})"
+    assert simulation.taken == simulation.made, "gradients were lost, or worked on twice"
     assert not any(simulation.stuck)
     assert not simulation.open
     simulation.check_root_is_through()
@@ -348,6 +451,15 @@ def check_pass_with_loss(seed):
     assert len(outcome) == 1, f"reproduce with check_pass_with_loss({seed})"
     assert outcome[0] is None or "was lost" in outcome[0].text
     simulation.check_root_is_through()
+
+
+def test_passes_that_are_played_return_gradients():
+    returned = []
+    for seed in range(20):
+        simulation = Simulation(seed, size=3)
+        simulation.run()
+        returned.append(simulation.returned)
+    assert sum(map(bool, returned)) > 5
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +10,6 @@ from torch.autograd import profiler
 
 import autograd_dist
 import rpc
-from autograd_dist import backward_passes
-from autograd_dist.profiled import Home
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
 
@@ -75,34 +72,3 @@ def test_a_pass_that_fails_elsewhere_ends_in_a_profile_too(group: list[Agent]) -
         loss = rpc.rpc_sync("there", Failing.apply, (x,)).sum()
         with pytest.raises(RuntimeError, match="Error on Node 1: simulated"):
             autograd_dist.backward(context, [loss])
-
-
-def test_without_a_profile_no_thread_has_to_do_the_work(
-    group: list[Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> Home:
-        raise AssertionError("a home was made")
-
-    monkeypatch.setattr(backward_passes, "Home", refuse)
-    x = torch.ones(3, requires_grad=True)
-    with autograd_dist.context() as context:
-        loss = rpc.rpc_sync("there", square, (x,)).sum()
-        autograd_dist.backward(context, [loss])
-        with profiler.profile(), pytest.raises(AssertionError, match="a home was made"):
-            autograd_dist.backward(context, [x.sum()])
-
-
-def test_the_thread_of_a_home_does_what_others_leave_to_it() -> None:
-    home = Home()
-    done: list[int] = []
-
-    def leave() -> None:
-        assert home.take(lambda: done.append(threading.get_ident()))
-        home.close()
-
-    other = threading.Thread(target=leave)
-    other.start()
-    home.work()
-    other.join()
-    assert done == [threading.get_ident()]
-    assert not home.take(lambda: None)

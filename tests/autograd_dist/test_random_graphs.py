@@ -20,7 +20,7 @@ from autograd_dist.border import SentTensor
 from autograd_dist.gradients import LeafGradients
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver
-from autograd_dist.passes import Ack, Participant, PassId, Request
+from autograd_dist.passes import Ack, Participant, PassId, Request, Returned
 from autograd_dist.recv_node import Origin, attach_recv
 
 CONTEXT = 99 << 48  # of a worker that takes no part itself
@@ -244,15 +244,19 @@ class Network:
 
     def send(self, driver: PassDriver, to: int, request: Request, payload: object) -> None:
         self.kinds[type(request)] += 1
-        self.under_way.append(lambda: self.driver(to).received(Token(driver), request, payload))
+        asker = next(number for number, each in self.drivers.items() if each is driver)
+        self.under_way.append(
+            lambda: self.driver(to).received(Token(driver), request, payload, asker)
+        )
         # The calling worker is in the middle of an engine run, while others go on.
         while self.under_way and self.depth < 3 and self.rng.random() < 0.2:
             self.depth += 1
             self.step()
             self.depth -= 1
 
-    def acknowledge(self, token: Token, ack: Ack) -> None:
-        self.under_way.append(lambda: token.sender.acknowledged(ack))
+    def acknowledge(self, token: Token, ack: Ack, returned: Returned | None) -> None:
+        self.kinds[type(returned)] += 1
+        self.under_way.append(lambda: token.sender.acknowledged(ack, returned))
 
     def later(self, work: Callable[[], None]) -> None:
         self.under_way.append(work)

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Settle, Survey
 from autograd_dist.wire import (
+    AckMessage,
     CallMetadata,
     Inquiry,
     PassMessage,
     Release,
-    decode_ack,
     decode_message,
     decode_release,
-    encode_ack,
     spread,
 )
 from rpc.errors import FrameError
@@ -73,25 +72,44 @@ FAILURE = st.builds(Failure, st.text(), LOST | st.none())
 
 @given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1), FAILURE | st.none())
 def test_acknowledgements_survive_the_wire(stuck, resolved, error):
-    ack = Ack(stuck, resolved, error)
-    assert decode_ack(encode_ack(ack)) == ack
+    message = AckMessage(Ack(stuck, resolved, error))
+    assert AckMessage.decode(message.encode()) == message
+
+
+@given(st.integers(-(2**31), 2**31 - 1), WIDE, st.lists(st.booleans(), max_size=5).map(tuple))
+def test_acknowledgements_with_gradients_survive_the_wire(stuck, message_id, present):
+    message = AckMessage(Ack(stuck, 3), message_id, present)
+    assert AckMessage.decode(message.encode()) == message
 
 
 def test_what_cannot_be_encoded_of_an_error_is_escaped():
-    ack = decode_ack(encode_ack(Ack(error=Failure("no file \udc80"))))
-    assert ack.error == Failure(r"no file \udc80")
+    message = AckMessage(Ack(error=Failure("no file \udc80")))
+    assert AckMessage.decode(message.encode()).ack.error == Failure(r"no file \udc80")
 
 
 @pytest.mark.parametrize("missing", [1, 5, 20, 25])
 def test_an_acknowledgement_whose_error_is_cut_short_is_refused(missing):
-    whole = encode_ack(Ack(error=Failure("", LostWorker("bob", 1, "gone"))))
+    whole = AckMessage(Ack(error=Failure("", LostWorker("bob", 1, "gone")))).encode()
     with pytest.raises(FrameError, match="acknowledgement"):
-        decode_ack(whole[:-missing])
+        AckMessage.decode(whole[:-missing])
+
+
+@pytest.mark.parametrize("missing", [1, 8, 9])
+def test_an_acknowledgement_whose_message_is_cut_short_is_refused(missing):
+    whole = AckMessage(Ack(), 7, ()).encode()
+    with pytest.raises(FrameError, match="acknowledgement"):
+        AckMessage.decode(whole[:-missing])
+
+
+@pytest.mark.parametrize("data", [b"\3" + bytes(8), bytes(10)])
+def test_an_acknowledgement_of_no_known_kind_or_with_bytes_to_spare_is_refused(data):
+    with pytest.raises(FrameError, match="acknowledgement"):
+        AckMessage.decode(data)
 
 
 @given(st.binary(max_size=80))
 def test_damaged_bytes_are_refused_and_never_crash(data):
-    for decode in (decode_message, decode_ack, lambda d: CallMetadata.decode(d, 3)):
+    for decode in (decode_message, AckMessage.decode, lambda d: CallMetadata.decode(d, 3)):
         with contextlib.suppress(FrameError):
             decode(data)
 

@@ -1,0 +1,109 @@
+"""``autograd_dist.home``: one thread does the work of a pass, and sleeps in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import autograd_dist
+import rpc
+from autograd_dist.backward_passes import BackwardPasses
+from autograd_dist.home import Home
+from rpc.agent import Agent
+from rpc.testing import as_worker, local_group
+from rpc.transports.memory import MemoryHub
+
+SECONDS = 10.0
+
+
+def on_another_thread(*deeds: Callable[[], None]) -> None:
+    def act() -> None:
+        for deed in deeds:
+            deed()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def home() -> Home[str]:
+    return Home(MemoryHub().transport())
+
+
+def test_what_others_leave_is_done_here_in_order_until_the_result(home: Home[str]) -> None:
+    done: list[tuple[int, int]] = []
+
+    def work(number: int) -> Callable[[], None]:
+        return lambda: done.append((number, threading.get_ident()))
+
+    on_another_thread(lambda: home.leave(work(1)), lambda: home.leave(work(2)))
+    home.leave(work(3))
+    home.close("over")
+    home.leave(work(4))
+    assert home.work() == "over"
+    assert done == [(number, threading.get_ident()) for number in (1, 2, 3)]
+
+
+def test_it_waits_for_what_is_still_to_come(home: Home[str]) -> None:
+    results: list[str] = []
+    homes: list[Home[str]] = []
+    ready = threading.Event()
+
+    def run() -> None:
+        homes.append(Home(home._transport))
+        ready.set()
+        results.append(homes[0].work())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(SECONDS)
+    for _ in range(3):
+        done = threading.Event()
+        homes[0].leave(done.set)
+        assert done.wait(SECONDS)
+    homes[0].close("over")
+    thread.join(SECONDS)
+    assert results == ["over"]
+
+
+def test_only_its_own_thread_is_here(home: Home[str]) -> None:
+    here: list[bool] = []
+    on_another_thread(lambda: here.append(home.is_here()))
+    assert home.is_here()
+    assert here == [False]
+
+
+@pytest.fixture
+def group() -> Iterator[list[Agent]]:
+    with local_group("here", "there") as agents, as_worker(agents[0]):
+        yield agents
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def test_a_gradient_comes_back_with_the_acknowledgement_to_who_waits(
+    group: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = BackwardPasses.send
+    monkeypatch.setattr(
+        BackwardPasses, "send", lambda self, *rest: (sent.append(self._me), send(self, *rest))[1]
+    )
+    threads: list[int] = []
+    x = torch.ones(3, requires_grad=True)
+    with autograd_dist.context() as context:
+        y = x.exp()
+        y.register_hook(lambda _: threads.append(threading.get_ident()))
+        loss = rpc.rpc_sync("there", square, (y,)).sum()
+        autograd_dist.backward(context, [loss])
+        gradient = autograd_dist.get_gradients(context)[x]
+    torch.testing.assert_close(gradient, 2 * (2 * torch.ones(3)).exp())
+    assert threads == [threading.get_ident()]
+    assert sent == [0]
