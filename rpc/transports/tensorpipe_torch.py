@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from rpc.devices import DeviceMap
 from rpc.errors import BringUpError
 from rpc.threads import Thread
+from rpc.transports import turns
 from rpc.transports.tensorpipe_threads import PoolThreads
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class TorchAgent:
                 f"_channels={options._channels!r}, which may not work on this host: {error}"
             ) from error
         self.url: bytes = self._addresses.get(name)
+        _shorten_turns()
 
     def reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
         """Makes the worker at ``url`` callable under ``name``, in place of an earlier one.
@@ -302,6 +304,15 @@ def error_of(future: Any) -> str:
 def nobody_listens(error: str) -> bool:
     """Whether a call failed because its worker's process is gone."""
     return "ECONNREFUSED" in error
+
+
+def _shorten_turns() -> None:
+    """Lets others run between the looks of torch's reactor, which never sleeps."""
+    for thread in turns.reactors():
+        try:
+            turns.shorten(thread)
+        except OSError as error:
+            _log.debug("thread %d, which polls without a pause, keeps its turns: %s", thread, error)
 
 
 def _unprofiled(send: Callable[[], Any]) -> Any:

@@ -27,6 +27,7 @@ import torch
 from rpc.errors import RpcError
 from rpc.ids import Life
 from rpc.options import TensorPipeRpcBackendOptions
+from rpc.transports import turns
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
@@ -243,6 +244,9 @@ class _Bench:
     def native_threads(self) -> list[str]:
         tasks = Path("/proc/self/task").iterdir()
         return sorted((task / "comm").read_text().strip() for task in tasks)
+
+    def turns_of_reactors(self) -> list[float]:
+        return [turns.seconds_of(thread) for thread in turns.reactors()]
 
     def start_another(self) -> None:
         another = TensorPipeTransport(TensorPipeRpcBackendOptions())

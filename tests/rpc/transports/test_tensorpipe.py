@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
+from rpc.transports import turns
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorpipe import available
@@ -432,6 +433,12 @@ class TestLeaving:
         threads = a.transport.place.call("native_threads")
         assert not [name for name in threads if name.startswith("TP_")]
         assert threads.count("pt_thread_pool") <= 1
+
+    def test_torchs_reactor_runs_in_short_turns(self, workers: Callable[..., list[Worker]]) -> None:
+        if not turns.seconds_of(threading.get_native_id()):
+            pytest.skip("this kernel is older than 6.12 and knows no turns of a thread's own")
+        (a,) = workers(1)
+        assert a.transport.place.call("turns_of_reactors") == [turns.SHORTEST_SECONDS]
 
     def test_a_process_may_end_without_closing(self) -> None:
         program = (
