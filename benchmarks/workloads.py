@@ -123,15 +123,18 @@ def _remote_and_fetch(api: Api, _caller: int) -> Operation:
     return lambda: api.remote(_PEER, echo, args=(1,)).to_here()
 
 
-def _forward_backward(api: Api, _caller: int) -> Operation:
-    module = api.remote(_PEER, nn.Linear, args=(64, 64))
-    inputs = torch.ones(_BATCH_SIZE, 64)
+def _forward_backward(of_the_inputs: bool) -> Callable[[Api, int], Operation]:
+    def prepare(api: Api, _caller: int) -> Operation:
+        module = api.remote(_PEER, nn.Linear, args=(64, 64))
+        inputs = torch.ones(_BATCH_SIZE, 64, requires_grad=of_the_inputs)
 
-    def operation() -> None:
-        with api.context() as context:
-            api.backward(context, [module.rpc_sync().forward(inputs).sum()])
+        def operation() -> None:
+            with api.context() as context:
+                api.backward(context, [module.rpc_sync().forward(inputs).sum()])
 
-    return operation
+        return operation
+
+    return prepare
 
 
 def _forward_backward_step(api: Api, _caller: int) -> Operation:
@@ -224,7 +227,8 @@ _ROWS = (
     Row("echo64m", "echo of 64 MB", _echo(64 * _MEGABYTE), large=True),
     Row("async", "asynchronous calls", _many_calls, Measure.RATE, units=_CALLS_IN_FLIGHT),
     Row("remote", "remote + to_here", _remote_and_fetch),
-    Row("autograd", "autograd forward + backward", _forward_backward),
+    Row("autograd", "autograd forward + backward", _forward_backward(of_the_inputs=False)),
+    Row("back", "... + gradient of the input", _forward_backward(of_the_inputs=True)),
     Row("optimizer", "... + optimizer step", _forward_backward_step),
     Row("job", "main job, steps of 2 trainers", _main_job, Measure.RATE, callers=2),
     *(_with_callers(count) for count in (1, 2, 4, 8)),
