@@ -5,7 +5,8 @@ Two rules make that hold in every case, also when this process is killed outrigh
 * each child's standard input is a pipe from here, and a child ends when it
   closes, whatever closed it (see ``end_with_parent``);
 * when one child fails, the others get a moment to say so themselves and are
-  then ended; which one failed first is printed last, when all have spoken.
+  then ended; which one failed first, or was killed, is printed last, when all have
+  spoken.
 
 Children get their own session, so that Ctrl-C reaches only this process, which
 then ends them in order instead of leaving each to die in the middle of something.
@@ -94,18 +95,23 @@ def _watch(running: set[str], ended: queue.SimpleQueue[Ended]) -> Ended | None:
         running.discard(child.name)
         if child.status != 0:
             print(f"{child}; ending the others", file=sys.stderr, flush=True)
-            _let_others_speak(running, ended)
-            return child
+            others = _let_others_speak(running, ended)
+            # Whoever lost a killed child may have ended before the system had done away with it.
+            return next((each for each in (child, *others) if each.status < 0), child)
     return None
 
 
-def _let_others_speak(running: set[str], ended: queue.SimpleQueue[Ended]) -> None:
+def _let_others_speak(running: set[str], ended: queue.SimpleQueue[Ended]) -> list[Ended]:
+    others: list[Ended] = []
     deadline = time.monotonic() + _SECONDS_FOR_OTHERS_TO_SPEAK
     while running:
         try:
-            running.discard(ended.get(timeout=max(0.0, deadline - time.monotonic())).name)
+            other = ended.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            return
+            break
+        running.discard(other.name)
+        others.append(other)
+    return others
 
 
 def _end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
