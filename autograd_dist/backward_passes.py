@@ -24,7 +24,7 @@ from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
 from autograd_dist.profiled import PASS, span
-from autograd_dist.wire import EXTENSION_NAME, AckMessage, PassMessage, spread
+from autograd_dist.wire import EXTENSION_NAME, AckMessage, PassMessage, gather, spread
 from rpc.errors import AgentClosedError
 from rpc.slot import Slot
 
@@ -162,11 +162,9 @@ class BackwardPasses:
 
     def send(self, driver: Driver, to: int, request: Request, payload: Payload | None) -> None:
         """Sends a request of a pass; its reply is the acknowledgement."""
-        gradients = payload or []
-        present = tuple(gradient is not None for gradient in gradients)
+        present, tensors = gather(payload or [])
         oldest = self._oldest(driver.pass_id)
         message = PassMessage(driver.pass_id, oldest, request, driver.retain_graph, present)
-        tensors = [gradient for gradient in gradients if gradient is not None]
         try:
             if not all(gradient.is_cpu for gradient in tensors):
                 tensors = sendable(tensors, self._agent.device_map(to))
@@ -182,9 +180,8 @@ class BackwardPasses:
         if returned is None:
             token.fill(AckMessage(ack).encode())
             return
-        present = tuple(gradient is not None for gradient in returned.payload)
-        body = AckMessage(ack, returned.message_id, present).encode()
-        token.fill((body, [gradient for gradient in returned.payload if gradient is not None]))
+        present, tensors = gather(returned.payload)
+        token.fill((AckMessage(ack, returned.message_id, present).encode(), tensors))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""

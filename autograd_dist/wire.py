@@ -265,6 +265,12 @@ def _decoded(data: bytes) -> str:
     return data.decode(errors="backslashreplace")
 
 
+def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
+    """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
+    present = tuple(gradient is not None for gradient in gradients)
+    return present, [gradient for gradient in gradients if gradient is not None]
+
+
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Puts the gradients that travelled back at their places.
 

@@ -529,7 +529,7 @@ class Agent(process_forks.Member):
 
     def _deliver(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
         if not self.group.has(sender):
-            self._drop(sender)
+            self.losses.refused(sender)
             return
         try:
             if frame.kind is FrameKind.REQUEST:
@@ -540,13 +540,6 @@ class Agent(process_forks.Member):
                 self._control_arrived(sender, frame)
         except (FrameError, UnknownWorkerError) as error:
             _logger.error("dropped a message from %s: %s", sender, error)
-
-    def _drop(self, sender: Life) -> None:
-        known = self.group.latest(sender.worker)
-        if known is None or known.incarnation < sender.incarnation:
-            _logger.error("dropped a message from %s: it is not in the group", sender)
-        else:
-            _logger.debug("dropped a message from %s: that life is over", sender)
 
     def peer_lost(self, life: Life, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""

@@ -25,7 +25,7 @@ class Group:
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._lost: dict[int, WorkerLostError] = {}
-        self._living: dict[int, Life] = {}
+        self._living: dict[int, Life] = {}  # asked without the lock, so one look must do
 
     def add(self, peer: Peer) -> None:
         """A worker joined, or returned in a new life; its id may have been another's before."""
@@ -140,7 +140,7 @@ class Group:
         Raises:
             UnknownWorkerError: no such worker.
         """
-        return Life(worker_id, self.peer(worker_id).incarnation)
+        return self.peer(worker_id).life
 
     def lost_error(self, worker_id: int) -> WorkerLostError | None:
         """The error to give to callers of a worker that is gone; None if it lives."""

@@ -66,6 +66,14 @@ class Losses:
         """Ends here what involved a worker that left the group of its own accord."""
         self._lose(life, "it left the group", MembershipChange.LEFT)
 
+    def refused(self, life: Life) -> None:
+        """A message was not taken, as the life that sent it is over, or never joined."""
+        known = self._agent.group.latest(life.worker)
+        if known is None or known.incarnation < life.incarnation:
+            _logger.error("dropped a message from %s: it is not in the group", life)
+        else:
+            _logger.debug("dropped a message from %s: that life is over", life)
+
     def expelled(self, reason: str) -> None:
         """See :meth:`rpc.agent.Agent.expelled`."""
         agent = self._agent

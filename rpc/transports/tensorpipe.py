@@ -509,7 +509,7 @@ class TensorPipeTransport:
         self._exit.look()
 
     def _report(self, link: Link) -> None:
-        life = link.peer.life
+        life = link.life
         with self._lock:
             current = self._roster.links.get(life.worker) is link and self._state is _State.OPEN
             if link.reported or not current:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
-import autograd_dist
-import rpc
-from autograd_dist.backward_passes import BackwardPasses
 from autograd_dist.home import Home
-from rpc.agent import Agent
-from rpc.testing import as_worker, local_group
 from rpc.transports.memory import MemoryHub
 
 SECONDS = 10.0
@@ -76,34 +70,3 @@ def test_only_its_own_thread_is_here(home: Home[str]) -> None:
     on_another_thread(lambda: here.append(home.is_here()))
     assert home.is_here()
     assert here == [False]
-
-
-@pytest.fixture
-def group() -> Iterator[list[Agent]]:
-    with local_group("here", "there") as agents, as_worker(agents[0]):
-        yield agents
-
-
-def square(x: torch.Tensor) -> torch.Tensor:
-    return x * x
-
-
-def test_a_gradient_comes_back_with_the_acknowledgement_to_who_waits(
-    group: list[Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
-    send = BackwardPasses.send
-    monkeypatch.setattr(
-        BackwardPasses, "send", lambda self, *rest: (sent.append(self._me), send(self, *rest))[1]
-    )
-    threads: list[int] = []
-    x = torch.ones(3, requires_grad=True)
-    with autograd_dist.context() as context:
-        y = x.exp()
-        y.register_hook(lambda _: threads.append(threading.get_ident()))
-        loss = rpc.rpc_sync("there", square, (y,)).sum()
-        autograd_dist.backward(context, [loss])
-        gradient = autograd_dist.get_gradients(context)[x]
-    torch.testing.assert_close(gradient, 2 * (2 * torch.ones(3)).exp())
-    assert threads == [threading.get_ident()]
-    assert sent == [0]

@@ -14,6 +14,7 @@ import torch
 
 import autograd_dist
 import rpc
+from autograd_dist.backward_passes import BackwardPasses
 from autograd_dist.local_engine import DeliverGradients
 from autograd_dist.pass_driver import PassDriver
 from autograd_dist.passes import PassId
@@ -155,6 +156,27 @@ def test_a_pass_that_failed_is_not_left_to_the_garbage_collector(
         waiting.until(lambda: drivers() <= others, SECONDS)
     finally:
         gc.enable()
+
+
+def test_a_gradient_comes_back_with_the_acknowledgement_to_who_waits(
+    group: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = BackwardPasses.send
+    monkeypatch.setattr(
+        BackwardPasses, "send", lambda self, *rest: (sent.append(self._me), send(self, *rest))[1]
+    )
+    threads: list[int] = []
+    x = torch.ones(3, requires_grad=True)
+    with autograd_dist.context() as context:
+        y = x.exp()
+        y.register_hook(lambda _: threads.append(threading.get_ident()))
+        loss = rpc.rpc_sync("bob", torch.square, (y,)).sum()
+        autograd_dist.backward(context, [loss])
+        gradient = autograd_dist.get_gradients(context)[x]
+    torch.testing.assert_close(gradient, 2 * (2 * torch.ones(3)).exp())
+    assert threads == [threading.get_ident()]
+    assert sent == [0]
 
 
 def test_gradients_on_other_devices_do_not_wait_for_the_acknowledgement() -> None:

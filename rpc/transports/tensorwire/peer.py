@@ -528,7 +528,7 @@ class RemotePeer:
         for link in links:
             link.close()
         if not self._removed:
-            self._machinery.lost(Life(self.id, self.incarnation), self._reason or "")
+            self._machinery.lost(self._life, self._reason or "")
 
     def is_settled(self) -> bool:
         """True once nothing of the peer is left."""
