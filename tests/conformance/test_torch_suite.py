@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import until
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
@@ -62,16 +65,36 @@ def test_spawned_workers_get_our_names_too(tmp_path: Path):
 def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules that need no torch."""
     monkeypatch.syspath_prepend(str(_HERE))
-    from torch_suite import cli, exemptions, report, results, setup
+    from torch_suite import cli, exemptions, native_stacks, report, results, setup
 
     class Modules:
         pass
 
     Modules.cli, Modules.exemptions, Modules.report = cli, exemptions, report
     Modules.results, Modules.setup = results, setup
+    Modules.native_stacks = native_stacks
     yield Modules
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_suite"]:
         del sys.modules[name]
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+def test_the_stacks_of_a_process_that_keeps_pythons_lock_are_shown(
+    suite: Any, capfd: pytest.CaptureFixture[str]
+):
+    hang = "import ctypes; print(flush=True); ctypes.PyDLL(None).pause()"
+    with subprocess.Popen([sys.executable, "-c", hang], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def shown() -> str:
+            suite.native_stacks.show([process.pid], 30.0)
+            return capfd.readouterr().out
+
+        try:
+            until(lambda: re.search(r"^#\d+ .*\bpause\b", shown(), re.MULTILINE) is not None)
+        finally:
+            process.kill()
 
 
 def test_every_exemption_is_used_and_nothing_failed_when_the_report_was_made(suite: Any):

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch.multiprocessing
 
+from torch_suite import native_stacks
 from torch_suite.setup import Setup, Start
 
 _SECONDS_TO_DIE = 5.0
+_SECONDS_TO_LOOK = 20.0
 
 
 class Launch:
@@ -27,6 +29,11 @@ class Launch:
     def _spawn_processes(self: Any) -> None:
         method = Setup.of_process().start.value
         self._start_processes(torch.multiprocessing.get_context(method).Process)
+
+    def _get_timedout_process_traceback(self: Any) -> None:
+        running = [worker.pid for worker in self.processes if worker.is_alive()]
+        native_stacks.show(running, _SECONDS_TO_LOOK)
+        super()._get_timedout_process_traceback()  # type: ignore[misc]
 
     def tearDown(self: Any) -> None:
         workers = self.processes
