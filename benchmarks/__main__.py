@@ -24,6 +24,11 @@ _TORCH_COLUMNS = {
         "torch-thp", bindings.TORCH, "TENSORPIPE", {}, {"THP_MEM_ALLOC_ENABLE": "1"}
     ),
 }
+_OUR_COLUMNS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-tcp": _TCP_ONLY,
+    "ours-busy-poll": {"busy_poll": 500e-6},
+}
 
 
 def main() -> int:
@@ -65,7 +70,7 @@ def _parse() -> argparse.Namespace:
     add(
         "--columns",
         nargs="+",
-        choices=[*_TORCH_COLUMNS, "ours", "ours-tcp"],
+        choices=[*_TORCH_COLUMNS, *_OUR_COLUMNS],
         default=["torch", "ours"],
         help="the first is what the others are compared with",
     )
@@ -92,7 +97,7 @@ def _parse() -> argparse.Namespace:
 def _column(name: str, options: argparse.Namespace) -> Column:
     if name in _TORCH_COLUMNS:
         return _TORCH_COLUMNS[name]
-    chosen: dict[str, Any] = options.options | (_TCP_ONLY if name == "ours-tcp" else {})
+    chosen = options.options | _OUR_COLUMNS[name]
     return Column(name, bindings.OURS, options.backend, chosen, {})
 
 

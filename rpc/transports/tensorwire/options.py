@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
+    DEFAULT_BUSY_POLL_SEC,
     DEFAULT_INIT_METHOD,
     DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
@@ -53,6 +54,11 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         local_paths: use Unix sockets and shared memory on one host. Default True.
         tcp_connections: connections per peer and direction for large tensors. Default 2.
         max_message_bytes: bound on one message. Default 64 GiB.
+        busy_poll: seconds, at most 0.01, that a thread which waits for messages looks out for
+            them before it sleeps, as long as it often finds some that way. Default 95e-6.
+            Longer pays where workers have cores of their own and work on each other's
+            answers in turn; it takes processor time from what else runs there, Python's
+            other threads in the process included. 0 to sleep at once.
         bring_up_timeout: see :class:`rpc.RpcBackendOptions`.
         shutdown_timeout: see :class:`rpc.RpcBackendOptions`.
         liveness_timeout: see :class:`rpc.RpcBackendOptions`.
@@ -88,6 +94,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         local_paths: bool = True,
         tcp_connections: int = _DEFAULT.bulk_connections,
         max_message_bytes: int = _DEFAULT.max_message_bytes,
+        busy_poll: float = DEFAULT_BUSY_POLL_SEC,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
@@ -117,6 +124,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             local_paths=local_paths,
             bulk_connections=tcp_connections,
             max_message_bytes=max_message_bytes,
+            busy_poll_seconds=busy_poll,
         )
 
     def settings(self) -> Settings:

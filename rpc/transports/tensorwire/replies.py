@@ -106,12 +106,13 @@ class ReplySide:
 
     Args:
         name: of the background thread.
+        busy_poll_seconds: how long a thread looks out before it sleeps.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, busy_poll_seconds: float) -> None:
         self._name = name
         self._epoll = select.epoll()
-        self._lookout = Lookout(self._epoll, _EVENTS)
+        self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
         self._bell = Bell()
         self._epoll.register(self._bell.descriptor, select.EPOLLIN)
         self._background = select.epoll()

@@ -63,14 +63,15 @@ class RequestSide:
     Args:
         name: prefix of the threads' names.
         sweep: called now and then while :attr:`sweeping` is set.
+        busy_poll_seconds: how long a thread looks out before it sleeps.
     """
 
-    def __init__(self, name: str, sweep: Callable[[], None]) -> None:
+    def __init__(self, name: str, sweep: Callable[[], None], busy_poll_seconds: float) -> None:
         self._name = name
         self._sweep = sweep
         self.sweeping = False
         self._epoll = select.epoll()
-        self._lookout = Lookout(self._epoll, _EVENTS)
+        self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
         self._bell = Bell()
         self._epoll.register(self._bell.descriptor, select.EPOLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}

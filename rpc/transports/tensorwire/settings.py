@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_SHARED_MEMORY_BYTES
+from rpc.constants import (
+    DEFAULT_BUSY_POLL_SEC,
+    DEFAULT_MAX_BYTES_IN_FLIGHT,
+    DEFAULT_SHARED_MEMORY_BYTES,
+)
 from rpc.devices import DeviceMap
 from rpc.transports.flow import WhenFull
+
+_LONGEST_BUSY_POLL = 0.01
+"""Sleeping costs a hundredth of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,8 @@ class Settings:
         resume_seconds: how long a connection that broke while both ends live may take to
             be replaced; after that the peer is lost. 0: at once.
         max_message_bytes: longer messages are refused by sender and receiver.
+        busy_poll_seconds: how long a thread that waits for messages looks out for them
+            before it sleeps; 0 to sleep at once.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
         devices: the CUDA devices that may be used; empty for those that the maps name.
@@ -54,6 +63,7 @@ class Settings:
     connect_seconds: float = 20.0
     resume_seconds: float = 5.0
     max_message_bytes: int = 1 << 36
+    busy_poll_seconds: float = DEFAULT_BUSY_POLL_SEC
     device_maps: Mapping[str, DeviceMap] = field(default_factory=dict)
     devices: tuple[torch.device, ...] = ()
 
@@ -71,13 +81,16 @@ class Settings:
         if not self.connect_seconds > 0:
             raise ValueError(f"connect_seconds={self.connect_seconds} must be above 0")
         _check_seconds("link_resume_timeout", self.resume_seconds)
+        _check_seconds("busy_poll", self.busy_poll_seconds, _LONGEST_BUSY_POLL)
 
 
-def _check_seconds(name: str, value: object) -> None:
+def _check_seconds(name: str, value: object, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} is not a number of seconds")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}={value} must be at least 0, and finite")
+    if value > most:
+        raise ValueError(f"{name}={value} must be at most {most} seconds")
 
 
 def _check_whole(name: str, value: object, least: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.tensorwire.acceptor import Door
 from rpc.transports.tensorwire.handshake import Identity
 from rpc.transports.tensorwire.requests import RequestSide
@@ -58,7 +59,7 @@ def _door(listener: socket.socket) -> Door:
 
 @pytest.fixture
 def requests() -> Iterator[_Interrupted]:
-    side = _Interrupted("test", lambda: None)
+    side = _Interrupted("test", lambda: None, DEFAULT_BUSY_POLL_SEC)
     yield side
     side.close()
 
@@ -89,7 +90,7 @@ def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
             door.close()
         door.sweep()
 
-    requests = RequestSide("test", sweep)
+    requests = RequestSide("test", sweep, DEFAULT_BUSY_POLL_SEC)
     door.open(requests)
     requests.start()
     with socket.socket(socket.AF_UNIX) as guest:

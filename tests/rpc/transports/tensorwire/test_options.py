@@ -45,6 +45,7 @@ def test_options_become_settings() -> None:
         tcp_connections=4,
         max_message_bytes=100,
         link_resume_timeout=1.5,
+        busy_poll=5e-4,
     )
     options.set_device_map("other", {"cuda:0": "cuda:1"})
     assert options.settings() == Settings(
@@ -57,6 +58,7 @@ def test_options_become_settings() -> None:
         bulk_connections=4,
         max_message_bytes=100,
         resume_seconds=1.5,
+        busy_poll_seconds=5e-4,
         device_maps={"other": {torch.device("cuda:0"): torch.device("cuda:1")}},
     )
 
@@ -76,6 +78,10 @@ def test_options_become_settings() -> None:
         ({"link_resume_timeout": -1}, ValueError),
         ({"link_resume_timeout": float("inf")}, ValueError),
         ({"link_resume_timeout": None}, TypeError),
+        ({"busy_poll": -1e-6}, ValueError),
+        ({"busy_poll": 0.011}, ValueError),
+        ({"busy_poll": float("nan")}, ValueError),
+        ({"busy_poll": "long"}, TypeError),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:

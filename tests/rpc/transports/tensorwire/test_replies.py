@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.base import Frame
 from rpc.transports.copying import CopyCrew
 from rpc.transports.shared_memory import Budget
@@ -27,7 +28,7 @@ class Side:
     """A reply side with one channel, whose other end the test writes to."""
 
     def __init__(self) -> None:
-        self.replies = ReplySide("test-replies")
+        self.replies = ReplySide("test-replies", DEFAULT_BUSY_POLL_SEC)
         self.replies.start()
         self.mine, self.other = socket.socketpair()
         self.mine.setblocking(False)
@@ -232,7 +233,7 @@ def test_closing_releases_a_waiting_thread(side: Side) -> None:
     released.set()
     waiter.join(SECONDS)
     assert not waiter.is_alive()
-    side.replies = ReplySide("unused")
+    side.replies = ReplySide("unused", DEFAULT_BUSY_POLL_SEC)
 
 
 def test_who_waits_after_the_end_blocks_as_asked(side: Side) -> None:
@@ -240,7 +241,7 @@ def test_who_waits_after_the_end_blocks_as_asked(side: Side) -> None:
     blocked: list[bool] = []
     side.replies.wait(lambda: False, lambda: blocked.append(True))
     assert blocked == [True]
-    side.replies = ReplySide("unused")
+    side.replies = ReplySide("unused", DEFAULT_BUSY_POLL_SEC)
 
 
 def test_the_reading_thread_may_close(side: Side) -> None:
@@ -268,4 +269,4 @@ def test_the_reading_thread_may_close(side: Side) -> None:
     waiter.join(SECONDS)
     assert side.arrived[1] == waiter.ident
     assert errors == []
-    side.replies = ReplySide("unused")
+    side.replies = ReplySide("unused", DEFAULT_BUSY_POLL_SEC)

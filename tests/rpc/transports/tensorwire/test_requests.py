@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.tensorwire.channel import Sender, Unsent
 from rpc.transports.tensorwire.requests import RequestSide
 from tests.waiting import until
@@ -21,7 +22,7 @@ class Side:
 
     def __init__(self) -> None:
         self.swept = threading.Event()
-        self.requests = RequestSide("test", self.sweep)
+        self.requests = RequestSide("test", self.sweep, DEFAULT_BUSY_POLL_SEC)
         self.requests.start()
 
     def sweep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import time
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc.transports.tensorwire.spinning import SPIN_SECONDS, Lookout
+from rpc.constants import DEFAULT_BUSY_POLL_SEC
+from rpc.testing import local_group
+from rpc.transports.tensorwire import Settings, TensorWireTransport, replies, requests, spinning
+from rpc.transports.tensorwire.spinning import Lookout
 
 
 class CountingEpoll:
@@ -28,8 +32,8 @@ class CountingEpoll:
         return [(7, select.EPOLLIN)] if self.looks >= self.ready_after else []
 
 
-def lookout(epoll: CountingEpoll) -> Lookout:
-    return Lookout(epoll, 8)  # type: ignore[arg-type]
+def lookout(epoll: CountingEpoll, seconds: float = DEFAULT_BUSY_POLL_SEC) -> Lookout:
+    return Lookout(epoll, 8, seconds)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -57,8 +61,36 @@ def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
     began = time.thread_time()
     assert lookout(epoll).wait(5) == []
-    assert time.thread_time() - began < 20 * SPIN_SECONDS
+    assert time.thread_time() - began < 20 * DEFAULT_BUSY_POLL_SEC
     assert epoll.sleeps == 1
+
+
+@pytest.mark.parametrize(("microseconds", "looks"), [(0, 0), (95, 95), (400, 400)])
+def test_how_long_to_look_out_can_be_chosen(
+    microseconds: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(spinning, "_clock", lambda: next(ticks) * 1e-6)
+    epoll = CountingEpoll(ready_after=1 << 60)
+    assert lookout(epoll, microseconds * 1e-6).wait(5) == []
+    assert epoll.looks == pytest.approx(looks, abs=1)
+    assert epoll.sleeps == 1
+
+
+def test_both_readers_of_a_transport_look_out_as_long_as_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[float] = []
+
+    def make(epoll: select.epoll, max_events: int, seconds: float) -> Lookout:
+        chosen.append(seconds)
+        return Lookout(epoll, max_events, seconds)
+
+    for module in (replies, requests):
+        monkeypatch.setattr(module, "Lookout", make)
+    settings = Settings(busy_poll_seconds=5e-4)
+    with local_group("alone", transport=lambda: TensorWireTransport(settings)):
+        assert chosen == [5e-4, 5e-4]
 
 
 def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
@@ -80,7 +112,7 @@ def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
 def test_a_real_epoll_instance_sleeps_until_the_event(descriptor: int) -> None:
     with select.epoll() as epoll:
         epoll.register(descriptor, select.EPOLLIN)
-        one = Lookout(epoll, 8)
+        one = Lookout(epoll, 8, DEFAULT_BUSY_POLL_SEC)
         assert one.wait(0.001) == []
         os.eventfd_write(descriptor, 1)
         assert one.wait(-1) == [(descriptor, select.EPOLLIN)]
