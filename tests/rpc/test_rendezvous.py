@@ -202,7 +202,14 @@ class TestWhatKeepsAStaticGroupFromForming:
         def interrupt() -> None:
             until(lambda: len(rounds_of(looking).records([0])) == 1)
             # A signal that comes just before a thread blocks would be noticed only afterwards.
-            until(lambda: running_frames()[main].f_code.co_name == "wait")
+            looks = [("", 0)]
+
+            def blocks() -> bool:
+                frame = running_frames()[main]
+                looks.append((frame.f_code.co_name, frame.f_lasti))
+                return looks[-1][0] == "wait" and looks[-1] == looks[-2]
+
+            until(blocks, pause=0.1)
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
