@@ -332,6 +332,8 @@ def short(value: object) -> str:
         return f"#{value[0]}.{value[1]}"
     if isinstance(value, tuple | frozenset):
         return "[" + " ".join(short(each) for each in value) + "]"
+    if isinstance(value, enum.Enum):
+        return value.name
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
