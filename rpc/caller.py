@@ -106,6 +106,8 @@ class Caller:
         self._processing = 0
         self._sent = 0
         self._closed: str | None = None
+        # Made once: what every open call has of its own costs each collection of garbage time.
+        self._waiter, self._waker, self._canceller = self._wait, self._wake, self.cancel
 
     def call(
         self,
@@ -226,13 +228,16 @@ class Caller:
         """A future that waits the way this worker's transport likes it."""
         return Future(
             description=description,
-            waiter=self._wait,
-            waker=self._agent.transport.wake,
-            canceller=self.cancel,
+            waiter=self._waiter,
+            waker=self._waker,
+            canceller=self._canceller,
         )
 
     def _wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         self._agent.transport.wait(done, block)  # another one's in a forked child
+
+    def _wake(self) -> None:
+        self._agent.transport.wake()
 
     def cancel(self, future: Future[Any]) -> bool:
         """Gives up the call whose outcome ``future`` waits for; False if it is over.

@@ -146,6 +146,19 @@ class Future(_TorchFuture[T]):
         canceller: gives up the call that this is the result of.
     """
 
+    # There may be thousands at a time, and each collection of garbage looks at what they have.
+    __slots__ = (
+        "_collected",
+        "_description",
+        "_error",
+        "_failure",
+        "_lock",
+        "_waiter",
+        "_waker",
+        "_watched",
+        "canceller",
+    )
+
     def __init__(
         self,
         *,
