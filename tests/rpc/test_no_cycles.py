@@ -1,6 +1,7 @@
 """What a call leaves behind is freed at once, not when the garbage collector comes by.
 
-Large tensors in a cycle would stay for as long as the collector likes.
+Large tensors in a cycle would stay for as long as the collector likes; and what there is of a
+call meanwhile it looks at again and again.
 """
 
 from __future__ import annotations
@@ -87,3 +88,14 @@ def test_a_backward_pass_leaves_no_tensor_in_a_cycle(pair: list[Agent]) -> None:
 
         step()
         assert tensors_in_cycles(step) == 0
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_the_future_of_a_call_brings_the_collector_one_object_and_its_lock(
+    pair: list[Agent],
+) -> None:
+    caller = pair[0].caller
+    before = len(gc.get_objects())
+    futures = [caller.future("a call") for _ in range(1000)]
+    brought = len(gc.get_objects()) - before
+    assert brought < 2.5 * len(futures)
