@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 EXTENSION = "rpc.profiling"
 
 _CLOCK_MARK = "rpc.profiling: now"
+_MARKS = 5
 _REMOTE = "#remote_op: "
 _FIELDS = (
     *("name", "thread", "input_shapes", "scope", "cpu_memory_usage", "device_memory_usage"),
@@ -286,7 +287,7 @@ class profile(profiler_legacy.profile):
             settings = (self.record_shapes, self.with_flops, self.profile_memory, self.with_stack)
             self._collector = Collector(Settings(*settings))
             self._token: Token[Collector | None] | None = _collector.set(self._collector)
-            self._marked = _mark_clock()
+            self._marks = _mark_clock()
         return entered
 
     def __exit__(self, *exc_info: object) -> bool | None:
@@ -304,8 +305,7 @@ class profile(profiler_legacy.profile):
         self._token = None
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         events: list[FunctionEvent] = list(self.function_events or ())
-        mark = next(event for event in reversed(events) if event.name == _CLOCK_MARK)
-        self._offset = mark.time_range.start - self._marked / 1e3
+        self._offset = self._marks.offset(events)
         self._local = [event for event in events if event.name != _CLOCK_MARK]
 
     def all_events(self) -> Any:
@@ -324,13 +324,35 @@ class profile(profiler_legacy.profile):
         return merged
 
 
-def _mark_clock() -> int:
-    """Leaves a mark in the profile; returns its time in nanoseconds, at most a little early."""
-    for _ in range(2):  # the first time everything takes longer
-        marked = time.perf_counter_ns()
+class _Marks:
+    """Marks in a profile, and between which times of this process's clock each was made.
+
+    Of several the one that took least is believed: while another was made, the thread may
+    have had to wait for a processor.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[int, int]] = []
+
+    def make(self) -> None:
+        """Leaves another mark in the profile that records this thread."""
+        before = time.perf_counter_ns()
         with record_function(_CLOCK_MARK):
-            pass
-    return marked
+            self._made.append((before, time.perf_counter_ns()))
+
+    def offset(self, events: Sequence[FunctionEvent]) -> float:
+        """Microseconds from this process's clock to that of the profile with these events."""
+        starts = sorted(e.time_range.start for e in events if e.name == _CLOCK_MARK)
+        pairs = zip(self._made, starts, strict=False)  # a profile within this one made others
+        (before, after), start = min(pairs, key=lambda pair: pair[0][1] - pair[0][0])
+        return float(start - (before + after) / 2e3)
+
+
+def _mark_clock() -> _Marks:
+    marks = _Marks()
+    for _ in range(_MARKS):
+        marks.make()
+    return marks
 
 
 class _Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import rpc
+from rpc import profiling
 from rpc.agent import Agent
 from rpc.functions import async_execution
 from rpc.profiling import Settings, _Session, profile
@@ -59,6 +61,25 @@ def test_a_method_called_through_a_reference_goes_by_its_name(alice: Agent):
 def test_a_call_lies_inside_the_block_that_made_it(alice: Agent):
     with profile() as prof, torch.autograd.profiler.record_function("block"):
         rpc.rpc_sync("bob", torch.mul, (torch.ones(2), 2))
+    block, call = _named(prof, "block"), _named(prof, "rpc_sync#aten::mul(alice -> bob)")
+    assert block.time_range.start <= call.time_range.start
+    assert block.time_range.end >= call.time_range.end
+
+
+def test_a_thread_that_had_to_wait_as_a_profile_began_moves_no_calls(
+    alice: Agent, monkeypatch: pytest.MonkeyPatch
+):
+    made = itertools.count()
+
+    def record_late(name: str) -> Any:
+        if next(made) != 2:
+            threading.Event().wait(0.02)
+        return torch.autograd.profiler.record_function(name)
+
+    monkeypatch.setattr(profiling, "record_function", record_late)
+    with profile() as prof, torch.autograd.profiler.record_function("block"):
+        rpc.rpc_sync("bob", torch.mul, (torch.ones(2), 2))
+    assert next(made) > 1
     block, call = _named(prof, "block"), _named(prof, "rpc_sync#aten::mul(alice -> bob)")
     assert block.time_range.start <= call.time_range.start
     assert block.time_range.end >= call.time_range.end
