@@ -16,23 +16,27 @@ _FRAMES = 30
 def show(processes: Iterable[int], seconds: float) -> None:
     """Prints the stacks of processes, given by their ids, if there is gdb and it may look.
 
-    Stops when ``seconds`` are over.
+    What takes longer than ``seconds`` for all of them is left out.
     """
     gdb = shutil.which("gdb")
+    if gdb is None:
+        return
+    looking = {process: _look(gdb, process) for process in processes}
     end = time.monotonic() + seconds
-    for process in processes:
-        left = end - time.monotonic()
-        if gdb is None or left <= 0:
-            return
+    for process, gdbs in looking.items():
         print(f"--- native stacks of process {process}", flush=True)
-        look = ["-p", str(process), "-ex", f"thread apply all backtrace {_FRAMES}"]
         try:
-            subprocess.run(
-                [gdb, "-nx", "-batch", *look],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=left,
-                check=False,
-            )
+            print(gdbs.communicate(timeout=max(0.0, end - time.monotonic()))[0], flush=True)
         except subprocess.TimeoutExpired:
-            print(f"gdb did not end in {seconds:.0f} seconds", flush=True)
+            gdbs.kill()
+            print(f"{gdbs.communicate()[0]}gdb did not end in {seconds:.0f} seconds", flush=True)
+
+
+def _look(gdb: str, process: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [gdb, "-nx", "-batch", "-p", str(process), "-ex", f"thread apply all backtrace {_FRAMES}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
