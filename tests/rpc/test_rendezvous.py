@@ -17,6 +17,7 @@ from rpc.debug_dump import running_frames
 from rpc.errors import BringUpError
 from rpc.group_store import KEY_MARK, Record, key_mark, our_part
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record
+from tests.signals import heeding_interrupts
 from tests.waiting import until
 
 
@@ -202,19 +203,12 @@ class TestWhatKeepsAStaticGroupFromForming:
         def interrupt() -> None:
             until(lambda: len(rounds_of(looking).records([0])) == 1)
             # A signal that comes just before a thread blocks would be noticed only afterwards.
-            looks = [("", 0)]
-
-            def blocks() -> bool:
-                frame = running_frames()[main]
-                looks.append((frame.f_code.co_name, frame.f_lasti))
-                return looks[-1][0] == "wait" and looks[-1] == looks[-2]
-
-            until(blocks, pause=0.1)
+            until(lambda: running_frames()[main].f_code.co_name == "wait")
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
         thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with heeding_interrupts(), pytest.raises(KeyboardInterrupt):
             rendezvous.meet(store, record(0, 3), SOON)
         thread.join()
         verdict = rounds_of(store).verdict()

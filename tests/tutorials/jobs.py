@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import heeding_interrupts
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -58,16 +58,6 @@ class Job:
 
 
 @contextmanager
-def _heeding_interrupts() -> Iterator[None]:
-    """What is started inside heeds Ctrl-C, although the tests may run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
 def running(log: Path, command: list[str]) -> Iterator[Job]:
     search_path = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = os.environ | {
@@ -75,7 +65,7 @@ def running(log: Path, command: list[str]) -> Iterator[Job]:
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(log.parent),  # what a killed launcher leaves goes with the test
     }
-    with log.open("wb") as output, _heeding_interrupts():
+    with log.open("wb") as output, heeding_interrupts():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
