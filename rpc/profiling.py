@@ -287,7 +287,7 @@ class profile(profiler_legacy.profile):
             settings = (self.record_shapes, self.with_flops, self.profile_memory, self.with_stack)
             self._collector = Collector(Settings(*settings))
             self._token: Token[Collector | None] | None = _collector.set(self._collector)
-            self._marks = _mark_clock()
+            self._marks = _Marks()
         return entered
 
     def __exit__(self, *exc_info: object) -> bool | None:
@@ -325,20 +325,14 @@ class profile(profiler_legacy.profile):
 
 
 class _Marks:
-    """Marks in a profile, and between which times of this process's clock each was made.
+    """Marks that it leaves in the profile that records this thread, and when it left each.
 
     Of several the one that took least is believed: while another was made, the thread may
     have had to wait for a processor.
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[int, int]] = []
-
-    def make(self) -> None:
-        """Leaves another mark in the profile that records this thread."""
-        before = time.perf_counter_ns()
-        with record_function(_CLOCK_MARK):
-            self._made.append((before, time.perf_counter_ns()))
+        self._made = [_mark() for _ in range(_MARKS)]
 
     def offset(self, events: Sequence[FunctionEvent]) -> float:
         """Microseconds from this process's clock to that of the profile with these events."""
@@ -348,11 +342,11 @@ class _Marks:
         return float(start - (before + after) / 2e3)
 
 
-def _mark_clock() -> _Marks:
-    marks = _Marks()
-    for _ in range(_MARKS):
-        marks.make()
-    return marks
+def _mark() -> tuple[int, int]:
+    """Leaves a mark; returns the nanoseconds between which that was."""
+    before = time.perf_counter_ns()
+    with record_function(_CLOCK_MARK):
+        return before, time.perf_counter_ns()
 
 
 class _Session:
