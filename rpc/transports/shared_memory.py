@@ -161,8 +161,11 @@ class SendPool:
         self._closed = False
         self._failed = False
 
-    def put(self, address: int, length: int) -> Slot | None:
-        """Copies ``length`` bytes at ``address`` into a slot; None if none is free."""
+    def put(self, address: int, length: int, copy: Copy | None = None) -> Slot | None:
+        """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
+
+        With ``copy``, that copies them.
+        """
         with self._lock:
             found = self._take(_round_up(length, BLOCK))
             if found is None:
@@ -170,7 +173,7 @@ class SendPool:
             segment, position = found
         region = segment.region
         try:
-            self._copy(region.address + position, address, length)
+            (copy or self._copy)(region.address + position, address, length)
         finally:
             region.give_back()
         return Slot(segment.number, position)

@@ -8,12 +8,13 @@ import torch
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import look_at
-from rpc.transports.shared_memory import SHARED_FROM, Budget, SendPool, Slot
+from rpc.transports.shared_memory import SHARED_FROM, Budget, Copy, SendPool, Slot
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LIMIT = 1 << 30
+KB = 1 << 10
 
 
 class Main:
@@ -34,11 +35,15 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order; there is always room in shared memory."""
     order: list[str] = []
 
-    def put(pool: SendPool, address: int, length: int) -> Slot:
-        order.append("copied")
+    def put(pool: SendPool, address: int, length: int, copy: Copy) -> Slot:
+        copy(0, address, length)
         return Slot(1, 4096)
 
+    def copy(crew: CopyCrew, target: int, source: int, length: int) -> None:
+        order.append(f"copied {length >> 10} KB to {target >> 10}")
+
     monkeypatch.setattr(SendPool, "put", put)
+    monkeypatch.setattr(CopyCrew, "copy", copy)
     return order
 
 
@@ -56,14 +61,31 @@ def send(made: Link, *sizes: int) -> None:
     made.send(frame, [look_at(tensor) for tensor in tensors])
 
 
-def test_large_tensors_are_announced_once_before_they_are_copied(told: list[str]) -> None:
-    send(link(told), 100, SHARED_FROM, 10 * SHARED_FROM)
-    assert told == ["announced", "copied", "copied", "sent"]
+def test_large_tensors_are_announced_before_they_are_copied(told: list[str]) -> None:
+    send(link(told), 100, 64 * KB, 192 * KB)
+    assert told == ["announced", "copied 64 KB to 0", "copied 192 KB to 0", "sent"]
+
+
+def test_very_large_ones_are_announced_when_little_is_left_to_copy(told: list[str]) -> None:
+    send(link(told), 1024 * KB)
+    assert told == ["copied 768 KB to 0", "announced", "copied 256 KB to 768", "sent"]
+
+
+def test_what_is_left_is_what_is_left_of_all(told: list[str]) -> None:
+    send(link(told), 1024 * KB, 192 * KB, 64 * KB)
+    assert told == [
+        *("copied 1024 KB to 0", "announced", "copied 192 KB to 0", "copied 64 KB to 0", "sent")
+    ]
+    told.clear()
+    send(link(told), 1024 * KB, 192 * KB)
+    assert told == [
+        *("copied 960 KB to 0", "announced", "copied 64 KB to 960", "copied 192 KB to 0", "sent")
+    ]
 
 
 def test_a_large_payload_is_announced_too(told: list[str]) -> None:
-    link(told).send(Frame(FrameKind.REQUEST, 1, b"header", bytes(SHARED_FROM)))
-    assert told == ["announced", "copied", "sent"]
+    link(told).send(Frame(FrameKind.REQUEST, 1, b"header", bytes(64 * KB)))
+    assert told == ["announced", "copied 64 KB to 0", "sent"]
 
 
 def test_small_frames_are_not_announced(told: list[str]) -> None:
