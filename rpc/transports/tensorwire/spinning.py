@@ -14,7 +14,7 @@ scheduler has put both ends on one core.
 How long, by default: until the answer to a short handler is there. Where a wake-up
 costs 20 µs, a call with two small tensors took 189 µs when both ends gave up after
 50 µs, and 69 µs when after 95 µs; two to eight callers at once gained a fifth. What takes
-longer to copy than that is announced (``link``), and looked out for anew from then on.
+longer to copy is announced shortly before it comes (``link``), and looked out for anew.
 
 A program whose workers have cores of their own may choose longer. A thread that slept
 finds the processor's caches and predictors cold, however short its sleep: 45 µs of torch's
