@@ -14,7 +14,7 @@ _FRAMES = 30
 
 
 def show(processes: Iterable[int], seconds: float) -> None:
-    """Prints the stacks of processes, given by their ids, if there is gdb and it may look.
+    """Prints the stacks of processes, given by their ids, if there is gdb, or why it may not look.
 
     What takes longer than ``seconds`` for all of them is left out.
     """
@@ -37,6 +37,6 @@ def _look(gdb: str, process: int) -> subprocess.Popen[str]:
         [gdb, "-nx", "-batch", "-p", str(process), "-ex", f"thread apply all backtrace {_FRAMES}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
     )
