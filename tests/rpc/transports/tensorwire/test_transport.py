@@ -501,7 +501,9 @@ def test_a_notice_is_not_refused_when_calls_are(make: Maker) -> None:
     a, b = make(settings, settings)
     a.call(b, b"h")
     assert isinstance(a.transport, TensorWireTransport)
-    link = a.transport._peers[1]._outgoing
+    peer = a.transport._peers[1]
+    until(lambda: peer._outgoing is not None)  # the reply may come first
+    link = peer._outgoing
     assert link is not None
     link.unsent.add(1 << 20)  # as if the sockets were full
     telling = threading.Thread(target=a.notify, args=(b, b"a reference is free"))
