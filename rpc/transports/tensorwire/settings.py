@@ -42,8 +42,8 @@ class Settings:
         resume_seconds: how long a connection that broke while both ends live may take to
             be replaced; after that the peer is lost. 0: at once.
         max_message_bytes: longer messages are refused by sender and receiver.
-        busy_poll_seconds: how long a thread that waits for messages looks out for them
-            before it sleeps; 0 to sleep at once.
+        busy_poll_seconds: how long, on average, a thread that waits for messages looks out
+            for them before it sleeps; 0 to sleep at once.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
         devices: the CUDA devices that may be used; empty for those that the maps name.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.testing import local_group
@@ -32,8 +33,27 @@ class CountingEpoll:
         return [(7, select.EPOLLIN)] if self.looks >= self.ready_after else []
 
 
+class TickingClock:
+    """Each look at it takes a microsecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
 def lookout(epoll: CountingEpoll, seconds: float = DEFAULT_BUSY_POLL_SEC) -> Lookout:
     return Lookout(epoll, 8, seconds)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> TickingClock:
+    """What the module tells the time by."""
+    ticking = TickingClock()
+    monkeypatch.setattr(spinning, "_clock", ticking)
+    return ticking
 
 
 @pytest.fixture
@@ -67,14 +87,66 @@ def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
 
 @pytest.mark.parametrize(("microseconds", "looks"), [(0, 0), (95, 95), (400, 400)])
 def test_how_long_to_look_out_can_be_chosen(
-    microseconds: int, looks: int, monkeypatch: pytest.MonkeyPatch
+    microseconds: int, looks: int, clock: TickingClock
 ) -> None:
-    ticks = itertools.count()
-    monkeypatch.setattr(spinning, "_clock", lambda: next(ticks) * 1e-6)
     epoll = CountingEpoll(ready_after=1 << 60)
     assert lookout(epoll, microseconds * 1e-6).wait(5) == []
     assert epoll.looks == pytest.approx(looks, abs=1)
     assert epoll.sleeps == 1
+
+
+def test_what_quick_waits_leave_of_their_time_is_there_for_a_slow_one(
+    clock: TickingClock,
+) -> None:
+    epoll = CountingEpoll(ready_after=1)
+    one = lookout(epoll, 95e-6)
+    for _ in range(20):
+        one.wait(5)
+    epoll.looks, epoll.ready_after = 0, 400
+    assert one.wait(5)
+    assert (epoll.looks, epoll.sleeps) == (400, 0)
+    epoll.looks = 0
+    assert one.wait(5) == []
+    assert epoll.looks == pytest.approx(95 + 475 - 400, abs=3)
+    epoll.looks = 0
+    assert one.wait(5) == []
+    assert (epoll.looks, epoll.sleeps) == (pytest.approx(95, abs=1), 2)
+
+
+def test_a_trial_after_waits_that_slept_at_once_looks_out_for_what_they_left(
+    clock: TickingClock,
+) -> None:
+    epoll = CountingEpoll(ready_after=1 << 60)
+    one = lookout(epoll, 95e-6)
+    for _ in range(5):
+        one.wait(5)
+    epoll.looks, clock.now = 0, 0.010
+    for _ in range(10):
+        one.wait(5)
+    assert epoll.looks == 0
+    clock.now = 0.020
+    one.wait(5)
+    assert epoll.looks == pytest.approx(475, abs=2)
+
+
+@given(
+    delays=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    microseconds=st.integers(10, 1000),
+)
+def test_on_average_no_wait_looks_out_for_longer_than_chosen(
+    delays: list[int], microseconds: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spinning, "_clock", TickingClock())
+        epoll = CountingEpoll(ready_after=1)
+        one = lookout(epoll, microseconds * 1e-6)
+        total = 0
+        for delay in delays:
+            epoll.looks, epoll.ready_after = 0, delay
+            one.wait(5)
+            total += epoll.looks
+            assert epoll.looks <= max(500, microseconds) + 2
+        assert total <= (microseconds + 2) * len(delays)
 
 
 def test_both_readers_of_a_transport_look_out_as_long_as_was_chosen(
