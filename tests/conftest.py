@@ -46,14 +46,14 @@ class Holdings:
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[str, str]]
-    children: frozenset[str]
+    descendants: frozenset[str]
     segments: frozenset[str]
 
     @classmethod
     def now(cls) -> Holdings:
         """Look at this process."""
         return cls(
-            frozenset(threading.enumerate()), _descriptors(), _children(), frozenset(_segments())
+            frozenset(threading.enumerate()), _descriptors(), _descendants(), frozenset(_segments())
         )
 
     def since(self, before: Holdings) -> list[str]:
@@ -63,13 +63,15 @@ class Holdings:
             f"file descriptor {number} -> {target}"
             for number, target in self.descriptors - before.descriptors
         )
-        children = (_describe_process(child) for child in self.children - before.children)
+        processes = (
+            _describe_process(process) for process in self.descendants - before.descendants
+        )
         segments = (
             f"shared memory {_SHARED_MEMORY / name}"
             for name in self.segments - before.segments
             if not _held_by_someone_else(name)
         )
-        return sorted([*threads, *descriptors, *children, *segments])
+        return sorted([*threads, *descriptors, *processes, *segments])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,6 +81,13 @@ def _lasting_helpers() -> None:
     TCPStore("127.0.0.1", 0, is_master=True)  # its event library keeps a pipe
     weights = torch.ones(256, 256, requires_grad=True)
     torch.autograd.grad((weights @ weights).sum(), weights)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collections_are_short(_lasting_helpers: None) -> None:
+    """Keep the collector from looking, time and again, at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,14 +132,26 @@ def _descriptors() -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-def _children() -> frozenset[str]:
+def _descendants() -> frozenset[str]:
     found: set[str] = set()
-    for listing in Path("/proc/self/task").glob("*/children"):
+    unseen = ["self"]
+    while unseen:
+        tasks = f"/proc/{unseen.pop()}/task"
         try:
-            found.update(listing.read_text().split())
-        except FileNotFoundError:  # a thread that ended meanwhile
+            children = {child for task in os.listdir(tasks) for child in _children(tasks, task)}
+        except (FileNotFoundError, NotADirectoryError):  # it ended meanwhile, or not on Linux
             continue
+        unseen.extend(children - found)
+        found |= children
     return frozenset(found)
+
+
+def _children(tasks: str, task: str) -> list[str]:
+    try:
+        with open(f"{tasks}/{task}/children", "rb") as listing:
+            return listing.read().decode().split()
+    except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        return []
 
 
 def _segments() -> list[str]:
@@ -148,7 +169,7 @@ def _describe_process(process: str) -> str:
 def _held_by_someone_else(segment: str) -> bool:
     """Whether a process that is not ours has the shared-memory file open or mapped."""
     path = str(_SHARED_MEMORY / segment)
-    ours = {str(os.getpid()), *_children()}
+    ours = {str(os.getpid()), *_descendants()}
     return any(
         process.name not in ours and _holds(process, path)
         for process in Path("/proc").glob("[0-9]*")

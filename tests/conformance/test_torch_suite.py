@@ -37,7 +37,7 @@ def test_a_part_of_torchs_tests_passes(subject: str, tmp_path: Path):
     assert done.returncode == 0, noteworthy
     passed = re.search(r"^(\d+) passed, 0 failed", done.stdout, re.MULTILINE)
     assert passed is not None, noteworthy
-    assert int(passed[1]) > 50
+    assert int(passed[1]) > 25
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_broken_library_is_noticed(sabotage: str, noticed: str, tmp_path: Path
 
 
 def test_spawned_workers_get_our_names_too(tmp_path: Path):
-    options = ("-k", r"RpcTest\.test_scalar_add$", "--start", "spawn")
+    options = ("-k", r"RemoteModuleTest\.test_forward_sync$", "--start", "spawn")  # only two
     done = _run(tmp_path, "tensorwire", *options, "--sabotage", "wrong-results")
     assert done.returncode == 1
-    assert "None is not tensor" in done.stdout  # what a sabotaged call of ours returns
+    assert "None is not ('3', " in done.stdout  # what a sabotaged call of ours returns
 
 
 @pytest.fixture

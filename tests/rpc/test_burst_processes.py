@@ -13,7 +13,7 @@ import rpc
 from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
 CALLS = 100_000
 

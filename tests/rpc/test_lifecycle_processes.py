@@ -17,7 +17,7 @@ from tests import waiting
 from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
 BACKEND = "TENSORWIRE"
 DeviceMaps = dict[str, dict[str, str]]

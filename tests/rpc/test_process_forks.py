@@ -18,7 +18,12 @@ from tests.free_ports import free_port
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forking"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.xdist_group("forking"),
+    pytest.mark.timeout(300),
+]
 
 LARGE = 100_000
 

@@ -17,16 +17,25 @@ import rpc
 from rpc import WorkerLostError
 from rpc.transports.host import host_identity
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
+from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("two-hosts")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("two-hosts"),
+]
 
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 CABLE = "twcable"
 _NEW_NETWORK = 0x40000000
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+def ip(*arguments: str) -> str:
+    done = subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, timeout=20, text=True
+    )
+    return done.stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,10 @@ class Host:
         ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", CABLE)
         ip("-n", self.name, "link", "set", CABLE, "up")
         ip("-n", self.name, "link", "set", "lo", "up")
+
+    def is_connected(self) -> bool:
+        """Whether the cable carries: from then on programs are told its address."""
+        return " state UP " in ip("-n", self.name, "link", "show", CABLE)
 
     def unplug(self) -> None:
         ip("-n", self.name, "link", "set", CABLE, "down")
@@ -59,6 +72,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             ip(*cable, "peer", "name", CABLE, "netns", right.name)
             for host in made:
                 host.plug_in()
+            until(lambda: all(host.is_connected() for host in made))
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
         yield left, right

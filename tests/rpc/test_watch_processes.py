@@ -16,7 +16,7 @@ from rpc import WorkerLostError
 from tests import waiting
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytest.mark.timeout(400)]
 
 BOUND = 1.0
 SECONDS_TO_ACT = 60.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import rpc
+from tests.processes import ready_made
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class WorkerProcess:
     """One process. :meth:`do` runs a function in its main thread, :meth:`begin` does not wait."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = ready_made()
         self._ours, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

@@ -39,7 +39,7 @@ def test_a_killed_worker_ends_the_tutorial_with_an_error_that_names_it(tmp_path:
 
 
 def test_ctrl_c_ends_a_tutorial_without_a_traceback(tmp_path: Path) -> None:
-    with tutorial(tmp_path, _CARTPOLE, *_FOREVER) as job:
+    with tutorial(tmp_path, _CARTPOLE, *_FOREVER, "--workers", "2") as job:
         job.wait_for_output("round 5:")
         ranks = job.ranks()
         os.killpg(job.process.pid, signal.SIGINT)

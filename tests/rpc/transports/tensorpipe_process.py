@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import multiprocessing
 import os
 import pickle
 import queue
@@ -33,6 +32,7 @@ from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
 from rpc.worker_info import WorkerInfo
+from tests.processes import ready_made
 from tests.rpc.transports.conformance import Worker
 from tests.rpc.transports.cutter import Cutter
 
@@ -48,7 +48,7 @@ class Workplace:
 
     def __init__(self, errors: Path) -> None:
         self.errors = errors
-        context = multiprocessing.get_context("spawn")
+        context = ready_made()
         self._here, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there, str(errors)), daemon=True)
         self._process.start()

@@ -41,6 +41,7 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("process_server"),
     pytest.mark.xdist_group("tensorpipe"),
     pytest.mark.skipif(not available(), reason="this torch has no TensorPipe"),
 ]

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    pytest.mark.usefixtures("process_server"),
     pytest.mark.xdist_group("tensorpipe"),
     pytest.mark.skipif(not available(), reason="this torch has no TensorPipe"),
 ]
@@ -60,7 +61,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """A process to be killed."""
     place = Workplace(tmp_path_factory.mktemp("victim") / "stderr")
     yield place
-    os.kill(place.pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # a test killed it
+        os.kill(place.pid, signal.SIGCONT)
     place.kill()
     place.end()
 

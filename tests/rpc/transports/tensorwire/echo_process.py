@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -12,6 +11,7 @@ from rpc.ids import Life
 from rpc.transports.base import Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.worker_info import WorkerInfo
+from tests.processes import ready_made
 from tests.rpc.transports.conformance import Worker, echo
 
 
@@ -73,7 +73,7 @@ class EchoProcess:
 
 def start_echo_process(settings: Settings) -> EchoProcess:
     """Starts an echo process with the given settings."""
-    context = multiprocessing.get_context("spawn")
+    context = ready_made()
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, settings), daemon=True)
     process.start()

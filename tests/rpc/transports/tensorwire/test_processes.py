@@ -24,7 +24,7 @@ from tests.rpc.transports.cutter import Cutter
 from tests.rpc.transports.tensorwire.echo_process import EchoProcess, start_echo_process
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server")]
 
 MIB = 1 << 20
 

@@ -1,0 +1,22 @@
+"""Processes for tests: each begins with torch and our packages imported.
+
+One process imports them, once, and forks the others; a process that imported torch for
+itself would spend seconds on it. It has neither threads nor workers of its own, so that
+its children know of nothing that a process which was started alone would not know of.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+_IMPORTED = ["torch", "rpc", "autograd_dist", "optim_dist", "remote_module"]
+
+
+@functools.cache
+def ready_made() -> ForkServerContext:
+    """What makes such processes. Tests that use it need the fixture ``process_server``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
