@@ -53,16 +53,19 @@ def fail() -> None:
     raise ValueError("no")
 
 
+_reached = threading.Event()
 _gate = threading.Event()
 
 
 def wait_at_the_gate() -> None:
+    _reached.set()
     _gate.wait(20)
 
 
 @pytest.fixture
 def gate() -> threading.Event:
     """Closed; ``wait_at_the_gate`` waits until it is set."""
+    _reached.clear()
     _gate.clear()
     return _gate
 
@@ -144,6 +147,7 @@ class TestCounting:
         clock = VirtualClock()
         with local_group("alice", "bob", clock=clock) as (alice, bob):
             future = alice.rpc_async("bob", wait_at_the_gate, timeout=5)
+            assert _reached.wait(20)  # what is given up before it begins is never served
             clock.advance(6)
             with pytest.raises(RpcTimeoutError):
                 future.wait()

@@ -134,24 +134,26 @@ class Overheard:
         return 0.0
 
 
-def make_large() -> torch.Tensor:
-    pass_gate("large")
+def make_large(gate: str) -> torch.Tensor:
+    pass_gate(gate)
     return torch.ones(100_000)
 
 
 def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
-    gates.clear()
+    made, *asked = (Gate() for _ in range(4))
+    gates.update({"made": made} | {f"asked {n}": gate for n, gate in enumerate(asked)})
     heard = Overheard()
     with local_group("here", "there", hub=MemoryHub(script=heard)) as (here, there):
-        rref = here.remote("there", make_large)
-        assert gates["large"].reached.wait(SECONDS)
-        futures = [here.rpc_async("there", make_large) for _ in range(3)]
+        rref = here.remote("there", make_large, ("made",))
+        futures = [here.rpc_async("there", make_large, (f"asked {n}",)) for n in range(3)]
+        assert all(gate.reached.wait(SECONDS) for gate in (made, *asked))
         for _ in range(3):
             with pytest.raises(RpcTimeoutError):
                 rref.to_here(timeout=0.01)
         assert all(future.cancel() for future in futures)
         until(lambda: sum(s.cancelled for s in there.callee._serving) == 6)
-        gates["large"].open.set()
+        for gate in (made, *asked):
+            gate.open.set()
         until(lambda: there.callee.quiet() and here.caller.quiet())
         assert heard.bytes == 0
         assert rref.to_here().sum() == 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ SECONDS = 20.0
 BUSY = "shutdown: calls were still under way here after 0.50 seconds"
 
 _free = threading.Event()
+_holding: set[int] = set()
+_numbers = itertools.count()
 
 
-def hold() -> None:
+def hold(number: int) -> None:
+    _holding.add(number)
     assert _free.wait(SECONDS)
 
 
@@ -37,8 +41,9 @@ def agents() -> Iterator[list[Agent]]:
 
 def held(caller: Agent, callee: Agent) -> Future[None]:
     """A call whose handler runs until the end of the test."""
-    future = caller.rpc_async(callee.info.name, hold)
-    until(lambda: len(callee.callee.serving()) == 1)
+    number = next(_numbers)
+    future = caller.rpc_async(callee.info.name, hold, (number,))
+    until(lambda: number in _holding)  # one that has not begun would not once it is cancelled
     return future
 
 
@@ -90,7 +95,9 @@ def test_calls_that_were_given_up_are_told_of(agents: list[Agent]) -> None:
 
 def test_some_of_many_calls_are_named_and_like_ones_once(agents: list[Agent]) -> None:
     alice, bob, carol = agents
-    futures = [held(bob, agent) for agent in agents] + [bob.rpc_async("alice", hold)]
+    futures = [held(bob, agent) for agent in agents] + [
+        bob.rpc_async("alice", hold, (next(_numbers),))
+    ]
     with leaving(alice, carol):
         calls = "hold called by 'bob', hold called on 'alice', hold called on 'bob'"
         assert why(bob) == f"{BUSY}: {calls} and 1 more"

@@ -556,10 +556,10 @@ def test_after_close_tasks_are_refused():
 def test_close_wakes_and_joins_idle_threads_and_the_monitor():
     executor = Executor("test", 2, contextvars.Context())
     tasks = start(executor, 3)
+    assert eventually(lambda: {t.name for t in threads()} == {"test-handler", "test-monitor"})
     let_go(*tasks)
     assert all(task.ended.wait(SECONDS) for task in tasks)
-    before = [t for t in threading.enumerate() if t.name.startswith("test-")]
-    assert {t.name for t in before} == {"test-handler", "test-monitor"}
+    before = threads()
     executor.close()
     assert not any(t.is_alive() for t in before)
 
@@ -584,7 +584,12 @@ def test_close_joins_threads_that_are_only_just_starting():
         assert executor.thread_count() == 0
         for submitter in submitters:
             submitter.join()
-        assert not [t for t in threading.enumerate() if t.name.startswith("test-")]
+        assert not threads()
+
+
+def threads() -> list[threading.Thread]:
+    """Those of executors of this module."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("test-")]
 
 
 def start_none(executor: Executor) -> None:

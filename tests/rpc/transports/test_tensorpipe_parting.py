@@ -19,6 +19,7 @@ from rpc.transports.tensorpipe_parting import Exit, Parting
 from rpc.transports.tensorpipe_roster import SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_wire import Envelope
 from rpc.worker_info import WorkerInfo
+from tests.waiting import until
 
 WAIT = 5.0
 ME = 0
@@ -164,6 +165,7 @@ class TestLeaving:
         request = Envelope(FrameKind.REQUEST, 1, 1, 7, 1)
         connected.take(request, Frame(FrameKind.REQUEST, 7, b""), asked)
         leaving.start()
+        until(lambda: ("farewell", connected.name) in worker.told.notes)
         worker.change(lambda: connected.farewell_confirmed(b""))
         worker.change(lambda: connected.lifeline_ended(SHUT_DOWN))
         leaving.join(WAIT)
