@@ -139,7 +139,7 @@ def _descendants() -> frozenset[str]:
         tasks = f"/proc/{unseen.pop()}/task"
         try:
             children = {child for task in os.listdir(tasks) for child in _children(tasks, task)}
-        except (FileNotFoundError, NotADirectoryError):  # it ended meanwhile, or not on Linux
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile, or not on Linux
             continue
         unseen.extend(children - found)
         found |= children

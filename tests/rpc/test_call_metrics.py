@@ -31,6 +31,8 @@ from rpc.method_names import method_name, operator_name, text_of
 from rpc.rref import RRef, call_method
 from rpc.sinks import WaitingCaller
 from rpc.testing import VirtualClock, as_worker, local_group
+from tests.rpc import gates
+from tests.rpc.gates import wait_at_the_gate
 from tests.waiting import until
 
 
@@ -53,21 +55,12 @@ def fail() -> None:
     raise ValueError("no")
 
 
-_reached = threading.Event()
-_gate = threading.Event()
-
-
-def wait_at_the_gate() -> None:
-    _reached.set()
-    _gate.wait(20)
-
-
 @pytest.fixture
 def gate() -> threading.Event:
     """Closed; ``wait_at_the_gate`` waits until it is set."""
-    _reached.clear()
-    _gate.clear()
-    return _gate
+    gates.reached.clear()
+    gates.gate.clear()
+    return gates.gate
 
 
 async def double(value: int) -> int:
@@ -147,7 +140,7 @@ class TestCounting:
         clock = VirtualClock()
         with local_group("alice", "bob", clock=clock) as (alice, bob):
             future = alice.rpc_async("bob", wait_at_the_gate, timeout=5)
-            assert _reached.wait(20)  # what is given up before it begins is never served
+            assert gates.reached.wait(20)  # what is given up before it begins is never served
             clock.advance(6)
             with pytest.raises(RpcTimeoutError):
                 future.wait()
