@@ -181,7 +181,7 @@ class BackwardPasses:
             token.fill(AckMessage(ack).encode())
             return
         present, tensors = gather(returned.payload)
-        token.fill((AckMessage(ack, returned.message_id, present).encode(), tensors))
+        token.fill((AckMessage(ack, returned.message_id, present).encode(), *tensors))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -191,7 +191,7 @@ class BackwardPasses:
         try:
             if error is not None:
                 raise error
-            body, tensors = (answer, ()) if isinstance(answer, bytes) else answer
+            body, *tensors = (answer,) if isinstance(answer, bytes) else answer
             message, returned = AckMessage.decode(body), None
             if message.present is not None:
                 returned = Returned(message.message_id, spread(message.present, tensors))

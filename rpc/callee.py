@@ -421,9 +421,9 @@ class _Service:
         self.method = f"{request.target.decode()} message"
         if scopes is not None:
             self._agent.extensions.on_request(self.sender, request.extensions, scopes)([])
-        body, tensors = self._unpack(adopted, None)
+        body, *tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
-        answer = extension.on_message(self.sender, body, list(tensors))
+        answer = extension.on_message(self.sender, body, tensors)
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:

@@ -134,7 +134,10 @@ class Caller:
             target = target or once
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
-            detail = codec.describe_unpicklable(func, args, kwargs, error)
+            called = text_of(method_name(func, args))
+            if func is call_method:
+                args = args[2:]
+            detail = codec.describe_unpicklable(called, func, args, kwargs, error)
             raise EncodeError(detail) from error
 
     def request(
@@ -197,11 +200,11 @@ class Caller:
         before = shut_out()
         try:
             if traced() is None or extension == tracing.Tracing.name:
-                self._message(to, extension, (body, tuple(tensors)), timeout, sink)
+                self._message(to, extension, (body, *tensors), timeout, sink)
             else:
                 name = f"{extension} message"
                 with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
-                    self._message(to, extension, (body, tuple(tensors)), timeout, watched)
+                    self._message(to, extension, (body, *tensors), timeout, watched)
         finally:
             restore(before)
 

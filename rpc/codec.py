@@ -47,6 +47,9 @@ _PROTOCOL: Final = 5
 _ATOMIC: Final = b"a"  # a pickle of atoms follows
 _ONE_TENSOR: Final = b"t"
 _TENSORS: Final = b"T"
+_MIXED: Final = b"m"  # the number of items follows, the kind of each, a pickle of the atoms
+_A_TENSOR, _A_REFERENCE, _AN_ATOM = range(3)
+_MOST_MIXED: Final = 255
 _ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
 _NOT_SIMPLE: Final = object()
 _SMALL_BYTES: Final = 1024
@@ -99,7 +102,7 @@ def encode(value: object) -> Encoded:
 
 
 def _encode_simple(value: object) -> Encoded | None:
-    """Most of what is sent, without a pickler of our own: atoms, tensors, tuples of either."""
+    """Most of what is sent, without a pickler of our own: atoms, tensors, references, tuples."""
     kind = type(value)
     if kind in _ATOMS:
         return Encoded(_ATOMIC + pickle.dumps(value, _PROTOCOL), [], [], True)
@@ -114,7 +117,37 @@ def _encode_simple(value: object) -> Encoded | None:
         return Encoded(_ATOMIC + pickle.dumps(items, _PROTOCOL) if items else b"", [], [], True)
     if kinds == {Tensor} and len(items) == len(set(map(id, items))) and all(map(_is_simple, items)):
         return Encoded(_TENSORS, list(items), [], True)
-    return None
+    return _encode_mixed(items)
+
+
+def _encode_mixed(items: tuple[Any, ...]) -> Encoded | None:
+    """Such a tuple of items of several kinds; None if there is anything else in it."""
+    if len(items) > _MOST_MIXED:
+        return None
+    kinds = bytearray(_MIXED)
+    kinds.append(len(items))
+    tensors: list[Tensor] = []
+    references: list[Any] = []
+    atoms: list[Any] = []
+    for item in items:
+        kind = type(item)
+        if kind in _ATOMS:
+            kinds.append(_AN_ATOM)
+            atoms.append(item)
+        elif kind is Tensor or kind is Parameter:
+            if not _is_simple(item):
+                return None
+            kinds.append(_A_TENSOR)
+            tensors.append(item)
+        elif issubclass(kind, Reference):
+            kinds.append(_A_REFERENCE)
+            references.append(item)
+        else:
+            return None
+    if len(set(map(id, tensors))) < len(tensors) or len(set(map(id, references))) < len(references):
+        return None
+    pickled = pickle.dumps(tuple(atoms), _PROTOCOL) if atoms else b""
+    return Encoded(bytes(kinds) + pickled, tensors, references, True)
 
 
 def encode_constant(value: object) -> bytes:
@@ -198,30 +231,59 @@ def decode(
     Raises:
         DecodeError: the bytes are damaged, or need something this worker lacks.
     """
-    simple = _decode_simple(payload, tensors)
+    simple = _decode_simple(payload, tensors, references)
     if simple is not _NOT_SIMPLE:
         return simple
     return _load(_Unpickler(io.BytesIO(payload)), tensors, references)
 
 
-def _decode_simple(payload: bytes | bytearray | memoryview, tensors: Sequence[Tensor]) -> Any:
+def _decode_simple(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    references: Sequence[object],
+) -> Any:
     """The inverse of :func:`_encode_simple`."""
     if not payload:
         return ()
     mark = payload[0]
     if mark == _ATOMIC[0]:
-        try:
-            return _AtomsOnly(io.BytesIO(memoryview(payload)[1:])).load()
-        except MemoryError as error:
-            what = f"a value of {len(payload)} bytes that arrived"
-            raise DecodeError(f"no memory is left to unpack {what}") from error
-        except Exception as error:
-            raise DecodeError(f"a value that arrived is damaged: {error}") from error
+        return _load_atoms(memoryview(payload), 1)
     if mark == _TENSORS[0] and len(payload) == 1:
         return tuple(tensors)
     if mark == _ONE_TENSOR[0] and len(payload) == 1 and len(tensors) == 1:
         return tensors[0]
+    if mark == _MIXED[0] and len(payload) > 1:
+        return _decode_mixed(memoryview(payload), tensors, references)
     return _NOT_SIMPLE
+
+
+def _decode_mixed(
+    payload: memoryview, tensors: Sequence[Tensor], references: Sequence[object]
+) -> tuple[Any, ...]:
+    """The inverse of :func:`_encode_mixed`."""
+    start = len(_MIXED) + 1
+    end = start + payload[start - 1]
+    atoms = _load_atoms(payload, end) if len(payload) > end else ()
+    if type(atoms) is not tuple:
+        raise DecodeError(f"a value that arrived is damaged: {type(atoms).__name__} for a tuple")
+    sources = {_A_TENSOR: iter(tensors), _A_REFERENCE: iter(references), _AN_ATOM: iter(atoms)}
+    try:
+        value = tuple([next(sources[kind]) for kind in payload[start:end]])
+    except (KeyError, StopIteration):
+        value = ()
+    if not value or len(value) != len(tensors) + len(references) + len(atoms):
+        raise DecodeError("a value that arrived is damaged: it does not fit what came with it")
+    return value
+
+
+def _load_atoms(payload: memoryview, start: int) -> Any:
+    try:
+        return _AtomsOnly(io.BytesIO(payload[start:])).load()
+    except MemoryError as error:
+        what = f"a value of {len(payload)} bytes that arrived"
+        raise DecodeError(f"no memory is left to unpack {what}") from error
+    except Exception as error:
+        raise DecodeError(f"a value that arrived is damaged: {error}") from error
 
 
 def decode_loaded(
@@ -235,17 +297,16 @@ def decode_loaded(
         ImportNeeded: a module is not loaded yet; use :func:`decode` elsewhere.
         DecodeError: as :func:`decode`.
     """
-    simple = _decode_simple(payload, tensors)
+    simple = _decode_simple(payload, tensors, references)
     if simple is not _NOT_SIMPLE:
         return simple
     return _load(_LoadedUnpickler(io.BytesIO(payload)), tensors, references)
 
 
 def describe_unpicklable(
-    func: object, args: Sequence[Any], kwargs: Mapping[str, Any], error: EncodeError
+    name: str, func: object, args: Sequence[Any], kwargs: Mapping[str, Any], error: EncodeError
 ) -> str:
     """Says which part of a call makes it impossible to send, for the text of ``error``."""
-    name = getattr(func, "__qualname__", None) or type(func).__qualname__
     for what, value in _parts_of_call(name, func, args, kwargs):
         reason = _reason_not_to_send(value)
         if reason is not None:

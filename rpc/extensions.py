@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rpc.futures import Future
 
 
-Answer = bytes | tuple[bytes, Sequence[torch.Tensor]]
-"""To a message of an extension: bytes, and tensors if there are any."""
+Answer = bytes | tuple[Any, ...]
+"""To a message of an extension: bytes, or a tuple of bytes and the tensors that go with them."""
 
 
 class CallExtension(Protocol):

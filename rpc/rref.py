@@ -235,7 +235,7 @@ def _has_failed(future: Future[Any]) -> bool:
 
 
 def call_method(
-    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """At the owner: which bound method of the value a call through a proxy means."""
     value = rref._keeper.await_local(rref._holding)

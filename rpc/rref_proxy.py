@@ -40,7 +40,7 @@ class RRefProxy:
                 _require_attribute(rref, name, timeout)
             rref._keeper.require_usable(rref._holding)
             start = getattr(agent, flavour)
-            return start(rref.owner(), call_method, (rref, name, args, kwargs), None, timeout)
+            return start(rref.owner(), call_method, (rref, name, *args), kwargs, timeout)
 
         return call
 

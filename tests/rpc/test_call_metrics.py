@@ -236,7 +236,7 @@ class TestMethodNames:
         assert method_name(Counter.increment, ()) == "Counter.increment"
         assert method_name(torch.nn.Linear(1, 1), ()) == "Linear"
         assert method_name(operator.itemgetter(1), ()) == "itemgetter"
-        assert method_name(call_method, (RRef, "forward", (), {})) == "RRef.forward"
+        assert method_name(call_method, (RRef, "forward")) == "RRef.forward"
         assert text_of(method_name(torch.add, ())) == "torch.add"
 
     def test_functions_found_by_name_are_called_the_same(self) -> None:

@@ -22,6 +22,8 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rpc import codec
@@ -494,7 +496,7 @@ def test_too_deep_nesting_is_refused_in_time() -> None:
 def test_the_offending_argument_is_named(
     args: tuple[Any, ...], kwargs: dict[str, Any], culprit: str
 ) -> None:
-    text = codec.describe_unpicklable(double, args, kwargs, EncodeError("no"))
+    text = codec.describe_unpicklable("double", double, args, kwargs, EncodeError("no"))
     assert text.startswith(culprit)
     assert text.endswith("cannot pickle '_thread.lock' object")
 
@@ -505,19 +507,23 @@ def test_an_offending_function_is_named() -> None:
     def guarded() -> bool:
         return lock.locked()
 
-    text = codec.describe_unpicklable(guarded, (), {}, EncodeError("no"))
-    assert text.startswith("the function test_an_offending_function_is_named.<locals>.guarded")
+    text = codec.describe_unpicklable("guarded", guarded, (), {}, EncodeError("no"))
+    assert text.startswith("the function guarded cannot be sent")
 
 
 def test_what_is_wrong_with_no_part_of_a_call_is_told_in_its_own_words() -> None:
     error = EncodeError("tensors of torch.int4 cannot be sent")
-    text = codec.describe_unpicklable(double, (1,), {}, error)
+    text = codec.describe_unpicklable("double", double, (1,), {}, error)
     assert text == "a call of double cannot be sent: tensors of torch.int4 cannot be sent"
 
 
 @pytest.mark.parametrize(
     "payload",
-    [b"a", b"\x80\x05", b"garbage", b"t", encode([1] * 50).payload[:-9], b"a" + pickle.dumps(len)],
+    [
+        *(b"a", b"\x80\x05", b"garbage", b"t", b"m", b"m\0", b"m\1", b"m\1\0", b"m\1\7"),
+        *(encode([1] * 50).payload[:-9], b"a" + pickle.dumps(len)),
+        *(b"m\1\2" + pickle.dumps(atoms) for atoms in (7, (), (1, 2), (len,))),
+    ],
 )
 def test_damaged_payloads_raise_decode_errors(payload: bytes) -> None:
     with pytest.raises(DecodeError):
@@ -553,11 +559,46 @@ def test_the_commonest_values_need_no_pickler_of_ours_and_arrive_the_same(value:
     assert str(arrived) == str(value)
 
 
-def test_one_tensor_given_twice_arrives_as_one_object() -> None:
-    tensor = torch.ones(2)
-    encoded = encode((tensor, tensor))
-    first, second = decode(encoded.payload, encoded.tensors, ())
-    assert first is second
+@given(
+    st.lists(
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(allow_nan=False),
+            st.text(max_size=9),
+            st.binary(max_size=9),
+            st.builds(Handle),
+            st.builds(lambda: torch.ones(2)),
+            st.builds(lambda: nn.Parameter(torch.ones(1))),
+        ),
+        min_size=2,
+        max_size=300,
+    ).map(tuple)
+)
+def test_tuples_of_atoms_tensors_and_references_arrive_the_same(value: tuple[Any, ...]) -> None:
+    encoded = encode(value)
+    assert encoded.plain
+    assert encoded.tensors == [item for item in value if isinstance(item, Tensor)]
+    assert encoded.references == [item for item in value if isinstance(item, Handle)]
+    assert decode(encoded.payload, encoded.tensors, encoded.references) == value
+    assert decode_loaded(encoded.payload, encoded.tensors, encoded.references) == value
+
+
+def test_what_a_message_carries_for_such_a_tuple_must_all_be_in_it() -> None:
+    value = (torch.ones(1), "a", Handle())
+    payload = encode(value).payload
+    for tensors, references in (((), value[2:]), (value[:1], ()), (value[:1] * 2, value[2:])):
+        with pytest.raises(DecodeError, match="damaged"):
+            decode(payload, tensors, references)
+
+
+@pytest.mark.parametrize("shared", [torch.ones(2), Handle()], ids=["tensor", "reference"])
+def test_what_is_given_twice_arrives_as_one_object(shared: Any) -> None:
+    for value in ((shared, shared), (shared, "a", shared)):
+        encoded = encode(value)
+        arrived = decode(encoded.payload, encoded.tensors, encoded.references)
+        assert arrived[0] is arrived[-1]
 
 
 @pytest.mark.parametrize("func", [double, operator.add, json.dumps])

@@ -18,6 +18,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.errors import (
     AgentClosedError,
+    EncodeError,
     RemoteError,
     RpcTimeoutError,
     RRefCreationError,
@@ -116,6 +117,13 @@ def test_methods_are_called_through_the_reference_in_three_flavours(pair: list[A
     assert rref.rpc_sync().add_later("alice", 1) == 10
 
 
+class Recorder:
+    """Shows what its method is called with."""
+
+    def called(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+
 class Layered:
     """Has callable attributes that its class does not have, and names that others use."""
 
@@ -139,6 +147,28 @@ def test_attributes_of_the_object_are_called_in_three_flavours(pair: list[Agent]
 def test_no_method_is_hidden_by_what_a_proxy_knows(pair: list[Agent], name: str) -> None:
     rref = pair[0].remote("bob", Layered)
     assert getattr(rref.rpc_sync(), name)() == "my _rref"
+
+
+def test_a_method_may_have_parameters_of_any_name(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Recorder)
+    expected = ((1, [2]), {"rref": 3, "name": "x", "args": (), "self_": None})
+    assert rref.rpc_sync().called(1, [2], rref=3, name="x", args=(), self_=None) == expected
+    assert rref.remote().called(1, [2], **expected[1]).to_here() == expected
+
+
+def test_the_argument_of_a_method_that_cannot_be_sent_is_named(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Recorder)
+    for arguments in ((1, threading.Lock()), (torch.ones(1), threading.Lock())):
+        with pytest.raises(EncodeError, match=r"argument 1 \(_thread.lock\) of RRef.called"):
+            rref.rpc_sync().called(*arguments)
+    with pytest.raises(EncodeError, match=r"argument 'key' \(_thread.lock\) of RRef.called"):
+        rref.rpc_sync().called(key=threading.Lock())
+
+
+def test_a_reference_may_be_an_argument_of_its_own_method(pair: list[Agent]) -> None:
+    rref = pair[0].remote("bob", Recorder)
+    arrived, _ = rref.rpc_sync().called(rref, "a")
+    assert arrived[0].to_here().called(1) == ((1,), {})
 
 
 def test_an_unknown_attribute_is_an_attribute_error_at_the_caller(pair: list[Agent]) -> None:
