@@ -136,8 +136,8 @@ class BackwardPasses:
     def drop(self, context_id: int, error: Exception) -> None:
         """Ends the passes of a context that is over."""
         with self._lock:
-            passes = self._passes.pop(context_id, _OfContext())
-        for driver in passes.drivers.values():
+            passes = self._passes.pop(context_id, None)
+        for driver in () if passes is None else passes.drivers.values():
             driver.failed(Failure.of(self._me, error))
             driver.abandon()
 
@@ -232,9 +232,15 @@ class BackwardPasses:
         with self._lock:
             # Within the lock, so that a release that comes now finds the pass.
             self._contexts.find(pass_id.context_id)
-            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            passes = self._of_context(pass_id.context_id)
             passes.drivers[pass_id] = driver
             passes.started.add(pass_id.number)
+
+    def _of_context(self, context_id: int) -> _OfContext:
+        passes = self._passes.get(context_id)
+        if passes is None:
+            passes = self._passes[context_id] = _OfContext()
+        return passes
 
     def _end(self, driver: Driver) -> None:
         pass_id = driver.pass_id
@@ -248,10 +254,14 @@ class BackwardPasses:
     def _oldest(self, pass_id: PassId) -> int:
         """The oldest pass of a root that is not over, as far as is known here."""
         with self._lock:
-            passes = self._passes.get(pass_id.context_id, _OfContext())
+            passes = self._passes.get(pass_id.context_id)
             if pass_id.root == self._me:
-                return min(passes.started, default=pass_id.number)
-            return passes.oldest.get(pass_id.root, 0)
+                return (
+                    pass_id.number
+                    if passes is None
+                    else min(passes.started, default=pass_id.number)
+                )
+            return 0 if passes is None else passes.oldest.get(pass_id.root, 0)
 
     def _driver_for(self, message: PassMessage) -> Driver | None:
         """The driver of the pass a request belongs to; None if the pass is over."""
@@ -261,7 +271,7 @@ class BackwardPasses:
             context = self._contexts.join(pass_id.context_id)
             if context is None:
                 return None
-            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            passes = self._of_context(pass_id.context_id)
             over = passes.end_before(pass_id.root, message.oldest)
             driver = passes.drivers.get(pass_id)
             is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number

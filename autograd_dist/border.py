@@ -30,6 +30,9 @@ from autograd_dist.retained import retained_is_kept
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 Hooks = MutableMapping[int, Hook]
 
+_EDGES_OWN = "ownership_token" in GradientEdge._fields
+"""Whether an edge keeps the graph alive."""
+
 _quiet_lock = threading.Lock()
 """Guards which hooks of any tensor are quiet: runs of many passes meet at one tensor."""
 
@@ -65,10 +68,10 @@ class SentTensor:
 def _hooks_of(tensor: torch.Tensor) -> Hooks:
     if tensor.is_leaf:
         return {}
-    # Only the handle of a hook gives access to the others.
-    handle = tensor.register_hook(_change_nothing)  # type: ignore[no-untyped-call]
-    hooks: Hooks | None = handle.hooks_dict_ref()
-    handle.remove()
+    if tensor._backward_hooks is None:
+        # Made with a tensor's first hook, and then that of all its hooks to come.
+        tensor.register_hook(_change_nothing).remove()  # type: ignore[no-untyped-call]
+    hooks: Hooks | None = tensor._backward_hooks
     return {} if hooks is None else hooks
 
 
@@ -88,7 +91,7 @@ class _User(torch.autograd.Function):
 
 def _owner_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor that keeps the graph alive; None if the edge does."""
-    if not tensor.is_sparse and ("ownership_token" in GradientEdge._fields or tensor.is_leaf):
+    if not tensor.is_sparse and (_EDGES_OWN or tensor.is_leaf):
         return None
     with torch.enable_grad():
         owner: torch.Tensor = _User.apply(tensor)  # type: ignore[no-untyped-call]

@@ -223,8 +223,7 @@ class ContextTable:
 
     def get(self, context_id: int) -> DistAutogradContext | None:
         """A context that exists here; None if there is none with that id."""
-        with self._lock:
-            return self._contexts.get(context_id)
+        return self._contexts.get(context_id)
 
     def join(self, context_id: int) -> DistAutogradContext | None:
         """A context that another worker mentions; None if it is over.

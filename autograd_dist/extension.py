@@ -262,7 +262,7 @@ class AutogradExtension:
 def _record_sent(
     context: DistAutogradContext, tensors: Sequence[torch.Tensor], grad_enabled: bool = True
 ) -> CallMetadata:
-    positions = tuple(i for i, tensor in enumerate(tensors) if has_gradient(tensor))
+    positions = tuple([i for i, tensor in enumerate(tensors) if has_gradient(tensor)])
     if not positions:
         return CallMetadata(context.context_id, 0, (), grad_enabled)
     message_id = context.add_send([SentTensor.of(tensors[i]) for i in positions])

@@ -25,13 +25,15 @@ def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # DistributedDataParallel hangs on the nodes from C++, out of sight.
         return True
-    return any(_has_accumulation_hooks(leaf) for leaf in leaves)
+    return any(map(_has_accumulation_hooks, leaves))
 
 
 def _has_accumulation_hooks(leaf: Node) -> bool:
+    variable = leaf.variable
+    hooks = variable._backward_hooks
     return bool(
-        leaf.variable._post_accumulate_grad_hooks
-        or any(map(_is_of_several, users_hooks(leaf.variable._backward_hooks or {})))
+        variable._post_accumulate_grad_hooks
+        or (hooks and any(map(_is_of_several, users_hooks(hooks))))
         or _has_other_hooks(leaf.register_hook)
         or _has_other_hooks(leaf.register_prehook)
     )

@@ -22,7 +22,7 @@ on the way to both run twice. Leaves, and what tensors retain, get a gradient on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -127,10 +127,12 @@ class LocalPass:
     def run_wave(self) -> None:
         """Runs everything that the gradients known so far allow."""
         is_blocked = self._blocked_predicate()
-        start = {k: s for k, s in self._contributions.items() if not is_blocked(k[0])}
+        start = dict(self._contributions)
+        if is_blocked is not None:
+            start = {key: waiting for key, waiting in start.items() if not is_blocked(key[0])}
         if not start:
             return
-        region = explore((node for node, _ in start), is_blocked if self._waiting else None)
+        region = explore([node for node, _ in start], is_blocked)
         region.recvs = [node for node in region.recvs if self._is_undelivered(node)]
         region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
         self._to_deliver = len(region.recvs)
@@ -173,9 +175,10 @@ class LocalPass:
         self._blockers.remove(sent)
         return sent
 
-    def _blocked_predicate(self) -> Callable[[Node], bool]:
+    def _blocked_predicate(self) -> Callable[[Node], bool] | None:
+        """Tells which nodes are blocked; None if no node is."""
         if not self._waiting:
-            return _never
+            return None
         self._blockers.ensure(self._sends[message_id] for message_id in self._waiting)
         return self._blockers.block
 
@@ -232,18 +235,19 @@ class LocalPass:
             self._read(start, region, (), retain_graph=True)
 
     def _read(
-        self, roots: _Contributions, region: Region, border: Iterable[Node], retain_graph: bool
+        self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool
     ) -> None:
         inputs = _ends_of(region)
-        inputs += [GradientEdge(node, 0) for node in border]
+        if border:
+            inputs += [GradientEdge(node, 0) for node in border]
         if not (inputs and roots):
             return
         with running(self):
             captured: list[torch.Tensor | None] = list(
                 # torch.autograd.grad itself spends tens of microseconds on checks.
                 Variable._execution_engine.run_backward(
-                    tuple(GradientEdge(*key) for key in roots),
-                    tuple(waiting.total for waiting in roots.values()),
+                    tuple([GradientEdge(*key) for key in roots]),
+                    tuple([waiting.total for waiting in roots.values()]),
                     retain_graph,
                     False,  # no graph of this run
                     tuple(inputs),
@@ -377,7 +381,3 @@ def _ends_of(region: Region) -> list[GradientEdge]:
 def _anchor_of(recv: Node) -> GradientEdge:
     # As an input, the anchor makes the engine execute the recv node.
     return GradientEdge(*recv.next_functions[0])
-
-
-def _never(_: Node) -> bool:
-    return False

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from autograd_dist.failure import Failure
 from autograd_dist.recv_node import Origin
@@ -48,8 +48,7 @@ T = TypeVar("T")
 """What identifies an arrived request to whoever acknowledges it; opaque here."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassId:
+class PassId(NamedTuple):
     """Identifies a pass: the ``number``-th that worker ``root`` started in a context."""
 
     context_id: int
@@ -90,8 +89,7 @@ class Settle:
 Request = Gradients | Survey | Promise | Settle
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(NamedTuple):
     """Answers one request.
 
     Attributes:
@@ -103,6 +101,9 @@ class Ack:
     stuck: int = 0
     resolved: int = 0
     error: Failure | None = None
+
+
+_NOTHING_NEW = Ack()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class Participant(Generic[P, T]):
         self._promised: dict[int, set[int]] = {}
         self._stuck_here = 0
         self._stuck_known = 0
-        self._unreported = Ack()
+        self._unreported = _NOTHING_NEW
         self._error: Failure | None = None
         self._over = False
 
@@ -223,7 +224,7 @@ class Participant(Generic[P, T]):
             return [Acknowledge(token, Ack(error=self._error))]
         effects: list[Effect[P, T]] = []
         if self._is_root or self._parent:
-            effects.append(Acknowledge(token, Ack()))
+            effects.append(Acknowledge(token, _NOTHING_NEW))
         else:
             self._parent.append(token)
             self._parent_id = asker
@@ -254,7 +255,7 @@ class Participant(Generic[P, T]):
         self._is_working = False
         change = int(is_stuck) - self._stuck_here
         self._stuck_here = int(is_stuck)
-        self._note(Ack(change, resolved))
+        self._note(change, resolved)
         return self._proceed()
 
     def reach_found(self, reach: Mapping[Origin, Iterable[int]]) -> list[Effect[P, T]]:
@@ -270,7 +271,7 @@ class Participant(Generic[P, T]):
     def acknowledged(self, ack: Ack, returned: Returned[P] | None = None) -> list[Effect[P, T]]:
         """One of this worker's requests was acknowledged, maybe with gradients."""
         self._owed -= 1
-        self._note(ack)
+        self._note(ack.stuck, ack.resolved)
         if ack.error is not None:
             return self.failed(ack.error)
         if returned is not None:
@@ -292,7 +293,7 @@ class Participant(Generic[P, T]):
     def abandoned(self) -> list[Effect[P, T]]:
         """The pass is over, or its root is gone; nobody waits for a result."""
         self._over = True
-        return [Acknowledge(self._disengage(), Ack())] if self._parent else []
+        return [Acknowledge(self._disengage(), _NOTHING_NEW)] if self._parent else []
 
     # --- Decisions
 
@@ -336,9 +337,10 @@ class Participant(Generic[P, T]):
         self._owed += 1
         return [Send(to, request, payload)]
 
-    def _note(self, ack: Ack) -> None:
-        known = self._unreported
-        self._unreported = Ack(known.stuck + ack.stuck, known.resolved + ack.resolved)
+    def _note(self, stuck: int, resolved: int) -> None:
+        if stuck or resolved:
+            known = self._unreported
+            self._unreported = Ack(known.stuck + stuck, known.resolved + resolved)
 
     def _proceed(self) -> list[Effect[P, T]]:
         """Gives this worker its next piece of work, or finds that it has none."""
@@ -349,7 +351,7 @@ class Participant(Generic[P, T]):
         if self._is_root:
             return self._quiescent()
         if self._parent:
-            report, self._unreported = self._unreported, Ack()
+            report, self._unreported = self._unreported, _NOTHING_NEW
             returned, self._held = self._held, None
             return [Acknowledge(self._disengage(), report, returned)]
         return []
@@ -387,7 +389,7 @@ class Participant(Generic[P, T]):
 
     def _quiescent(self) -> list[Effect[P, T]]:
         """At the root: nothing happens anywhere, so this is the moment to decide what is next."""
-        report, self._unreported = self._unreported, Ack()
+        report, self._unreported = self._unreported, _NOTHING_NEW
         self._stuck_known += report.stuck
         if self._round > self._settled_round:
             return self._enter_settling(self._round) + self._proceed()

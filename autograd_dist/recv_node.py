@@ -7,8 +7,7 @@ hands their gradients to the run that executes it. It never sends anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,8 +17,7 @@ from autograd_dist.engine_run import current_run
 Node = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The message in which tensors arrived: where their gradients go.
 
     Attributes:
@@ -87,6 +85,8 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     # together wherever the engine works out which nodes lead where.
     anchor = torch.empty((), requires_grad=True, device="cpu")
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
+    if torch.is_grad_enabled():
+        return list(apply(anchor, origin, plain))
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ _BARE, _WITH_FAILURE, _WITH_GRADIENTS = range(3)
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
 
-@dataclass(frozen=True, slots=True)
-class CallMetadata:
+class CallMetadata(NamedTuple):
     """What a request or reply inside a context carries.
 
     Attributes:
@@ -46,7 +45,7 @@ class CallMetadata:
     def encode(self) -> bytes:
         """The metadata as bytes."""
         head = _CALL.pack(self.context_id, self.message_id, self.grad_enabled)
-        return head + _pack_positions(self.positions)
+        return head + _pack_positions(self.positions) if self.positions else head
 
     @classmethod
     def decode(cls, data: bytes, tensor_count: int) -> CallMetadata:
@@ -58,7 +57,7 @@ class CallMetadata:
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id, grad_enabled = _CALL.unpack_from(data)
-        positions = _unpack_positions(data, _CALL.size)
+        positions = _unpack_positions(data, _CALL.size) if len(data) > _CALL.size else ()
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
         return cls(context_id, message_id, positions, grad_enabled)
@@ -98,8 +97,7 @@ class Inquiry:
         return _pack_ids(_INQUIRY, self.context_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class PassMessage:
+class PassMessage(NamedTuple):
     """A request of a pass, without its gradients.
 
     Attributes:
@@ -118,12 +116,12 @@ class PassMessage:
 
     def encode(self) -> bytes:
         """The message as bytes."""
-        kind, first, second, rest = self._fields()
+        kind, first, second, rest = self._content()
         of = self.pass_id
         head = _HEAD.pack(kind, self.retain_graph, of.context_id, of.root, of.number, self.oldest)
         return head + _FIELDS.pack(first, second) + rest
 
-    def _fields(self) -> tuple[int, int, int, bytes]:
+    def _content(self) -> tuple[int, int, int, bytes]:
         request = self.request
         if isinstance(request, Gradients):
             return _GRADIENTS, request.message_id, 0, bytes(self.present)
@@ -192,8 +190,7 @@ def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Reque
     raise FrameError(f"there is no autograd message of kind {kind}")
 
 
-@dataclass(frozen=True, slots=True)
-class AckMessage:
+class AckMessage(NamedTuple):
     """An acknowledgement, without its gradients.
 
     Attributes:
@@ -267,7 +264,7 @@ def _decoded(data: bytes) -> str:
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
     """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
-    present = tuple(gradient is not None for gradient in gradients)
+    present = tuple([gradient is not None for gradient in gradients])
     return present, [gradient for gradient in gradients if gradient is not None]
 
 

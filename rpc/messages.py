@@ -131,16 +131,16 @@ class Request(NamedTuple):
             raise FrameError(f"unknown operation {op}")
         if not 0.0 <= timeout < math.inf:
             raise FrameError(f"a request cannot have {timeout} seconds left")
-        function = _section(data, _REQUEST.size, n_func)
         start = _REQUEST.size + n_func
-        plain = flags & _PLAIN == _PLAIN
-        if not (n_target or n_ext or n_refs):
-            return cls(operation, plain, timeout, b"", (), b"", data[start:], function)
-        target = _section(data, start, n_target)
+        function = data[_REQUEST.size : start]
+        target = data[start : start + n_target]
         extensions, start = _unpack_extensions(data, start + n_target, n_ext)
-        references = _section(data, start, n_refs)
-        table = data[start + n_refs :]
-        return cls(operation, plain, timeout, target, extensions, references, table, function)
+        end = start + n_refs
+        _check_length(data, end)
+        plain = flags & _PLAIN == _PLAIN
+        return cls(
+            operation, plain, timeout, target, extensions, data[start:end], data[end:], function
+        )
 
 
 class Reply(NamedTuple):
@@ -187,13 +187,10 @@ class Reply(NamedTuple):
         known = _STATUSES.get(status)
         if known is None:
             raise FrameError(f"unknown reply status {status}")
-        start = _REPLY.size
-        plain = flags & _PLAIN == _PLAIN
-        if not (n_ext or n_refs):
-            return cls(known, plain, tensor_table=data[start:])
-        extensions, start = _unpack_extensions(data, start, n_ext)
-        references = _section(data, start, n_refs)
-        return cls(known, plain, extensions, references, data[start + n_refs :])
+        extensions, start = _unpack_extensions(data, _REPLY.size, n_ext)
+        end = start + n_refs
+        _check_length(data, end)
+        return cls(known, flags & _PLAIN == _PLAIN, extensions, data[start:end], data[end:])
 
 
 def _check_version(version: int) -> None:
@@ -203,10 +200,10 @@ def _check_version(version: int) -> None:
         )
 
 
-def _section(data: bytes, start: int, length: int) -> bytes:
-    if start + length > len(data):
-        raise FrameError(f"a section of {length} bytes runs past the end of its header")
-    return data[start : start + length]
+def _check_length(data: bytes, end: int) -> None:
+    """Refuses sections that run past the end of their header: the last of them ends there."""
+    if end > len(data):
+        raise FrameError(f"the sections of a header of {len(data)} bytes end after {end}")
 
 
 def _pack_extensions(extensions: Extensions) -> bytes:
@@ -231,10 +228,11 @@ def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions,
         except struct.error:
             raise FrameError("an extension runs past the end of its header") from None
         start += _EXTENSION.size
+        end = start + n_name
         try:
-            name = _section(data, start, n_name).decode()
+            name = data[start:end].decode()
         except UnicodeDecodeError:
             raise FrameError("an extension's name is not UTF-8") from None
-        found.append((name, _section(data, start + n_name, n_data)))
-        start += n_name + n_data
+        start = end + n_data
+        found.append((name, data[end:start]))
     return tuple(found), start
