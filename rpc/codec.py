@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import cloudpickle
 import numpy as np
@@ -101,17 +101,16 @@ def encode(value: object) -> Encoded:
     return _encode_any(value) if simple is None else simple
 
 
-def _encode_simple(value: object) -> Encoded | None:
+def _encode_simple(value: Any) -> Encoded | None:
     """Most of what is sent, without a pickler of our own: atoms, tensors, references, tuples."""
     kind = type(value)
     if kind in _ATOMS:
         return Encoded(_ATOMIC + pickle.dumps(value, _PROTOCOL), [], [], True)
     if kind is Tensor:
-        tensor = cast(Tensor, value)
-        return Encoded(_ONE_TENSOR, [tensor], [], True) if _is_simple(tensor) else None
+        return Encoded(_ONE_TENSOR, [value], [], True) if _is_simple(value) else None
     if kind is not tuple:
         return None
-    items = cast("tuple[Any, ...]", value)
+    items: tuple[Any, ...] = value
     kinds = set(map(type, items))
     if kinds <= _ATOMS:
         return Encoded(_ATOMIC + pickle.dumps(items, _PROTOCOL) if items else b"", [], [], True)
@@ -150,15 +149,15 @@ def _encode_mixed(items: tuple[Any, ...]) -> Encoded | None:
     return Encoded(bytes(kinds) + pickled, tensors, references, True)
 
 
-def encode_constant(value: object) -> bytes:
+def encode_constant(value: Any) -> bytes:
     """The payload of a small value that can never change; empty for any other."""
     kind = type(value)
     if kind not in _ATOMS:
         return b""
     if kind is str or kind is bytes:
-        small = len(cast("str | bytes", value)) <= _SMALL_BYTES
+        small = len(value) <= _SMALL_BYTES
     else:
-        small = kind is not int or cast(int, value).bit_length() <= 8 * _SMALL_BYTES
+        small = kind is not int or value.bit_length() <= 8 * _SMALL_BYTES
     return _ATOMIC + pickle.dumps(value, _PROTOCOL) if small else b""
 
 

@@ -204,9 +204,11 @@ class Executor:
         finally:
             _current.executor, _current.waiting = previous
             with self._lock:
+                self._task_ended()
                 self._guests -= 1
-                missing = self._staff()
-            self._start(missing)
+                missing = self._staff() if self._queue else None
+            if missing is not None:
+                self._start(missing)
         return True
 
     def try_again(self) -> None:
@@ -330,6 +332,8 @@ class Executor:
         while (task := self._take(bell)) is not None:
             self._run(task)
             del task
+            with self._lock:
+                self._task_ended()
         with self._lock:
             missing = self._staff()
         self._start(missing)
@@ -356,12 +360,11 @@ class Executor:
         return task
 
     def _run(self, task: Task) -> None:
+        """Raises nothing, whatever the task does."""
         try:
             self._context.copy().run(task)
         except BaseException:
             _logger.exception("a task on %s raised an error that nobody handles", self._name)
-        with self._lock:
-            self._task_ended()
 
     def _enter_wait(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rpc import codec
 from rpc.control import (
@@ -249,7 +249,7 @@ class ReferenceKeeper:
 
     # --- Passing on
 
-    def lend(self, handles: Sequence[object], to: int, *, borrow: bool) -> Loan:
+    def lend(self, handles: Sequence[RRef[Any]], to: int, *, borrow: bool) -> Loan:
         """Prepares handles to travel in one message to worker ``to``.
 
         Raises:
@@ -261,8 +261,7 @@ class ReferenceKeeper:
         carrier = Carrier.REQUEST if borrow else Carrier.REPLY
         passed: list[Passed] = []
         try:
-            for handle in handles:
-                rref = cast("RRef[Any]", handle)
+            for rref in handles:
                 if rref._keeper is not self:  # the same ids may mean something else here
                     raise rref._not_for(self.agent.info)
                 passed.append(self._share(rref._holding, life, carrier))

@@ -68,7 +68,7 @@ class RRef(Handle, Generic[T]):
 
     @classmethod
     def _of(cls, keeper: ReferenceKeeper, holding: Holding) -> RRef[Any]:
-        handle = cast("RRef[Any]", cls.__new__(cls))
+        handle: RRef[Any] = cls.__new__(cls)
         handle._bind(keeper, holding)
         return handle
 
