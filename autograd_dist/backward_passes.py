@@ -51,6 +51,10 @@ class _OfContext:
         return [self.drivers.pop(pass_id) for pass_id in over]
 
 
+_NO_PASSES = _OfContext()
+"""Of a context of which none is known; to look at only."""
+
+
 class BackwardPasses:
     """The passes of one worker.
 
@@ -136,8 +140,8 @@ class BackwardPasses:
     def drop(self, context_id: int, error: Exception) -> None:
         """Ends the passes of a context that is over."""
         with self._lock:
-            passes = self._passes.pop(context_id, None)
-        for driver in () if passes is None else passes.drivers.values():
+            passes = self._passes.pop(context_id, _NO_PASSES)
+        for driver in passes.drivers.values():
             driver.failed(Failure.of(self._me, error))
             driver.abandon()
 
@@ -254,14 +258,10 @@ class BackwardPasses:
     def _oldest(self, pass_id: PassId) -> int:
         """The oldest pass of a root that is not over, as far as is known here."""
         with self._lock:
-            passes = self._passes.get(pass_id.context_id)
+            passes = self._passes.get(pass_id.context_id, _NO_PASSES)
             if pass_id.root == self._me:
-                return (
-                    pass_id.number
-                    if passes is None
-                    else min(passes.started, default=pass_id.number)
-                )
-            return 0 if passes is None else passes.oldest.get(pass_id.root, 0)
+                return min(passes.started, default=pass_id.number)
+            return passes.oldest.get(pass_id.root, 0)
 
     def _driver_for(self, message: PassMessage) -> Driver | None:
         """The driver of the pass a request belongs to; None if the pass is over."""

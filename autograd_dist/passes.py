@@ -338,9 +338,8 @@ class Participant(Generic[P, T]):
         return [Send(to, request, payload)]
 
     def _note(self, stuck: int, resolved: int) -> None:
-        if stuck or resolved:
-            known = self._unreported
-            self._unreported = Ack(known.stuck + stuck, known.resolved + resolved)
+        known = self._unreported
+        self._unreported = Ack(known.stuck + stuck, known.resolved + resolved)
 
     def _proceed(self) -> list[Effect[P, T]]:
         """Gives this worker its next piece of work, or finds that it has none."""
