@@ -95,7 +95,8 @@ def _is_script(func: object) -> bool:
 def _extension_kinds(request: Request, frame: Frame) -> set[str]:
     if request.target != AUTOGRAD.encode():
         return set()
+    if request.tensor_table:
+        return {_BACKWARD}
     wire = sys.modules[f"{AUTOGRAD}.wire"]
-    body = codec.decode(frame.payload, frame.tensors, ())[0] if not frame.tensors else None
-    release = body is not None and isinstance(wire.decode_message(body), wire.Release)
-    return {_CLEANUP if release else _BACKWARD}
+    (body,) = codec.decode(frame.payload, (), ())
+    return {_CLEANUP if isinstance(wire.decode_message(body), wire.Release) else _BACKWARD}

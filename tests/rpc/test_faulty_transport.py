@@ -6,12 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 import pytest
+import torch
 
+import autograd_dist
 from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent
 from rpc.errors import RpcTimeoutError
-from rpc.testing import MemoryHub, connect
+from rpc.testing import MemoryHub, as_worker, connect
 from rpc.transports.base import Transport
 from rpc.transports.tensorwire import TensorWireTransport
 
@@ -63,6 +65,33 @@ def test_other_messages_are_left_alone(transport: type) -> None:
     try:
         assert agents[0].rpc_sync("there", abs, (-1,)) == 1
         assert agents[0].transport.device_map(1) == {}
+    finally:
+        close(agents)
+
+
+@over_each
+@pytest.mark.parametrize("size", [2, 100_000], ids=["inline", "slot"])
+def test_gradients_are_told_from_the_ends_of_contexts(transport: type, size: int) -> None:
+    agents = group(transport, fail=["CLEANUP_AUTOGRAD_CONTEXT_REQ"])
+    weight = torch.ones(size, requires_grad=True)
+    try:
+        with as_worker(agents[0]), autograd_dist.context() as context_id:
+            loss = agents[0].rpc_sync("there", torch.sum, (weight,))
+            autograd_dist.backward(context_id, [loss])
+            assert autograd_dist.get_gradients(context_id)[weight].sum() == size
+    finally:
+        close(agents)
+
+
+@over_each
+def test_gradients_whose_sending_fails_say_so(transport: type) -> None:
+    agents = group(transport, fail=["BACKWARD_AUTOGRAD_REQ"])
+    weight = torch.ones(2, requires_grad=True)
+    try:
+        with as_worker(agents[0]), autograd_dist.context() as context_id:
+            loss = agents[0].rpc_sync("there", torch.sum, (weight,))
+            with pytest.raises(RuntimeError, match="intentionally for BACKWARD_AUTOGRAD_REQ"):
+                autograd_dist.backward(context_id, [loss])
     finally:
         close(agents)
 
