@@ -179,6 +179,10 @@ class Departure:
         agent = self._agent
         if not self._quiet():
             return
+        if self._machine.phase is Phase.RELEASE:
+            # The last answer counts: until this worker closes, others leave, and with them
+            # what they hold.
+            self.leaks = agent.references.leaks()
         activity = agent.caller.sent() + agent.callee.handled()
         sent, received = agent.notices.totals()
         with self._lock:
@@ -232,5 +236,3 @@ class Departure:
     def _enter(self, phase: Phase) -> None:
         if phase is Phase.RELEASE:
             self.release()
-        elif phase is Phase.CLOSE:
-            self.leaks = self._agent.references.leaks()
