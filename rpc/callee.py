@@ -44,6 +44,7 @@ from rpc.raising import keep
 from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.rref import call_method
+from rpc.simple_values import encode_constant
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
 
@@ -436,7 +437,7 @@ class _Service:
         try:
             if self._creates is not None:
                 self._agent.references.created(self._creates, result)
-                result = codec.encode_constant(result)  # all that outlives the reference
+                result = encode_constant(result)  # all that outlives the reference
             if self.number:
                 self._callee.ended_once(self, _Outcome(result, None))
             elif self._creates is not None:

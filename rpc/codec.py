@@ -1,10 +1,11 @@
-"""Turns user values into bytes, tensors and references, and back. The only module that pickles.
+"""Turns user values into bytes, tensors and references, and back.
 
 Decides what travels by reference (importable functions and classes), by value
 (everything else, with cloudpickle) and out of band (tensors and RRef handles,
 of which the bytes hold only an index). How tensors become bytes is the tensor
 table's business, what a reference means on the wire is the reference keeper's.
-There is no state between calls: picklers carry their tables with them.
+There is no state between calls: picklers carry their tables with them. What needs no
+pickler of ours is packed by ``simple_values``; nobody else pickles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import pickle
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
@@ -33,6 +33,14 @@ from torch.nn import Parameter
 
 from rpc import leftovers
 from rpc.errors import DecodeError, EncodeError, RpcError
+from rpc.simple_values import (
+    NOT_SIMPLE,
+    PROTOCOL,
+    Encoded,
+    Reference,
+    decode_simple,
+    encode_simple,
+)
 from rpc.tensor_reductions import (
     loses_its_gradient,
     reduce_sparse,
@@ -40,47 +48,6 @@ from rpc.tensor_reductions import (
     travels_whole,
 )
 from rpc.worker_info import WorkerInfo
-
-_PROTOCOL: Final = 5
-
-# What a payload begins with that is not an ordinary pickle, whose first byte is 0x80.
-_ATOMIC: Final = b"a"  # a pickle of atoms follows
-_ONE_TENSOR: Final = b"t"
-_TENSORS: Final = b"T"
-_MIXED: Final = b"m"  # the number of items follows, the kind of each, a pickle of the atoms
-_A_TENSOR, _A_REFERENCE, _AN_ATOM = range(3)
-_MOST_MIXED: Final = 255
-_ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
-_NOT_SIMPLE: Final = object()
-_SMALL_BYTES: Final = 1024
-
-
-class Reference:
-    """Base of handles that travel out of band, as an index into ``Encoded.references``."""
-
-    __slots__ = ()
-
-
-@dataclass(slots=True)
-class Encoded:
-    """A value as it leaves the codec. Mutable only because building it is on the fast path.
-
-    Args:
-        payload: everything but the tensors and references.
-        tensors: every strided tensor met, as the user passed it, each object once,
-            in the order met; sparse ones appear as their strided parts, except those
-            that autograd must see whole.
-        references: every :class:`Reference` met, each once.
-        plain: decoding runs no user code but, possibly, imports: there are only
-            native values, tensors, references, and functions or classes by name.
-        severed: the type of a tensor in it that lost what leads from it to its graph.
-    """
-
-    payload: bytes
-    tensors: list[Tensor]
-    references: list[Any]
-    plain: bool
-    severed: type[Tensor] | None = None
 
 
 class ImportNeeded(Exception):
@@ -97,76 +64,8 @@ def encode(value: object) -> Encoded:
     Raises:
         EncodeError: the value, or something in it, cannot be serialized.
     """
-    simple = _encode_simple(value)
+    simple = encode_simple(value)
     return _encode_any(value) if simple is None else simple
-
-
-def _encode_simple(value: Any) -> Encoded | None:
-    """Most of what is sent, without a pickler of our own: atoms, tensors, references, tuples."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return Encoded(_ATOMIC + pickle.dumps(value, _PROTOCOL), [], [], True)
-    if kind is Tensor:
-        return Encoded(_ONE_TENSOR, [value], [], True) if _is_simple(value) else None
-    if kind is not tuple:
-        return None
-    items: tuple[Any, ...] = value
-    kinds = set(map(type, items))
-    if kinds <= _ATOMS:
-        return Encoded(_ATOMIC + pickle.dumps(items, _PROTOCOL) if items else b"", [], [], True)
-    if kinds == {Tensor} and len(items) == len(set(map(id, items))) and all(map(_is_simple, items)):
-        return Encoded(_TENSORS, list(items), [], True)
-    return _encode_mixed(items)
-
-
-def _encode_mixed(items: tuple[Any, ...]) -> Encoded | None:
-    """Such a tuple of items of several kinds; None if there is anything else in it."""
-    if len(items) > _MOST_MIXED:
-        return None
-    kinds = bytearray(_MIXED)
-    kinds.append(len(items))
-    tensors: list[Tensor] = []
-    references: list[Any] = []
-    atoms: list[Any] = []
-    for item in items:
-        kind = type(item)
-        if kind in _ATOMS:
-            kinds.append(_AN_ATOM)
-            atoms.append(item)
-        elif kind is Tensor or kind is Parameter:
-            if not _is_simple(item):
-                return None
-            kinds.append(_A_TENSOR)
-            tensors.append(item)
-        elif issubclass(kind, Reference):
-            kinds.append(_A_REFERENCE)
-            references.append(item)
-        else:
-            return None
-    if len(set(map(id, tensors))) < len(tensors) or len(set(map(id, references))) < len(references):
-        return None
-    pickled = pickle.dumps(tuple(atoms), _PROTOCOL) if atoms else b""
-    return Encoded(bytes(kinds) + pickled, tensors, references, True)
-
-
-def encode_constant(value: Any) -> bytes:
-    """The payload of a small value that can never change; empty for any other."""
-    kind = type(value)
-    if kind not in _ATOMS:
-        return b""
-    if kind is str or kind is bytes:
-        small = len(value) <= _SMALL_BYTES
-    else:
-        small = kind is not int or value.bit_length() <= 8 * _SMALL_BYTES
-    return _ATOMIC + pickle.dumps(value, _PROTOCOL) if small else b""
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-        and not hasattr(tensor, "_is_buffer")
-    )
 
 
 def name_of(func: object) -> bytes | None:
@@ -198,7 +97,7 @@ def _load_global(module: str, name: str) -> Any:
 
 def _encode_any(value: object) -> Encoded:
     buffer = io.BytesIO()
-    pickler = _PlainPickler(buffer, _PROTOCOL)
+    pickler = _PlainPickler(buffer, PROTOCOL)
     pickler.tensors = []
     pickler.references = []
     pickler.plain = True
@@ -230,59 +129,10 @@ def decode(
     Raises:
         DecodeError: the bytes are damaged, or need something this worker lacks.
     """
-    simple = _decode_simple(payload, tensors, references)
-    if simple is not _NOT_SIMPLE:
+    simple = decode_simple(payload, tensors, references)
+    if simple is not NOT_SIMPLE:
         return simple
     return _load(_Unpickler(io.BytesIO(payload)), tensors, references)
-
-
-def _decode_simple(
-    payload: bytes | bytearray | memoryview,
-    tensors: Sequence[Tensor],
-    references: Sequence[object],
-) -> Any:
-    """The inverse of :func:`_encode_simple`."""
-    if not payload:
-        return ()
-    mark = payload[0]
-    if mark == _ATOMIC[0]:
-        return _load_atoms(memoryview(payload), 1)
-    if mark == _TENSORS[0] and len(payload) == 1:
-        return tuple(tensors)
-    if mark == _ONE_TENSOR[0] and len(payload) == 1 and len(tensors) == 1:
-        return tensors[0]
-    if mark == _MIXED[0] and len(payload) > 1:
-        return _decode_mixed(memoryview(payload), tensors, references)
-    return _NOT_SIMPLE
-
-
-def _decode_mixed(
-    payload: memoryview, tensors: Sequence[Tensor], references: Sequence[object]
-) -> tuple[Any, ...]:
-    """The inverse of :func:`_encode_mixed`."""
-    start = len(_MIXED) + 1
-    end = start + payload[start - 1]
-    atoms = _load_atoms(payload, end) if len(payload) > end else ()
-    if type(atoms) is not tuple:
-        raise DecodeError(f"a value that arrived is damaged: {type(atoms).__name__} for a tuple")
-    sources = {_A_TENSOR: iter(tensors), _A_REFERENCE: iter(references), _AN_ATOM: iter(atoms)}
-    try:
-        value = tuple([next(sources[kind]) for kind in payload[start:end]])
-    except (KeyError, StopIteration):
-        value = ()
-    if not value or len(value) != len(tensors) + len(references) + len(atoms):
-        raise DecodeError("a value that arrived is damaged: it does not fit what came with it")
-    return value
-
-
-def _load_atoms(payload: memoryview, start: int) -> Any:
-    try:
-        return _AtomsOnly(io.BytesIO(payload[start:])).load()
-    except MemoryError as error:
-        what = f"a value of {len(payload)} bytes that arrived"
-        raise DecodeError(f"no memory is left to unpack {what}") from error
-    except Exception as error:
-        raise DecodeError(f"a value that arrived is damaged: {error}") from error
 
 
 def decode_loaded(
@@ -296,8 +146,8 @@ def decode_loaded(
         ImportNeeded: a module is not loaded yet; use :func:`decode` elsewhere.
         DecodeError: as :func:`decode`.
     """
-    simple = _decode_simple(payload, tensors, references)
-    if simple is not _NOT_SIMPLE:
+    simple = decode_simple(payload, tensors, references)
+    if simple is not NOT_SIMPLE:
         return simple
     return _load(_LoadedUnpickler(io.BytesIO(payload)), tensors, references)
 
@@ -564,7 +414,7 @@ class _CloudPickler(_Lifter, cloudpickle.Pickler):  # type: ignore[misc]
 
 def _encode_by_value(value: object) -> Encoded:
     buffer = io.BytesIO()
-    pickler = _CloudPickler(buffer, _PROTOCOL)
+    pickler = _CloudPickler(buffer, PROTOCOL)
     pickler.tensors = []
     pickler.references = []
     try:
@@ -608,13 +458,6 @@ def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence
         raise DecodeError(
             f"a value that arrived cannot be rebuilt here: {type(error).__name__}: {error}"
         ) from error
-
-
-class _AtomsOnly(pickle.Unpickler):
-    """Finds nothing: a pickle of atoms needs no names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise DecodeError(f"a value that should hold no names holds {module}.{name}")
 
 
 class _Unpickler(pickle.Unpickler):

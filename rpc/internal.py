@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc import codec
-from rpc.codec import Reference
 from rpc.functions import async_execution
 from rpc.remote_errors import refuse_as_torch_does
+from rpc.simple_values import Reference
 
 _leaving: contextvars.ContextVar[list[Reference] | None] = contextvars.ContextVar(
     "rpc_references_leaving", default=None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 import torch
 
 from rpc import finalizers
-from rpc.codec import Reference as Handle
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
 from rpc.errors import DecodeError, EncodeError, RpcError, RRefError, StaleRRefError
 from rpc.futures import Future
+from rpc.simple_values import Reference as Handle
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rpc import codec
-from rpc.codec import Encoded, ImportNeeded, Reference, decode, decode_loaded, encode
+from rpc import codec, simple_values
+from rpc.codec import ImportNeeded, decode, decode_loaded, encode
 from rpc.errors import DecodeError, EncodeError, RRefDeletedError
+from rpc.simple_values import Encoded, Reference
 from rpc.worker_info import WorkerInfo
 from tests.rpc.round_trips import round_trip, round_trip_detached
 
@@ -645,6 +646,6 @@ def test_a_value_for_which_no_memory_is_left_is_not_called_damaged(
         raise MemoryError
 
     payload = encode(("text", 1)).payload
-    monkeypatch.setattr(codec, "_AtomsOnly", refuse)
+    monkeypatch.setattr(simple_values, "_AtomsOnly", refuse)
     with pytest.raises(DecodeError, match=f"no memory .* a value of {len(payload)} bytes"):
         decode(payload, (), ())

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpc.codec import Reference, decode, encode
+from rpc.codec import decode, encode
 from rpc.errors import (
     DecodeError,
     EncodeError,
@@ -38,6 +38,7 @@ from rpc.remote_errors import (
     raisable,
     retell,
 )
+from rpc.simple_values import Reference
 from rpc.worker_info import WorkerInfo
 
 W1 = WorkerInfo("w1", 1)
