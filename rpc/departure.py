@@ -179,16 +179,16 @@ class Departure:
         agent = self._agent
         if not self._quiet():
             return
-        if self._machine.phase is Phase.RELEASE:
-            # The last answer counts: until this worker closes, others leave, and with them
-            # what they hold.
-            self.leaks = agent.references.leaks()
+        leaks = agent.references.leaks()
         activity = agent.caller.sent() + agent.callee.handled()
         sent, received = agent.notices.totals()
         with self._lock:
             if not self._probed:
                 return
             self._probed = False
+            # Those of the last answer count: until this worker closes, others leave, and with
+            # them what they hold.
+            self.leaks = leaks
             self._todo += self._machine.quiet(activity, sent, received)
         self._perform()
 
@@ -229,10 +229,7 @@ class Departure:
             self._probed = True
             self._answer_if_quiet()
         elif isinstance(effect, Enter):
-            self._enter(effect.phase)
+            if effect.phase is Phase.RELEASE:
+                self.release()
         elif isinstance(effect, Finished):
             self._finished.set()
-
-    def _enter(self, phase: Phase) -> None:
-        if phase is Phase.RELEASE:
-            self.release()
