@@ -22,7 +22,7 @@ on the way to both run twice. Leaves, and what tensors retain, get a gradient on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 
@@ -235,11 +235,10 @@ class LocalPass:
             self._read(start, region, (), retain_graph=True)
 
     def _read(
-        self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool
+        self, roots: _Contributions, region: Region, border: Iterable[Node], retain_graph: bool
     ) -> None:
         inputs = _ends_of(region)
-        if border:
-            inputs += [GradientEdge(node, 0) for node in border]
+        inputs += [GradientEdge(node, 0) for node in border]
         if not (inputs and roots):
             return
         with running(self):

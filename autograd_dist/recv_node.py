@@ -85,8 +85,6 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     # together wherever the engine works out which nodes lead where.
     anchor = torch.empty((), requires_grad=True, device="cpu")
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
-    if torch.is_grad_enabled():
-        return list(apply(anchor, origin, plain))
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))
 

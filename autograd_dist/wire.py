@@ -45,7 +45,7 @@ class CallMetadata(NamedTuple):
     def encode(self) -> bytes:
         """The metadata as bytes."""
         head = _CALL.pack(self.context_id, self.message_id, self.grad_enabled)
-        return head + _pack_positions(self.positions) if self.positions else head
+        return head + _pack_positions(self.positions)
 
     @classmethod
     def decode(cls, data: bytes, tensor_count: int) -> CallMetadata:
@@ -57,7 +57,7 @@ class CallMetadata(NamedTuple):
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id, grad_enabled = _CALL.unpack_from(data)
-        positions = _unpack_positions(data, _CALL.size) if len(data) > _CALL.size else ()
+        positions = _unpack_positions(data, _CALL.size)
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
         return cls(context_id, message_id, positions, grad_enabled)

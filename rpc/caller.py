@@ -134,10 +134,9 @@ class Caller:
             target = target or once
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
-            called = text_of(method_name(func, args))
             if func is call_method:
                 args = args[2:]
-            detail = codec.describe_unpicklable(called, func, args, kwargs, error)
+            detail = codec.describe_unpicklable(text_of(name), func, args, kwargs, error)
             raise EncodeError(detail) from error
 
     def request(
