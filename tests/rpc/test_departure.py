@@ -1,4 +1,4 @@
-"""What a graceful shutdown that does not end in time says."""
+"""What a graceful shutdown says: of what does not end in time, and of what leaked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from contextlib import contextmanager
 import pytest
 
 from rpc.agent import Agent
+from rpc.control import Probe, decode_batch
 from rpc.errors import AgentClosedError, RpcTimeoutError
 from rpc.futures import Future
-from rpc.testing import connect
+from rpc.termination import Phase
+from rpc.testing import MemoryHub, connect
+from rpc.transports.base import Frame, FrameKind
 from tests.waiting import until
 
 SECONDS = 20.0
@@ -146,3 +149,38 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
     held(alice, bob).cancel()
     with pytest.raises(RpcTimeoutError, match=f"{BUSY}: hold called by 'alice'"):
         bob.departure.leave_alone(0.5)
+
+
+class _LateToClose:
+    """A network on which one worker hears late that the group closes.
+
+    Args:
+        worker: its id.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+
+    def delay(self, source: int, destination: int, frame: Frame) -> float:
+        """Half a second for that; nothing for all else."""
+        if destination != self._worker or frame.kind is not FrameKind.NOTICE:
+            return 0.0
+        _, messages = decode_batch(frame.payload)
+        closes = any(isinstance(each, Probe) and each.phase == Phase.CLOSE for each in messages)
+        return 0.5 if closes else 0.0
+
+
+def test_a_value_that_a_worker_kept_is_a_leak_though_that_one_has_left() -> None:
+    hub = MemoryHub(script=_LateToClose(2))
+    agents = alice, bob, carol = connect("alice", "bob", "carol", hub=hub)
+    rref = bob.remote("carol", abs, (-1,))
+    assert rref.to_here() == 1
+    bob.departure.release = lambda: None
+    threads = [threading.Thread(target=agent.shutdown) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
+    (leak,) = carol.departure.leaks
+    assert "used by worker 1" in leak

@@ -16,7 +16,6 @@ import torch
 
 import rpc
 from rpc.agent import Agent
-from rpc.control import Probe, decode_batch
 from rpc.errors import (
     AgentClosedError,
     EncodeError,
@@ -29,9 +28,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.rref import RRef
-from rpc.termination import Phase
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
-from rpc.transports.base import Frame, FrameKind
 from tests import waiting
 
 SECONDS = 10.0
@@ -538,41 +535,6 @@ def test_shutdown_deletes_references_that_are_still_held() -> None:
         RRefDeletedError, match=r"has been deleted\. Cannot call to_here\(\) on it after deletion"
     ):
         rref.to_here()
-
-
-class _LateToClose:
-    """A network on which one worker hears late that the group closes.
-
-    Args:
-        worker: its id.
-    """
-
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
-
-    def delay(self, source: int, destination: int, frame: Frame) -> float:
-        """Half a second for that; nothing for all else."""
-        if destination != self._worker or frame.kind is not FrameKind.NOTICE:
-            return 0.0
-        _, messages = decode_batch(frame.payload)
-        closes = any(isinstance(each, Probe) and each.phase == Phase.CLOSE for each in messages)
-        return 0.5 if closes else 0.0
-
-
-def test_a_value_that_a_worker_kept_is_a_leak_though_that_one_has_left() -> None:
-    hub = MemoryHub(script=_LateToClose(2))
-    agents = alice, bob, carol = connect("alice", "bob", "carol", hub=hub)
-    rref = bob.remote("carol", identity, (1,))
-    assert rref.to_here() == 1
-    bob.departure.release = lambda: None
-    threads = [threading.Thread(target=agent.shutdown) for agent in agents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
-    (leak,) = carol.departure.leaks
-    assert "used by worker 1" in leak
 
 
 def test_the_place_of_a_value_whose_request_could_not_be_sent_is_freed(pair: list[Agent]) -> None:
