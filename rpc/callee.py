@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("rpc")
 
-_USER_CODE = (Operation.CALL, Operation.CREATE)
+_USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _SECONDS_TO_LET_GO = 5.0
@@ -313,7 +313,7 @@ class _Service:
     def _serve_in(self, scopes: ExitStack | None, adopted: Adopted) -> None:
         operation = self.request.operation
         if operation is Operation.FETCH:
-            self._fetch(adopted, scopes)
+            self._fetch(scopes)
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
         else:
@@ -354,12 +354,18 @@ class _Service:
         if deadlines.is_over(self, self._agent.clock.now()):
             self.give_up()
             return
-        if request.function:
+        if request.operation is Operation.METHOD:
+            name = request.function.decode()
+            self.method = f"RRef.{name}"
+            args, kwargs = self._unpack(adopted, scopes), {}
+            func = getattr(self._agent.references.place_of(request.target).wait(), name)
+        elif request.function:
             func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
+            self.method = request.function
         else:
             func, args, kwargs = self._unpack(adopted, scopes)
+            self.method = method_name(func, args)
         del adopted
-        self.method = request.function or method_name(func, args)
         if func is call_method:
             self.method = method_name(func, args)
             func, args, kwargs = call_method(*args, **kwargs)
@@ -404,15 +410,12 @@ class _Service:
         else:
             self._succeed(result)
 
-    def _fetch(self, adopted: Adopted, scopes: ExitStack | None) -> None:
+    def _fetch(self, scopes: ExitStack | None) -> None:
         self.method = "to_here"
         if scopes is not None:
             extensions = self._agent.extensions
             extensions.on_request(self.sender, self.request.extensions, scopes)([])
-        rref = adopted.handles[0]
-        self._agent.references.require_usable(rref._holding)
-        slot = rref._holding.value
-        assert slot is not None
+        slot = self._agent.references.place_of(self.request.target)
         context = contextvars.copy_context()
         # Whoever fills the slot is a handler, which may as well encode the replies.
         slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))

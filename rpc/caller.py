@@ -46,7 +46,7 @@ from rpc.observation import (
     watching,
 )
 from rpc.remote_errors import decode_error
-from rpc.rref import call_method
+from rpc.rref import RRef, call_method
 from rpc.sinks import Decode, Sink, WaitingCaller
 from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.worker_info import WorkerInfo
@@ -126,18 +126,30 @@ class Caller:
         the call ended before it was sent.
         """
         operation = Operation.CALL if target is None else Operation.CREATE
-        function = b"" if kwargs else codec.name_of(func) or b""
-        by_name = function and func is not call_method
-        name = function if by_name else method_name(func, args)
-        value = tuple(args) if function else (func, args, kwargs)
+        target = target or once
         try:
-            target = target or once
+            if func is call_method and not (kwargs or target) and to.id != self._agent.info.id:
+                return self._call_method(to, args, timeout, sink)
+            function = b"" if kwargs else codec.name_of(func) or b""
+            by_name = function and func is not call_method
+            name = function if by_name else method_name(func, args)
+            value = tuple(args) if function else (func, args, kwargs)
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
+            name = method_name(func, args)
             if func is call_method:
                 args = args[2:]
             detail = codec.describe_unpicklable(text_of(name), func, args, kwargs, error)
             raise EncodeError(detail) from error
+
+    def _call_method(self, to: WorkerInfo, args: Sequence[Any], timeout: float, sink: Sink) -> bool:
+        """Calls a method of a value at its owner, which needs no handle of its own for that."""
+        rref, method, *rest = args
+        name, function = method_name(call_method, args), method.encode()
+        value = tuple(rest)
+        return self.request(
+            Operation.METHOD, to, value, timeout, sink, b"", name, function, through=rref
+        )
 
     def request(
         self,
@@ -149,9 +161,11 @@ class Caller:
         target: bytes,
         name: MethodName,
         function: bytes = b"",
+        through: RRef[Any] | None = None,
     ) -> bool:
         """Sends a request whose payload is ``value``; its outcome goes to ``sink``.
 
+        What is made ``through`` a reference to a value of ``to`` has that as its target.
         False if the call ended before it was sent.
         """
         agent = self._agent
@@ -160,27 +174,32 @@ class Caller:
             profiler._is_profiler_enabled or profiler_enabled() or (extended and traced())
         ) and type(sink) is not WatchedSink:
             with watching(agent, operation, to, text_of(name), sink) as watched:
-                return self.request(operation, to, value, timeout, watched, target, name, function)
+                return self.request(
+                    operation, to, value, timeout, watched, target, name, function, through
+                )
         limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
         peer = to.id
         attach = agent.extensions.attach_request(peer) if extended else None
         packed = packing.pack(value, peer, agent.references, attach, borrow=True)
+        loan = packed.loan
+        if through is not None:
+            target, loan = agent.references.lend_through(through, peer, loan)
         series = self._book[name, peer]
-        call = Call(name, sink, limit, packed.loan, packed.extensions, series)
+        call = Call(name, sink, limit, loan, packed.extensions, series)
         header = Request(
             operation,
             packed.plain,
             limit,
             target,
             packed.extensions,
-            packed.loan.table,
+            loan.table,
             packed.tensor_table,
             function,
         )
         try:
             encoded = header.encode()
         except EncodeError as error:
-            agent.references.unsent(packed.loan, str(error))
+            agent.references.unsent(loan, str(error))
             raise
         return self._send(call, to, encoded, packed.payload, packed.slots)
 

@@ -45,6 +45,8 @@ class Operation(enum.IntEnum):
     """Reply with the value of the RRef in ``target`` once it exists."""
     EXTENSION = 4
     """Hand the payload to the extension named in ``target``."""
+    METHOD = 5
+    """Call the method ``function`` of the value of the RRef in ``target``, reply with its result."""
 
 
 class Status(enum.IntEnum):

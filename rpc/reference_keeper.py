@@ -22,6 +22,7 @@ from rpc.control import (
     encode_passed,
 )
 from rpc.errors import (
+    FrameError,
     RpcError,
     RRefCreationError,
     RRefDeletedError,
@@ -226,8 +227,8 @@ class ReferenceKeeper:
         if passed.passage is not Passage.LOOPBACK:
             with self._lock:
                 effects = self._table.creation_arrived(passed, sender)
-                if self._table.is_kept(rref) and rref not in self._values:
-                    self._values[rref] = Slot()
+                if self._table.is_kept(rref):
+                    self._place(rref)
             self._perform(effects)
         return rref
 
@@ -242,6 +243,30 @@ class ReferenceKeeper:
         slot = self._slot_of(rref)
         if slot is not None:
             slot.fail(error)
+
+    def place_of(self, target: bytes) -> Slot:
+        """The place of the value that a request of its user is made through.
+
+        Raises:
+            StaleRRefError: there is none any more.
+            FrameError: ``target`` is not what :meth:`lend_through` wrote.
+        """
+        (passed,) = decode_passed(target)
+        if passed.passage is not Passage.BORROW:
+            raise FrameError(f"a request is made through a borrowed reference, not {passed}")
+        reference = passed.reference
+        with self._lock:
+            stale = self._table.look_up(reference)
+            if stale is None:
+                return self._place(reference.rref)
+        raise StaleRRefError(f"{reference.rref} is stale: {stale}")
+
+    def _place(self, rref: GlobalId) -> Slot:
+        """The place of a value that is kept, made if need be. Needs the lock."""
+        slot = self._values.get(rref)
+        if slot is None:
+            slot = self._values[rref] = Slot()
+        return slot
 
     def _slot_of(self, rref: GlobalId) -> Slot | None:
         with self._lock:
@@ -269,6 +294,31 @@ class ReferenceKeeper:
             self.unsent(Loan(tuple(passed)), "another reference in the message is unusable")
             raise
         return Loan(tuple(passed), encode_passed(passed))
+
+    def lend_through(self, rref: RRef[Any], owner: int, loan: Loan) -> tuple[bytes, Loan]:
+        """Prepares the handle that a request to its owner is made through.
+
+        Args:
+            rref: the handle.
+            owner: the worker that the request goes to; not this one.
+            loan: of the references in the request's value.
+
+        Returns:
+            The target of the request, and the loan of all its references.
+
+        Raises:
+            RRefError: the handle must not be used any more, or is another worker's.
+        """
+        try:
+            through = self.lend((rref,), owner, borrow=True)
+        except BaseException:
+            self.unsent(loan, "the reference that the call is made through is unusable")
+            raise
+        both = Loan((*through.passed, *loan.passed), loan.table)
+        if through.passed[0].passage is not Passage.BORROW:
+            self.unsent(both, "the owner of the reference was replaced")
+            raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
+        return through.table, both
 
     def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
         _require_created(holding)
@@ -320,7 +370,7 @@ class ReferenceKeeper:
 
     def _holding(self, handle: Handle) -> Holding:
         if isinstance(handle, OwnerHandle):
-            return Holding(handle, self._values.setdefault(handle.reference.rref, Slot()))
+            return Holding(handle, self._place(handle.reference.rref))
         return Holding(handle)
 
     def _is_pending(self, handle: UserHandle) -> bool:
@@ -364,7 +414,7 @@ class ReferenceKeeper:
         owner = self.owner_of(holding)
         before = shut_out()
         try:
-            caller.request(Operation.FETCH, owner, rref, timeout, sink, b"", "to_here")
+            caller.request(Operation.FETCH, owner, (), timeout, sink, b"", "to_here", through=rref)
             return caller.sync(sink)
         finally:
             restore(before)
@@ -554,7 +604,7 @@ class ReferenceKeeper:
         with self._lock:
             if not self._table.is_kept(rref):
                 return
-            slot = self._values.setdefault(rref, Slot())
+            slot = self._place(rref)
         slot.fail(RRefCreationError(reason))
 
     def _settled(self, fork: GlobalId) -> None:

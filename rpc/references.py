@@ -20,9 +20,10 @@ How a reference travels (``control.Passage``)
               answers REGISTERED; B is confirmed and sends ACCEPTED to A.
     RETURN    user A to the owner in a reply: A holds; the owner takes a local
               reference and sends ACCEPTED.
-    BORROW    user A to the owner in a request (``to_here`` among them): A holds
-              until the call is over, which is when its reply (late or not) came
-              or the owner is lost. No messages.
+    BORROW    user A to the owner in a request: A holds until the call is over,
+              which is when its reply (late or not) came or the owner is lost. No
+              messages. Of the one that the request is made through (``to_here``,
+              a method) the owner makes no handle, but looks the value up.
     LOOPBACK  owner to itself: a local reference travels along.
 
     A handle that was dropped sends DELETE once nothing is held for its sake and
@@ -298,6 +299,17 @@ class ReferenceTable:
             return handle, self._receive_gone(handle, passed, reason)
         self._users[passed.fork] = _User(handle, _State.REGISTERING)
         return handle, self._send(owner, Register(passed.reference, passed.fork))
+
+    def look_up(self, reference: Reference) -> str | None:
+        """Whether a value that a request is made through is kept here, or has a placeholder.
+
+        The request's caller holds its fork until the reply, so no handle is needed here.
+
+        Returns:
+            Why it is neither; None if it is.
+        """
+        found = self._entry_for(reference)
+        return found if isinstance(found, str) else None
 
     def _receive_owned(self, passed: Passed) -> tuple[Handle, list[Effect]]:
         handle = OwnerHandle(passed.reference)

@@ -27,6 +27,7 @@ from rpc.transports.base import Frame, FrameKind
 
 _CALLS: Final = {
     Operation.CALL: "CALL",
+    Operation.METHOD: "CALL",
     Operation.CREATE: "REMOTE_CALL",
     Operation.FETCH: "RREF_FETCH_CALL",
 }
@@ -81,7 +82,7 @@ class Callables:
         if request.operation is Operation.CREATE and script:
             self._scripted.update(each.reference.rref for each in decode_passed(request.target))
         elif request.operation is Operation.FETCH:
-            fetched = {each.reference.rref for each in decode_passed(request.references)}
+            fetched = {each.reference.rref for each in decode_passed(request.target)}
             script = not fetched.isdisjoint(self._scripted)
         return {f"{'SCRIPT' if script else 'PYTHON'}_{_CALLS[request.operation]}"}
 

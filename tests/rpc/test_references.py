@@ -352,6 +352,31 @@ def test_borrowed_reference_is_kept_until_the_call_is_over() -> None:
     assert alice.call_ended(borrowed) == []
 
 
+def test_a_value_that_a_request_is_made_through_is_looked_up_without_a_handle() -> None:
+    alice, owner = table(ALICE), table(OWNER)
+    handle, creation = alice.create_remote(OWNER)
+    owner.creation_arrived(creation, ALICE)
+    before = owner.counts()
+    assert owner.look_up(handle.reference) is None
+    assert owner.counts() == before
+    assert owner.message_arrived(ALICE, Delete(handle.reference, handle.fork)) == [
+        FreeValue(handle.reference.rref)
+    ]
+    gone = owner.look_up(handle.reference)
+    assert gone is not None
+    assert "its value was freed" in gone
+
+
+def test_a_request_through_a_reference_may_overtake_the_creation() -> None:
+    alice, owner = table(ALICE), table(OWNER)
+    handle, creation = alice.create_remote(OWNER)
+    rref = handle.reference.rref
+    assert owner.look_up(handle.reference) is None
+    assert owner.is_kept(rref)
+    assert owner.creation_arrived(creation, ALICE) == []
+    assert owner.message_arrived(ALICE, Delete(handle.reference, handle.fork)) == [FreeValue(rref)]
+
+
 def test_owner_may_keep_what_it_borrowed() -> None:
     alice, owner = table(ALICE), table(OWNER)
     handle, creation = alice.create_remote(OWNER)

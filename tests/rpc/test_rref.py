@@ -16,9 +16,11 @@ import torch
 
 import rpc
 from rpc.agent import Agent
+from rpc.control import Passage, Passed, encode_passed
 from rpc.errors import (
     AgentClosedError,
     EncodeError,
+    FrameError,
     RemoteError,
     RpcTimeoutError,
     RRefCreationError,
@@ -27,8 +29,12 @@ from rpc.errors import (
     StaleRRefError,
     WorkerLostError,
 )
+from rpc.ids import GlobalId, Life, Reference
+from rpc.messages import Operation, Request
 from rpc.rref import RRef
+from rpc.sinks import WaitingCaller
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
+from rpc.transports.base import Frame, FrameKind
 from tests import waiting
 
 SECONDS = 10.0
@@ -54,6 +60,13 @@ class Counter:
 
     def fail(self) -> None:
         raise KeyError("nope")
+
+
+class DelaysCreations:
+    def delay(self, source: int, destination: int, frame: Frame) -> float:
+        if frame.kind is not FrameKind.REQUEST:
+            return 0.0
+        return 0.2 if Request.decode(frame.header).operation is Operation.CREATE else 0.0
 
 
 def make_here(value: Any) -> RRef[Any]:
@@ -169,6 +182,63 @@ def test_a_reference_may_be_an_argument_of_its_own_method(pair: list[Agent]) -> 
     rref = pair[0].remote("bob", Recorder)
     arrived, _ = rref.rpc_sync().called(rref, "a")
     assert arrived[0].to_here().called(1) == ((1,), {})
+
+
+def test_a_call_through_a_reference_makes_no_handle_at_the_owner(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+    counter = alice.remote("bob", Counter)
+    made: list[Agent] = []
+    bind = RRef._bind
+
+    def note(rref: RRef[Any], keeper: Any, holding: Any) -> None:
+        made.append(keeper.agent)
+        bind(rref, keeper, holding)
+
+    monkeypatch.setattr(RRef, "_bind", note)
+    assert counter.rpc_sync().add(2) == 2
+    assert counter.rpc_async().add(3).wait() == 5
+    assert counter.to_here().value == 5
+    assert made == []
+    assert counter.rpc_sync().add(amount=1) == 6
+    assert made == [bob]
+
+
+def test_a_call_through_a_reference_waits_for_a_creation_that_it_overtook() -> None:
+    with local_group("alice", "bob", hub=MemoryHub(script=DelaysCreations())) as (alice, bob):
+        counter = alice.remote("bob", Counter, (7,))
+        assert counter.rpc_sync().add(1) == 8
+        del counter
+        eventually(lambda: owned(bob) == 0)
+
+
+def test_a_reference_whose_owner_was_replaced_is_stale_before_anything_is_sent(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = pair
+    counter = alice.remote("bob", Counter)
+    assert counter.rpc_sync().add(1) == 1
+    later = Life(bob.info.id, bob.life.incarnation + 1)
+    monkeypatch.setattr(alice.group, "life", lambda _: later)
+    with pytest.raises(StaleRRefError, match="its owner was replaced by a later life"):
+        counter.rpc_sync().add(1)
+    monkeypatch.undo()
+    assert counter.rpc_sync().add(1) == 2
+    assert alice.references.counts().num_borrows == 0
+
+
+@pytest.mark.parametrize("passage", [Passage.GRANT, Passage.CHILD])
+def test_a_request_made_through_anything_but_a_borrowed_reference_is_refused(
+    pair: list[Agent], passage: Passage
+) -> None:
+    alice, bob = pair
+    reference = Reference(GlobalId(0, 0, 99), bob.life, 99)
+    target = encode_passed((Passed(reference, GlobalId(0, 0, 100), passage),))
+    sink = WaitingCaller()
+    alice.caller.request(Operation.METHOD, bob.info, (), 5, sink, target, "RRef.add", b"add")
+    with pytest.raises(FrameError, match="made through a borrowed reference"):
+        alice.caller.sync(sink)
 
 
 def test_an_unknown_attribute_is_an_attribute_error_at_the_caller(pair: list[Agent]) -> None:
