@@ -515,7 +515,7 @@ class Agent(process_forks.Member):
 
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
-        if self._early_frames.keep(sender, frame):
+        if self._early_frames.are_held and self._early_frames.keep(sender, frame):
             return
         if in_batch:
             with self.completions.elsewhere():

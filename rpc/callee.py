@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.extension_set import Scopes, leave
 from rpc.holdings import Adopted
 from rpc.ids import GlobalId, Life
 from rpc.messages import Extensions, Operation, Reply, Request, Status
@@ -92,7 +93,7 @@ class Callee:
             if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
                 return
             self._serving[service] = now
-            if self._early and self._early.take(sender.worker, frame.correlation):
+            if self._early.are_noted and self._early.take(sender.worker, frame.correlation):
                 service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
@@ -177,7 +178,7 @@ class Callee:
                 series.failed(ErrorKind.REMOTE)
         if service.request.extensions:
             tracing.served(since, now, service.failed)
-        self._agent.activity_changed()
+        self._agent.departure.activity_changed()
 
     def quiet(self) -> bool:
         """True if no request is being served."""
@@ -302,15 +303,25 @@ class _Service:
             if not self.request.extensions:
                 self._serve_in(None, adopted)
             else:
-                with ExitStack() as scopes:
-                    self._serve_in(scopes, adopted)
+                self._serve_in_scopes(adopted)
         except BaseException as error:
             if operation is Operation.EXTENSION:
                 self._reply_error(error)
             else:
                 self._fail(error)
 
-    def _serve_in(self, scopes: ExitStack | None, adopted: Adopted) -> None:
+    def _serve_in_scopes(self, adopted: Adopted) -> None:
+        scopes: Scopes = []
+        try:
+            self._serve_in(scopes, adopted)
+        except BaseException as error:
+            if scopes:
+                leave(scopes, error)
+            raise
+        if scopes:
+            leave(scopes, None)
+
+    def _serve_in(self, scopes: Scopes | None, adopted: Adopted) -> None:
         operation = self.request.operation
         if operation is Operation.FETCH:
             self._fetch(scopes)
@@ -339,7 +350,7 @@ class _Service:
         except BaseException as error:
             self._reply_error(error)
 
-    def _unpack(self, adopted: Adopted, scopes: ExitStack | None) -> Any:
+    def _unpack(self, adopted: Adopted, scopes: Scopes | None) -> Any:
         request, payload, tensors = self.request, self._payload, self._tensors
         replace = None
         if scopes is not None:
@@ -348,27 +359,13 @@ class _Service:
         self._payload, self._tensors = b"", ()  # the handler owns them now
         return value
 
-    def _call(self, adopted: Adopted, scopes: ExitStack | None) -> None:
-        request = self.request
+    def _call(self, adopted: Adopted, scopes: Scopes | None) -> None:
         deadlines.enter(self)
         if deadlines.is_over(self, self._agent.clock.now()):
             self.give_up()
             return
-        if request.operation is Operation.METHOD:
-            name = request.function.decode()
-            self.method = f"RRef.{name}"
-            args, kwargs = self._unpack(adopted, scopes), {}
-            func = getattr(self._agent.references.place_of(request.target).wait(), name)
-        elif request.function:
-            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
-            self.method = request.function
-        else:
-            func, args, kwargs = self._unpack(adopted, scopes)
-            self.method = method_name(func, args)
+        func, args, kwargs = self._what_to_call(adopted, scopes)
         del adopted
-        if func is call_method:
-            self.method = method_name(func, args)
-            func, args, kwargs = call_method(*args, **kwargs)
         try:
             if scopes is not None or profiler._is_profiler_enabled:
                 name = text_of(self.method)
@@ -387,6 +384,22 @@ class _Service:
         else:
             del args, kwargs
             self._succeed(result)
+
+    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None) -> Any:
+        """The function, its arguments, and those it takes by name."""
+        request = self.request
+        if request.operation is Operation.METHOD:
+            args = self._unpack(adopted, scopes)
+            name = request.function.decode()
+            self.method = f"RRef.{name}"
+            return getattr(self._agent.references.place_of(request.target).wait(), name), args, {}
+        if request.function:
+            func, args = codec.find(request.function), self._unpack(adopted, scopes)
+            self.method = method_name(func, args) if func is call_method else request.function
+            return call_method(*args) if func is call_method else (func, args, {})
+        func, args, kwargs = self._unpack(adopted, scopes)
+        self.method = method_name(func, args)
+        return call_method(*args, **kwargs) if func is call_method else (func, args, kwargs)
 
     def _finish_with_future(self, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -410,7 +423,7 @@ class _Service:
         else:
             self._succeed(result)
 
-    def _fetch(self, scopes: ExitStack | None) -> None:
+    def _fetch(self, scopes: Scopes | None) -> None:
         self.method = "to_here"
         if scopes is not None:
             extensions = self._agent.extensions
@@ -420,7 +433,7 @@ class _Service:
         # Whoever fills the slot is a handler, which may as well encode the replies.
         slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))
 
-    def _extension(self, adopted: Adopted, scopes: ExitStack | None) -> None:
+    def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
         request = self.request
         self.method = f"{request.target.decode()} message"
         if scopes is not None:

@@ -357,13 +357,7 @@ def _read_message(reader: _Reader) -> ControlMessage:
 
 def encode_passed(table: Iterable[Passed]) -> bytes:
     """Writes the reference table of a call's header; empty for an empty table."""
-    return b"".join(_pack_passed(passed) for passed in table)
-
-
-def _pack_passed(passed: Passed) -> bytes:
-    fork = passed.fork
-    numbers = _reference_numbers(passed.reference)
-    return _PASSED.pack(*numbers, fork.creator, fork.incarnation, fork.counter, passed.passage)
+    return b"".join([_PASSED.pack(*_reference_numbers(r), *fork, way) for r, fork, way in table])
 
 
 def decode_passed(data: bytes | bytearray | memoryview) -> list[Passed]:
@@ -375,6 +369,19 @@ def decode_passed(data: bytes | bytearray | memoryview) -> list[Passed]:
     if memoryview(data).nbytes % _PASSED.size:
         raise FrameError(f"a table of references cannot be {memoryview(data).nbytes} bytes long")
     return [_unpack_passed(numbers) for numbers in _PASSED.iter_unpack(data)]
+
+
+def borrowed_value(entry: bytes | bytearray | memoryview) -> GlobalId | None:
+    """Which value an entry of such a table names, if it is a borrowed reference.
+
+    Raises:
+        FrameError: ``entry`` is not one entry.
+    """
+    try:
+        numbers = _PASSED.unpack(entry)
+    except struct.error:
+        raise FrameError(f"{len(entry)} bytes are not one reference") from None
+    return GlobalId(*numbers[:3]) if numbers[9] == Passage.BORROW else None
 
 
 _PASSAGES: Final = {int(passage): passage for passage in Passage}

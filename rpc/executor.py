@@ -187,9 +187,7 @@ class Executor:
             False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
-            admitted = (
-                self._guests < guests and not self._closed and self._active() < self._allowed()
-            )
+            admitted = self._guests < guests and not self._closed and self._has_room()
             if admitted:
                 self._guests += 1
                 self._busy += 1
@@ -206,8 +204,9 @@ class Executor:
             with self._lock:
                 self._task_ended()
                 self._guests -= 1
-                missing = self._staff()
-            self._start(missing)
+                missing = self._staff() if self._queue else None
+            if missing is not None:
+                self._start(missing)
         return True
 
     def try_again(self) -> None:
@@ -265,11 +264,16 @@ class Executor:
     def _allowed(self) -> int:
         return self._limit + self._extra
 
+    def _has_room(self) -> bool:
+        """Whether one task more may run: what every request asks, so it makes no call."""
+        active = self._size + self._guests - len(self._idle) - self._waiting
+        return active < self._limit + self._extra
+
     def _staff(self) -> _Role | None:
         """Restores the rule above by one thread; one to be started is returned for ``_start``."""
         if self._coming or not self._queue or self._closed:
             return None
-        if self._active() >= self._allowed():
+        if not self._has_room():
             return self._reserve_monitor()
         self._coming += 1
         if self._idle:

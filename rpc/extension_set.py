@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 
 AUTOGRAD = "autograd_dist"
+
+Scopes = list[AbstractContextManager[object]]
+"""What a handler runs in, in the order in which it was entered."""
 
 
 class ExtensionSet:
@@ -89,11 +92,12 @@ class ExtensionSet:
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
         ) -> Extensions:
             found: list[tuple[str, bytes]] = []
-            for extension in self.all():
+            for extension in list(self._loaded.values()):
                 data = extension.outgoing_request(to, tensors)
                 if data is not None:
                     found.append((extension.name, data))
-            _require_whole(severed, found)
+            if severed is not None:
+                _require_whole(severed, found)
             return tuple(found)
 
         return attach
@@ -105,7 +109,8 @@ class ExtensionSet:
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
         ) -> Extensions:
             found: list[tuple[str, bytes]] = []
-            _require_whole(severed, request)
+            if severed is not None:
+                _require_whole(severed, request)
             for name, sent in request:
                 data = self.load(name).outgoing_reply(to, sent, tensors)
                 if data is not None:
@@ -114,13 +119,17 @@ class ExtensionSet:
 
         return attach
 
-    def on_request(self, sender: int, request: Extensions, scopes: ExitStack) -> Replace:
-        """What replaces a request's tensors and enters the scopes its handler runs in."""
+    def on_request(self, sender: int, request: Extensions, scopes: Scopes) -> Replace:
+        """What replaces a request's tensors, and enters the scopes its handler runs in.
+
+        They are added to ``scopes``, which :func:`leave` leaves.
+        """
 
         def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             for name, data in request:
                 tensors, scope = self.load(name).incoming_request(sender, data, tensors)
-                scopes.enter_context(scope)
+                scope.__enter__()
+                scopes.append(scope)
             return tensors
 
         return replace
@@ -138,13 +147,28 @@ class ExtensionSet:
         return replace
 
 
-def _require_whole(severed: type[torch.Tensor] | None, riding: Iterable[tuple[str, bytes]]) -> None:
+def leave(scopes: Scopes, error: BaseException | None) -> None:
+    """Leaves the scopes, the last one first, whatever one of them raises.
+
+    Args:
+        scopes: that were entered; empty afterwards.
+        error: what was raised in them.
+    """
+    try:
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        scopes.pop().__exit__(kind, error, trace)
+    finally:
+        if scopes:
+            leave(scopes, error)
+
+
+def _require_whole(severed: type[torch.Tensor], riding: Iterable[tuple[str, bytes]]) -> None:
     """Refuses a tensor that was cut off from its graph where its gradient is wanted.
 
     Raises:
         EncodeError: the message belongs to an autograd context.
     """
-    if severed is not None and any(name == AUTOGRAD for name, _ in riding):
+    if any(name == AUTOGRAD for name, _ in riding):
         raise EncodeError(
             f"a {severed.__qualname__} that is part of a graph cannot be sent within an "
             "autograd context, as its gradient would be lost: send it detached, or a plain tensor"

@@ -46,7 +46,7 @@ class Operation(enum.IntEnum):
     EXTENSION = 4
     """Hand the payload to the extension named in ``target``."""
     METHOD = 5
-    """Call the method ``function`` of the value of the RRef in ``target``, reply with its result."""
+    """Call a method of the value of the RRef in ``target``, named in ``function``; as CALL."""
 
 
 class Status(enum.IntEnum):

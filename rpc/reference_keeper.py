@@ -18,6 +18,7 @@ from rpc.control import (
     ControlMessage,
     Passage,
     Passed,
+    borrowed_value,
     decode_passed,
     encode_passed,
 )
@@ -222,7 +223,7 @@ class ReferenceKeeper:
 
     def creation_arrived(self, sender: Life, target: bytes) -> GlobalId:
         """A request of ``remote()`` came: makes the place for its value, and names it."""
-        passed = _creation(target)
+        passed = _passed(target)
         rref = passed.reference.rref
         if passed.passage is not Passage.LOOPBACK:
             with self._lock:
@@ -251,15 +252,17 @@ class ReferenceKeeper:
             StaleRRefError: there is none any more.
             FrameError: ``target`` is not what :meth:`lend_through` wrote.
         """
-        (passed,) = decode_passed(target)
-        if passed.passage is not Passage.BORROW:
-            raise FrameError(f"a request is made through a borrowed reference, not {passed}")
-        reference = passed.reference
+        rref = borrowed_value(target)
+        if rref is None:
+            raise FrameError("a request can only be made through a borrowed reference")
         with self._lock:
-            stale = self._table.look_up(reference)
+            found = self._values.get(rref)
+            if found is not None:
+                return found
+            stale = self._table.look_up(_passed(target).reference)
             if stale is None:
-                return self._place(reference.rref)
-        raise StaleRRefError(f"{reference.rref} is stale: {stale}")
+                return self._place(rref)
+        raise StaleRRefError(f"{rref} is stale: {stale}")
 
     def _place(self, rref: GlobalId) -> Slot:
         """The place of a value that is kept, made if need be. Needs the lock."""
@@ -321,7 +324,8 @@ class ReferenceKeeper:
         return through.table, both
 
     def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
-        _require_created(holding)
+        if holding.value is not None:
+            _require_created(holding.value, holding)
         with self._lock:
             shared = self._table.share(holding.handle, to, carrier)
             if not isinstance(shared, Failure) and holding.value is not None:
@@ -332,7 +336,8 @@ class ReferenceKeeper:
 
     def require_shareable(self, holding: Holding) -> None:
         """Raises the error of a handle that must not be passed on."""
-        _require_created(holding)
+        if holding.value is not None:
+            _require_created(holding.value, holding)
         with self._lock:
             failure = self._table.failure(holding.handle)
         if failure is not None:
@@ -344,12 +349,15 @@ class ReferenceKeeper:
 
     def call_ended(self, loan: Loan) -> None:
         """Nothing of the call that carried these references is under way any more."""
-        self._each(loan, self._table.call_ended)
+        if loan.passed:
+            self._each(loan, self._table.call_ended)
 
     def _each(self, loan: Loan, event: Callable[[Passed], list[Effect]]) -> None:
-        if loan.passed:
-            with self._lock:
-                effects = [effect for passed in loan.passed for effect in event(passed)]
+        effects: list[Effect] = []
+        with self._lock:
+            for passed in loan.passed:
+                effects += event(passed)
+        if effects:
             self._perform(effects)
 
     def adopt(self, table: bytes) -> Adopted:
@@ -452,7 +460,7 @@ class ReferenceKeeper:
 
     def owner_of(self, holding: Holding) -> WorkerInfo:
         """Where the value lives."""
-        return self.agent.group.peer(holding.reference.owner.worker).info
+        return self.agent.group.peer(holding.handle.reference.owner.worker).info
 
     def is_confirmed(self, holding: Holding) -> bool:
         """True if the owner is known to keep the value for this handle."""
@@ -631,16 +639,16 @@ def _decode_nothing(*_: object) -> None:
     """A creation that succeeded brings no value back."""
 
 
-def _require_created(holding: Holding) -> None:
+def _require_created(value: Slot, holding: Holding) -> None:
     """Raises if the call that should have made this worker's own value never did."""
-    error = None if holding.value is None else holding.value.error()
+    error = value.error()
     if isinstance(error, RRefCreationError):
         holding.looked_at = True
         raise again(error)
 
 
-def _creation(target: bytes) -> Passed:
-    """What a request of ``remote()`` creates; its target may go on with a request id."""
+def _passed(target: bytes) -> Passed:
+    """The reference in the target of a request; that may go on with a request id."""
     (passed,) = decode_passed(target[:PASSED_BYTES])
     return passed
 

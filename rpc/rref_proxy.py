@@ -38,9 +38,10 @@ class RRefProxy:
                 return agent.later(lambda: call(*args, **kwargs))
             if flavour == "remote":
                 _require_attribute(rref, name, timeout)
-            rref._keeper.require_usable(rref._holding)
-            start = getattr(agent, flavour)
-            return start(rref.owner(), call_method, (rref, name, *args), kwargs, timeout)
+            references, holding = rref._keeper, rref._holding
+            references.require_usable(holding)
+            owner = references.owner_of(holding)
+            return getattr(agent, flavour)(owner, call_method, (rref, name, *args), kwargs, timeout)
 
         return call
 

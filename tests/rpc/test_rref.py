@@ -237,7 +237,7 @@ def test_a_request_made_through_anything_but_a_borrowed_reference_is_refused(
     target = encode_passed((Passed(reference, GlobalId(0, 0, 100), passage),))
     sink = WaitingCaller()
     alice.caller.request(Operation.METHOD, bob.info, (), 5, sink, target, "RRef.add", b"add")
-    with pytest.raises(FrameError, match="made through a borrowed reference"):
+    with pytest.raises(FrameError, match="can only be made through a borrowed reference"):
         alice.caller.sync(sink)
 
 
