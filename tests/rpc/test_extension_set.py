@@ -36,11 +36,10 @@ def test_scopes_are_left_in_reverse_order() -> None:
 
 def test_scopes_learn_what_was_raised_in_them() -> None:
     left: list[object] = []
-    try:
+    with pytest.raises(KeyError) as raised:
         raise KeyError("x")
-    except KeyError as raised:
-        leave([Scope("one", left)], raised)
-        assert left == [("one", KeyError, raised, True)]
+    leave([Scope("one", left)], raised.value)
+    assert left == [("one", KeyError, raised.value, True)]
 
 
 def test_all_scopes_are_left_though_one_raises() -> None:
