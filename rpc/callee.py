@@ -327,8 +327,10 @@ class _Service:
             self._fetch(scopes)
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
+        elif operation is Operation.METHOD:
+            self._call(adopted, scopes)
         else:
-            once = self._once()
+            once = self.request.target and self._once()
             if not once or self._callee.admit(self, RequestId.decode(once)):
                 self._call(adopted, scopes)
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _REPLY = Ending.REPLY
 _ERROR = Status.ERROR
+_BARE = Reply(Status.OK)  # nothing comes with the payload
 
 
 @dataclass(slots=True)
@@ -483,6 +484,8 @@ class Caller:
             return
 
         def unpack(reply: Reply, frame: Frame, decode: Decode) -> Any:
+            if reply == _BARE and type(frame.payload) is not Unreceived:
+                return decode(frame.payload, (), ())
             return self._unpack(call, sender, reply, frame, decode)
 
         call.sink.replied(reply, frame, unpack)

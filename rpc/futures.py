@@ -12,6 +12,7 @@ import contextvars
 import logging
 import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -168,14 +169,15 @@ class Future(_TorchFuture[T]):
         waker: Callable[[], None] | None = None,
         canceller: Callable[[Future[Any]], bool] | None = None,
     ) -> None:
-        super().__init__(devices=devices)
+        # As torch's own, in one call less.
+        torch._C.Future.__init__(self, [torch.device(each) for each in devices] if devices else [])
         self._description = description
         self._waiter = waiter
         self._waker = waker
         self.canceller = canceller
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._watched = False
         self._collected = False
 
@@ -249,11 +251,13 @@ class Future(_TorchFuture[T]):
         with self._lock:
             if self._watched or (error is not None and _collectors.of(self)):
                 return False
-            if error is None:
-                self.set_result(cast(T, value))
-            else:
+            if error is not None:
                 self._fail(error)  # whoever collects it from now on looks at it first
-            return True
+                return True
+            torch._C.Future.set_result(self, value)
+        if self._waker is not None:
+            self._waker()
+        return True
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value; once."""
