@@ -270,12 +270,20 @@ class SendPool:
         self._budget.give_back(size)
 
 
+class _Received(NamedTuple):
+    """One segment at its receiver: its flags, and where its slots begin."""
+
+    region: Region
+    flags: Array
+    start: int
+
+
 class ReceivedSegments:
     """The segments that the peer of one link handed over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._regions: dict[int, Region] = {}
+        self._received: dict[int, _Received] = {}
         self._closed = False
 
     def add(self, number: int, size: int, descriptor: int, token: bytes | None = None) -> None:
@@ -299,8 +307,9 @@ class ReceivedSegments:
             region.retire()
             raise FrameError("a shared segment that is not the one that was announced")
         with self._lock:
-            if not self._closed and number not in self._regions:
-                self._regions[number] = region
+            if not self._closed and number not in self._received:
+                flags = array_at(region.address)
+                self._received[number] = _Received(region, flags, _flag_bytes(size))
                 return
         region.retire()
         raise FrameError(f"shared segment {number} came twice, or too late")
@@ -312,25 +321,24 @@ class ReceivedSegments:
             FrameError: there is no such slot.
         """
         with self._lock:
-            region = self._regions.get(number)
-            if region is None:
+            found = self._received.get(number)
+            if found is None:
                 raise FrameError(
                     f"a tensor in shared segment {number}, which was never handed over"
                 )
-            inside = _flag_bytes(region.size) <= position <= region.size - length
-            if not inside or position % BLOCK or not length:
+            region, flags, start = found
+            if not start <= position <= region.size - length or position % BLOCK or not length:
                 raise FrameError(f"a tensor outside shared segment {number}")
-            flags = array_at(region.address)
             return region.array(position, length, lambda: _lower(flags, position // BLOCK))
 
     def close(self) -> None:
         """Unmaps every segment that no tensor lives in; the others follow their tensors."""
         with self._lock:
             self._closed = True
-            regions = list(self._regions.values())
-            self._regions.clear()
-        for region in regions:
-            region.retire()
+            received = list(self._received.values())
+            self._received.clear()
+        for each in received:
+            each.region.retire()
 
 
 def _lower(flags: Array, number: int) -> None:

@@ -106,6 +106,7 @@ class SharedTensors:
             payload = b"" if at else payload
         else:
             items.append(Item(Place.INLINE, 0, 0, len(payload), None, (), (), ""))
+        is_placed = payload is not frame.payload
         for tensor, look in zip(frame.tensors, looks, strict=True):
             at = None
             if look.nbytes >= SHARED_FROM:
@@ -113,8 +114,10 @@ class SharedTensors:
             if at is None:
                 at = Place.STREAM, 0, len(beside)
                 beside.append(tensor)
+            else:
+                is_placed = True
             items.append(Item(*at, look.nbytes, tensor.dtype, look.shape, look.strides, ""))
-        if all(item.place is not Place.SHARED for item in items):
+        if not is_placed:
             return frame
         header = PlacedFrame.join(pack_table(items), frame.header)
         return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
@@ -244,8 +247,12 @@ def _unpack(what: struct.Struct, data: Payload) -> tuple[Any, ...]:
 
 def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Look] | None:
     """How tensors look; None if one is not plain memory of this process."""
-    try:
-        looks = [look_at(tensor) for tensor in tensors]
-    except EncodeError:
-        return None
-    return looks if all(tensor.is_cpu for tensor in tensors) else None
+    looks: list[Look] = []
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return None
+        try:
+            looks.append(look_at(tensor))
+        except EncodeError:
+            return None
+    return looks
