@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from contextvars import Token
+from typing import Any
 
 import torch
 import torch.distributed
 
-from autograd_dist.contexts import DistAutogradContext, current_context_id, entered, make_current
+from autograd_dist.contexts import (
+    DistAutogradContext,
+    current_context_id,
+    current_id,
+    make_current,
+)
 from autograd_dist.extension import AutogradExtension
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.current import current_agent
@@ -40,42 +46,35 @@ class context:
 
     def __enter__(self) -> int:
         extension = _extension()
-        refuse_nested(extension)
-        block = _Block(extension)
+        if current_context_id() is not None:
+            refuse_nested(extension)
+        context_id = extension.contexts.create().context_id
+        block = (extension, context_id, current_id.set(context_id))
         # In one step, as another thread may enter at the same time.
         known: object = vars(self).setdefault("_block", block)
         if known is not block:
+            _leave(block)
             raise RpcError(
                 "this autograd context is entered already; make a context() for each with block"
             )
-        return block.enter()
+        return context_id
 
     def __exit__(self, *_: object) -> None:
-        block: _Block = vars(self).pop("_block")
-        block.leave()
+        _leave(vars(self).pop("_block"))
 
 
-class _Block:
-    """One time that a context is entered and left."""
+_Block = tuple[AutogradExtension, int, Token[int | None]]
+"""What entered a context: where, which, and what undoes that it is the running code's."""
 
-    def __init__(self, extension: AutogradExtension) -> None:
-        self._extension = extension
 
-    def enter(self) -> int:
-        """Creates the context; returns its id."""
-        self._context_id = self._extension.contexts.create().context_id
-        self._inside = entered(self._context_id)
-        self._inside.__enter__()
-        return self._context_id
-
-    def leave(self) -> None:
-        """Ends the context, wherever it is left."""
-        try:
-            self._inside.__exit__()
-        except ValueError:
-            pass  # a generator that another thread closes; where it entered, the context is over
-        finally:
-            self._extension.release(self._context_id)
+def _leave(block: _Block) -> None:
+    extension, context_id, inside = block
+    try:
+        current_id.reset(inside)
+    except ValueError:
+        pass  # a generator that another thread closes; where it entered, the context is over
+    finally:
+        extension.release(context_id)
 
 
 def refuse_nested(extension: AutogradExtension) -> None:
@@ -119,7 +118,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.
     """
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple, Sequence)):
         raise TypeError(
             "backward(): incompatible function arguments. Expected (context_id: int, "
             "roots: sequence of tensors, retain_graph: bool = False), but got "
@@ -154,7 +153,9 @@ def grad_fields() -> AbstractContextManager[object]:
 
 
 def _extension() -> AutogradExtension:
-    return cast(AutogradExtension, current_agent().extensions.load(EXTENSION_NAME))
+    extension: Any = current_agent().extensions.load(EXTENSION_NAME)
+    found: AutogradExtension = extension
+    return found
 
 
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:

@@ -16,24 +16,64 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.profiler import record_function
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
+from autograd_dist.errors import UnknownContextError
 from autograd_dist.failure import Failure
 from autograd_dist.home import Home
-from autograd_dist.local_engine import DeliverGradients, LocalPass
+from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
-from autograd_dist.profiled import PASS, span
-from autograd_dist.wire import EXTENSION_NAME, AckMessage, PassMessage, gather, spread
+from autograd_dist.profiled import PASS
+from autograd_dist.wire import (
+    EXTENSION_NAME,
+    AckMessage,
+    PassMessage,
+    encode_ack,
+    encode_request,
+    gather,
+    spread,
+)
 from rpc.errors import AgentClosedError
-from rpc.slot import Slot
+from rpc.observation import profiler_enabled
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.extensions import Answer
     from rpc.futures import Future
 
-Driver = PassDriver[Slot]
+
+class _Asker:
+    """Who sent a request of a pass and waits for its acknowledgement.
+
+    Attributes:
+        answer: the acknowledgement, once there is one.
+    """
+
+    __slots__ = ("_future", "_lock", "answer")
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self._future: Future[Answer] | None = None
+        self._lock = threading.Lock()
+
+    def tell(self, answer: Answer) -> None:
+        """Gives the acknowledgement."""
+        with self._lock:
+            self.answer, future = answer, self._future
+        if future is not None:
+            future.set_result(answer)
+
+    def wait_with(self, future: Future[Answer]) -> None:
+        """Has a future completed with the acknowledgement."""
+        with self._lock:
+            self._future, answer = future, self.answer
+        if answer is not None:
+            future.set_result(answer)
+
+
+Driver = PassDriver[_Asker]
 
 
 @dataclass(slots=True)
@@ -47,8 +87,11 @@ class _OfContext:
     def end_before(self, root: int, oldest: int) -> list[Driver]:
         """Notes the oldest pass of a root that is not over; removes and returns older ones."""
         oldest = self.oldest[root] = max(oldest, self.oldest.get(root, 0))
-        over = [p for p in self.drivers if p.root == root and p.number < oldest]
-        return [self.drivers.pop(pass_id) for pass_id in over]
+        over = []
+        for pass_id in list(self.drivers):
+            if pass_id.root == root and pass_id.number < oldest:
+                over.append(self.drivers.pop(pass_id))
+        return over
 
 
 _NO_PASSES = _OfContext()
@@ -89,13 +132,17 @@ class BackwardPasses:
             UnknownContextError: there is no such context here.
         """
         context = self._contexts.find(context_id)
-        pass_id = PassId(context_id, self._me, next(self._numbers))
+        pass_id = tuple.__new__(PassId, (context_id, self._me, next(self._numbers)))
         home: Home[Failure | None] = Home(self._agent.transport)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home
         try:
             self._begin(driver)
-            with span(PASS):
+            if profiler_enabled():
+                with record_function(PASS):
+                    driver.start(roots)
+                    error = home.work()
+            else:
                 driver.start(roots)
                 error = home.work()
         finally:
@@ -120,17 +167,16 @@ class BackwardPasses:
         if driver is None:
             if self._closed:
                 raise AgentClosedError("this worker shut down")
-            return AckMessage(Ack()).encode()
+            return encode_ack(Ack())
         gradients = None
         if isinstance(message.request, Gradients):
             gradients = spread(message.present, tensors)
-        token = Slot()
-        driver.received(token, message.request, gradients, sender)
-        if token.done():
-            answer: Answer = token.value()
-            return answer
+        asker = _Asker()
+        driver.received(asker, message.request, gradients, sender)
+        if asker.answer is not None:
+            return asker.answer
         future: Future[Answer] = self._agent.caller.future("an acknowledgement of gradients")
-        token.when_done(lambda done: future.set_result(done.value()))
+        asker.wait_with(future)
         return future
 
     def close(self) -> None:
@@ -168,24 +214,26 @@ class BackwardPasses:
         """Sends a request of a pass; its reply is the acknowledgement."""
         present, tensors = gather(payload or [])
         oldest = self._oldest(driver.pass_id)
-        message = PassMessage(driver.pass_id, oldest, request, driver.retain_graph, present)
+        message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
         try:
-            if not all(gradient.is_cpu for gradient in tensors):
-                tensors = sendable(tensors, self._agent.device_map(to))
+            for gradient in tensors:
+                if not gradient.is_cpu:
+                    tensors = sendable(tensors, self._agent.device_map(to))
+                    break
             self._agent.ask_extension(
-                to, EXTENSION_NAME, message.encode(), tensors, partial(self._answered, driver)
+                to, EXTENSION_NAME, message, tensors, partial(self._answered, driver)
             )
         except Exception as error:
             what = f"gradients for worker {to} cannot be sent: "
             driver.failed(Failure.of(self._me, error, what))
 
-    def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
+    def acknowledge(self, token: _Asker, ack: Ack, returned: Returned[Payload] | None) -> None:
         """Replies to a request of a pass."""
         if returned is None:
-            token.fill(AckMessage(ack).encode())
+            token.tell(encode_ack(ack))
             return
         present, tensors = gather(returned.payload)
-        token.fill((AckMessage(ack, returned.message_id, present).encode(), *tensors))
+        token.tell((encode_ack(ack, returned.message_id, present), *tensors))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -196,13 +244,13 @@ class BackwardPasses:
             if error is not None:
                 raise error
             body, *tensors = (answer,) if isinstance(answer, bytes) else answer
-            message, returned = AckMessage.decode(body), None
-            if message.present is not None:
-                returned = Returned(message.message_id, spread(message.present, tensors))
+            (ack, message_id, present), returned = AckMessage.decode(body), None
+            if present is not None:
+                returned = Returned(message_id, spread(present, tensors))
         except Exception as error:
             driver.failed(Failure.of(self._me, error))
         else:
-            driver.acknowledged(message.ack, returned)
+            driver.acknowledged(ack, returned)
 
     # --- Bookkeeping
 
@@ -213,20 +261,18 @@ class BackwardPasses:
         retain_graph: bool,
         finished: Callable[[Failure | None], None],
     ) -> Driver:
-        participant: Participant[Payload, Slot] = Participant(
+        participant: Participant[Payload, _Asker] = Participant(
             self._me, pass_id.root, context.workers
         )
 
-        def make_local(deliver: DeliverGradients) -> LocalPass:
-            return LocalPass(
-                context.context_id,
-                context.sends(),
-                context.leaves,
-                deliver,
-                self._grad_fields,
-                retain_graph=retain_graph,
-            )
-
+        make_local = partial(
+            LocalPass,
+            context.context_id,
+            context.sends(),
+            context.leaves,
+            grad_fields=self._grad_fields,
+            retain_graph=retain_graph,
+        )
         return PassDriver(
             pass_id, self._me, participant, make_local, self, finished, retain_graph=retain_graph
         )
@@ -235,16 +281,11 @@ class BackwardPasses:
         pass_id = driver.pass_id
         with self._lock:
             # Within the lock, so that a release that comes now finds the pass.
-            self._contexts.find(pass_id.context_id)
-            passes = self._of_context(pass_id.context_id)
+            if self._contexts.get(pass_id.context_id) is None:
+                raise UnknownContextError(pass_id.context_id)
+            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
             passes.drivers[pass_id] = driver
             passes.started.add(pass_id.number)
-
-    def _of_context(self, context_id: int) -> _OfContext:
-        passes = self._passes.get(context_id)
-        if passes is None:
-            passes = self._passes[context_id] = _OfContext()
-        return passes
 
     def _end(self, driver: Driver) -> None:
         pass_id = driver.pass_id
@@ -271,7 +312,7 @@ class BackwardPasses:
             context = self._contexts.join(pass_id.context_id)
             if context is None:
                 return None
-            passes = self._of_context(pass_id.context_id)
+            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
             over = passes.end_before(pass_id.root, message.oldest)
             driver = passes.drivers.get(pass_id)
             is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number

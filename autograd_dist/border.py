@@ -13,6 +13,7 @@ the whole gradient passes through it later.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,18 +21,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from autograd_dist.engine_run import EngineRun, current_run
-from autograd_dist.graph import Edge, is_leaf
+from autograd_dist.graph import Edge, edge_of, edges_own_graph, is_leaf
 from autograd_dist.recv_node import Node
 from autograd_dist.retained import retained_is_kept
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 Hooks = MutableMapping[int, Hook]
-
-_EDGES_OWN = "ownership_token" in GradientEdge._fields
-"""Whether an edge keeps the graph alive."""
 
 _quiet_lock = threading.Lock()
 """Guards which hooks of any tensor are quiet: runs of many passes meet at one tensor."""
@@ -60,16 +58,20 @@ class SentTensor:
         if torch.is_inference_mode_enabled():  # a leaf's node is found by using the leaf
             with torch.inference_mode(False):
                 return cls.of(tensor)
-        owner = _owner_of(tensor)
-        edge = get_gradient_edge(tensor) if owner is None else _edge_behind(owner)
-        return cls(edge, _hooks_of(tensor), tensor.device, owner)
+        if not tensor.is_sparse and (edges_own_graph or tensor.is_leaf):
+            return cls(edge_of(tensor), _hooks_of(tensor), tensor.device)
+        owner = _user_of(tensor)
+        return cls(_edge_behind(owner), _hooks_of(tensor), tensor.device, owner)
 
 
 def _hooks_of(tensor: torch.Tensor) -> Hooks:
     if tensor.is_leaf:
         return {}
-    if tensor._backward_hooks is None:
-        # Made with a tensor's first hook, and then that of all its hooks to come.
+    if tensor._backward_hooks is None and type(tensor) is torch.Tensor:
+        # As torch does with a tensor's first hook; it is that of all its hooks to come.
+        tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    elif tensor._backward_hooks is None:
         tensor.register_hook(_change_nothing).remove()  # type: ignore[no-untyped-call]
     hooks: Hooks | None = tensor._backward_hooks
     return {} if hooks is None else hooks
@@ -89,13 +91,11 @@ class _User(torch.autograd.Function):
         return torch.empty((), device="cpu")
 
 
-def _owner_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor that keeps the graph alive; None if the edge does."""
-    if not tensor.is_sparse and (_EDGES_OWN or tensor.is_leaf):
-        return None
+def _user_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps the graph alive."""
     with torch.enable_grad():
-        owner: torch.Tensor = _User.apply(tensor)  # type: ignore[no-untyped-call]
-    return owner
+        user: torch.Tensor = _User.apply(tensor)  # type: ignore[no-untyped-call]
+    return user
 
 
 def _edge_behind(owner: torch.Tensor) -> GradientEdge:

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 from weakref import ReferenceType, ref
 
 import torch
@@ -27,14 +28,12 @@ _MOST_LIVES = 1 << _CREATOR_SHIFT - _LIFE_SHIFT
 _RELEASED_IDS_KEPT = 4096
 _RECEIPTS_BEFORE_PRUNING = 64
 
-_current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+current_id: Final[contextvars.ContextVar[int | None]] = contextvars.ContextVar(
     "autograd_dist_context_id", default=None
 )
 
-
-def current_context_id() -> int | None:
-    """The context that the running code belongs to, if any."""
-    return _current_id.get()
+current_context_id: Final[Callable[[], int | None]] = current_id.get
+"""Gives the context that the running code belongs to, if any."""
 
 
 class entered:
@@ -50,10 +49,10 @@ class entered:
         self._context_id = context_id
 
     def __enter__(self) -> None:
-        self._token = _current_id.set(self._context_id)
+        self._token = current_id.set(self._context_id)
 
     def __exit__(self, *_: object) -> None:
-        _current_id.reset(self._token)
+        current_id.reset(self._token)
 
 
 @contextmanager
@@ -65,7 +64,7 @@ def entered_without_grad(context_id: int) -> Iterator[None]:
 
 def make_current(context_id: int | None) -> None:
     """Lets the running code belong to a context, or to none, from now on."""
-    _current_id.set(context_id)
+    current_id.set(context_id)
 
 
 def highest_context_id(worker_id: int) -> int:
@@ -166,6 +165,11 @@ class DistAutogradContext:
         with self._lock:
             return sorted(self._workers)
 
+    def others(self, *excepted: int | None) -> list[int]:
+        """The same, but for some."""
+        with self._lock:
+            return sorted(self._workers.difference(excepted))
+
     def _context_id(self) -> int:
         return self.context_id
 
@@ -190,6 +194,9 @@ class ContextTable:
             must not take those of a later life for them.
         lives: whether the creator of a context is not lost, as far as is known here. It is
             not before :meth:`all` shows what it created, to be released.
+
+    Attributes:
+        get: gives the context that exists here with an id, or None.
     """
 
     def __init__(
@@ -201,6 +208,7 @@ class ContextTable:
         self._life = incarnation % _MOST_LIVES
         self._ids = itertools.count((me << _CREATOR_SHIFT) + (self._life << _LIFE_SHIFT))
         self._contexts: dict[int, DistAutogradContext] = {}
+        self.get: Callable[[int], DistAutogradContext | None] = self._contexts.get
         self._released: OrderedDict[int, None] = OrderedDict()
 
     def create(self) -> DistAutogradContext:
@@ -221,29 +229,23 @@ class ContextTable:
             raise UnknownContextError(context_id)
         return context
 
-    def get(self, context_id: int) -> DistAutogradContext | None:
-        """A context that exists here; None if there is none with that id."""
-        return self._contexts.get(context_id)
-
     def join(self, context_id: int) -> DistAutogradContext | None:
         """A context that another worker mentions; None if it is over.
 
         Only some thousands that are over are remembered: what was joined here before is to
-        be had from :meth:`get`, or it might come back.
+        be had from ``get``, or it might come back.
         """
         with self._lock:
             context = self._contexts.get(context_id)
-            if context is not None or self._is_over(context_id):
+            if context is not None:
                 return context
+            if context_id in self._released or context_id >> _CREATOR_SHIFT == self._me:
+                return None
             context = self._contexts[context_id] = DistAutogradContext(context_id, self._life)
         if self._lives(context_id):
             return context
         self.release(context_id)  # of those of a lost worker, all that were here have been
         return None
-
-    def _is_over(self, context_id: int) -> bool:
-        """Whether a context that is not here was. Needs the lock."""
-        return context_id in self._released or creator_of(context_id) == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:
         """Removes a context; a late call cannot bring it back. None if it was not here."""

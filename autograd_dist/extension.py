@@ -39,6 +39,7 @@ from autograd_dist.wire import (
     Release,
     decode_message,
     decode_release,
+    encode_call,
 )
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError, WorkerLostError
 
@@ -54,7 +55,11 @@ _GONE = (WorkerLostError, UnknownWorkerError, AgentClosedError)
 
 
 class AutogradExtension:
-    """Distributed autograd for one agent."""
+    """Distributed autograd for one agent.
+
+    Attributes:
+        backward: runs a backward pass from roots on this worker.
+    """
 
     name: ClassVar[str] = EXTENSION_NAME
 
@@ -65,6 +70,7 @@ class AutogradExtension:
         # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
         self.grad_fields = threading.RLock()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
+        self.backward = self._passes.run
         self._closed = False
         self._releases = Releases(f"rpc-{agent.info.name}-releases", self._tell)
 
@@ -75,22 +81,20 @@ class AutogradExtension:
 
     # --- What user programs ask
 
-    def release(self, context_id: int) -> None:
-        """Ends a context here and, soon, on every worker that took part."""
-        self._release(context_id, self._me)
+    def release(self, context_id: int, told_by: int | None = None) -> None:
+        """Ends a context here and, soon, on every worker that took part.
 
-    def _release(self, context_id: int, told_by: int) -> None:
+        Args:
+            context_id: of the context.
+            told_by: a worker that said so, and so knows.
+        """
         context = self.contexts.release(context_id)
         if context is None:
             return
         self._passes.drop(context_id, RpcError("its autograd context was released"))
-        others = [w for w in context.workers() if w not in (self._me, told_by)]
+        others = context.others(self._me, told_by)
         if others:
             self._releases.put(context_id, others)
-
-    def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
-        """Runs a backward pass from roots on this worker."""
-        self._passes.run(context_id, roots, retain_graph)
 
     # --- What the agent tells (``rpc.extensions.CallExtension``)
 
@@ -101,7 +105,8 @@ class AutogradExtension:
         if context is None:
             return None
         context.add_worker(to)
-        return _record_sent(context, tensors, torch.is_grad_enabled()).encode()
+        message_id, positions = _record_sent(context, tensors)
+        return encode_call(context.context_id, message_id, positions, torch.is_grad_enabled())
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
@@ -114,10 +119,13 @@ class AutogradExtension:
             # Its context ended before the call arrived: no gradient will be asked for.
             return tensors, nullcontext()
         context.add_worker(sender)
-        if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
+        # With its creator the whole context is gone; of another loss before that nobody tells.
+        if sender != creator_of(context.context_id) and not self._agent.group.lives(sender):
             self._lost_a_neighbour([context], sender)
         scope = entered if received.grad_enabled else entered_without_grad
-        return _attach_received(context, received, sender, tensors), scope(context.context_id)
+        if received.positions:
+            tensors = _attach_received(context, received, sender, tensors)
+        return tensors, scope(context.context_id)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -127,8 +135,8 @@ class AutogradExtension:
         if context is None:
             self._require_open(tensors)
             return None
-        sent = _record_sent(context, tensors)
-        return sent.encode() if sent.positions else None
+        message_id, positions = _record_sent(context, tensors)
+        return encode_call(context.context_id, message_id, positions) if positions else None
 
     def incoming_reply(
         self, sender: int, request_metadata: bytes, metadata: bytes, tensors: list[torch.Tensor]
@@ -136,7 +144,7 @@ class AutogradExtension:
         """Lets gradients find the way back to a result's sender."""
         received = CallMetadata.decode(metadata, len(tensors))
         context = self.contexts.get(received.context_id)
-        if context is None:
+        if context is None or not received.positions:
             return tensors
         return _attach_received(context, received, sender, tensors)
 
@@ -192,7 +200,7 @@ class AutogradExtension:
 
     def _released(self, message: Release, told_by: int) -> None:
         for context_id in message.context_ids:
-            self._release(context_id, told_by)
+            self.release(context_id, told_by)
 
     def _take_in(self, worker: int, context_ids: Sequence[int]) -> Iterator[int]:
         """Will tell a worker when contexts of ours are over; those that are already."""
@@ -260,13 +268,16 @@ class AutogradExtension:
 
 
 def _record_sent(
-    context: DistAutogradContext, tensors: Sequence[torch.Tensor], grad_enabled: bool = True
-) -> CallMetadata:
-    positions = tuple([i for i, tensor in enumerate(tensors) if has_gradient(tensor)])
-    if not positions:
-        return CallMetadata(context.context_id, 0, (), grad_enabled)
-    message_id = context.add_send([SentTensor.of(tensors[i]) for i in positions])
-    return CallMetadata(context.context_id, message_id, positions, grad_enabled)
+    context: DistAutogradContext, tensors: Sequence[torch.Tensor]
+) -> tuple[int, list[int]]:
+    """Notes which tensors of a message may get gradients; the number under which, and these."""
+    positions: list[int] = []
+    sent: list[SentTensor] = []
+    for position, tensor in enumerate(tensors):
+        if tensor.requires_grad and has_gradient(tensor):
+            positions.append(position)
+            sent.append(SentTensor.of(tensor))
+    return context.add_send(sent) if sent else 0, positions
 
 
 def _attach_received(
@@ -275,13 +286,14 @@ def _attach_received(
     sender: int,
     tensors: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    if not received.positions:
-        return tensors
-    origin = Origin(received.context_id, sender, received.message_id)
-    tracked = attach_recv(origin, [tensors[i] for i in received.positions])
-    context.add_receipt(sender, received.message_id, tracked[0].grad_fn)
-    result = list(tensors)
-    for position, tensor in zip(received.positions, tracked, strict=True):
+    context_id, message_id, positions, _ = received
+    origin = tuple.__new__(Origin, (context_id, sender, message_id))
+    result, untracked = list(tensors), []
+    for position in positions:
+        untracked.append(tensors[position])
+    tracked = attach_recv(origin, untracked)
+    context.add_receipt(sender, message_id, tracked[0].grad_fn)
+    for position, tensor in zip(positions, tracked, strict=True):
         result[position] = tensor
     return result
 

@@ -22,13 +22,14 @@ class LeafGradients:
         self._lock = threading.Lock()
         self._by_leaf: dict[torch.Tensor, torch.Tensor] = {}
 
-    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient that this object may keep and change (see `own`)."""
+    def add_all(self, owned: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Adds gradients of leaves that this object may keep and change (see `own_all`)."""
         with self._lock:
-            existing = self._by_leaf.setdefault(leaf, gradient)
-            if existing is not gradient:
-                with torch.no_grad():
-                    self._by_leaf[leaf] = _sum(existing, gradient)
+            for leaf, gradient in owned:
+                existing = self._by_leaf.setdefault(leaf, gradient)
+                if existing is not gradient:
+                    with torch.no_grad():
+                        self._by_leaf[leaf] = _sum(existing, gradient)
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         """A new dict with the current gradients."""
@@ -68,7 +69,7 @@ def own_all(
             gradient = _copy_like(leaf, gradient)
         elif gradient.is_sparse:
             gradient = _with_own_indices(gradient)
-        elif not _has_form_of(leaf, gradient):
+        elif leaf.layout is not torch.strided or gradient.stride() != leaf.stride():
             gradient = _copy_like(leaf, gradient)
         gradients[position] = None
         owned.append((leaf, gradient))
@@ -85,65 +86,44 @@ class _Yardstick:
     def __init__(self) -> None:
         alone = [object()]
         self.listed = sys.getrefcount(alone[0])
-        view = torch.empty(1, device="cpu").view(1, 1)
-        self._base = _base_references(view)
         self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
-        self._own = self._uses_of_memory(torch.empty(1, device="cpu"))
-        self._seen = self._uses_of_memory(view)
+        self._own = self._uses_of(torch.empty(1, device="cpu"))
+        self._seen = self._uses_of(torch.empty(1, device="cpu").view(1, 1))
         self._values = self._uses_of_values(torch.ones(1, device="cpu").to_sparse())
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
         """True if the memory is nobody else's; of a COO tensor, that of its values."""
-        if self._count_uses is None or _uses_of(tensor) != 1:
+        if self._count_uses is None or type(tensor) is not torch.Tensor:
             return False
-        if tensor.is_sparse and type(tensor) is torch.Tensor:
+        if tensor._use_count() != 1:  # type: ignore[attr-defined]
+            return False
+        if tensor.is_sparse:
             return self._uses_of_values(tensor) == self._values
-        if not _is_plain(tensor):
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
-        uses = self._uses_of_memory(tensor)
-        if not tensor._is_view():
-            return uses == self._own
+        uses = self._uses_of(tensor)
         # A transposed weight gradient: its base is one use more, and must be nobody else's.
-        return uses == self._seen and _base_references(tensor) == self._base
+        return uses == self._own or uses == self._seen
 
     def _uses_of_values(self, tensor: torch.Tensor) -> tuple[bool, int]:
         values = tensor._values()
-        return values.is_contiguous(), self._uses_of_memory(values)
+        return values.is_contiguous(), self._uses_of(values)[0]
 
-    def _uses_of_memory(self, tensor: torch.Tensor) -> int:
+    def _uses_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Of its memory; of a view, also whether its base shows as much, and uses of the base."""
         if self._count_uses is None:
-            return 0
+            return (0,)
         uses: int = self._count_uses(tensor.untyped_storage()._cdata)
-        return uses
+        base = tensor._base
+        if base is None:
+            return (uses,)
+        shows_all = base.numel() == tensor.numel()
+        return uses, shows_all, base._use_count(), sys.getrefcount(base)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _yardstick() -> _Yardstick:
     return _Yardstick()
-
-
-def _uses_of(tensor: torch.Tensor) -> int:
-    uses: int = tensor._use_count()  # type: ignore[attr-defined]
-    return uses
-
-
-def _base_references(view: torch.Tensor) -> tuple[bool, int, int] | None:
-    base = view._base
-    if base is None:
-        return None
-    return base.numel() == view.numel(), _uses_of(base), sys.getrefcount(base)
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    return (
-        type(gradient) is torch.Tensor
-        and gradient.layout is torch.strided
-        and not (gradient.is_conj() or gradient.is_neg())
-    )
-
-
-def _has_form_of(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
-    return leaf.layout is torch.strided and gradient.stride() == leaf.stride()
 
 
 def _with_own_indices(gradient: torch.Tensor) -> torch.Tensor:

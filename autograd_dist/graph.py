@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autograd_dist.recv_node import Node, RecvNode
 
@@ -18,6 +20,28 @@ Edge = tuple[Node, int]
 """A node and which of its gradient inputs is meant."""
 
 _LeafNode: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+edges_own_graph: Final = "ownership_token" in GradientEdge._fields
+"""Whether torch's edges keep the graph alive."""
+
+_NO_TOKEN: Final = (None,) if edges_own_graph else ()
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """What ``get_gradient_edge`` gives, which spends most of its time on what few tensors need."""
+    node: Node = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return tuple.__new__(GradientEdge, (node, tensor.output_nr, *_NO_TOKEN))
+
+
+def gradient_edges(edges: Iterable[Edge]) -> tuple[GradientEdge, ...]:
+    """Edges as torch's engine takes them."""
+    made = []
+    for edge in edges:
+        made.append(tuple.__new__(GradientEdge, edge + _NO_TOKEN))
+    return tuple(made)
 
 
 def is_leaf(node: Node) -> bool:
@@ -36,33 +60,36 @@ class Region:
         stops: nodes that were reached but must not be entered.
     """
 
-    inner: list[Node] = field(default_factory=list)
-    recvs: list[Node] = field(default_factory=list)
-    leaves: list[Node] = field(default_factory=list)
-    stops: list[Node] = field(default_factory=list)
+    inner: list[Node]
+    recvs: list[Node]
+    leaves: list[Node]
+    stops: list[Node]
 
 
 def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = None) -> Region:
     """Sorts every node reachable from ``start``, without passing a stop, by its kind."""
-    region = Region()
+    inner: list[Node] = []
+    recvs: list[Node] = []
+    leaves: list[Node] = []
+    stops: list[Node] = []
     stack = list(dict.fromkeys(start))
     seen = set(stack)
     while stack:
         node = stack.pop()
         kind = type(node)
         if must_stop is not None and must_stop(node):
-            region.stops.append(node)
+            stops.append(node)
         elif kind is _LeafNode:
-            region.leaves.append(node)
+            leaves.append(node)
         elif kind is RecvNode:
-            region.recvs.append(node)
+            recvs.append(node)
         else:
-            region.inner.append(node)
+            inner.append(node)
             for successor, _ in node.next_functions:
                 if successor is not None and successor not in seen:
                     seen.add(successor)
                     stack.append(successor)
-    return region
+    return Region(inner, recvs, leaves, stops)
 
 
 def successors(node: Node) -> list[Node]:

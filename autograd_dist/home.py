@@ -8,9 +8,10 @@ what arrives, nothing needs to be handed to another thread at all.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rpc.executor import blocking
 from rpc.futures import wait_in_usual_modes
@@ -31,8 +32,8 @@ class Home(Generic[R]):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._thread = threading.get_ident()
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        self._taken: list[Work | None] = []
+        self._work: deque[Work | None] = deque()
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._results: list[R] = []
 
     def is_here(self) -> bool:
@@ -41,31 +42,26 @@ class Home(Generic[R]):
 
     def leave(self, work: Work) -> None:
         """Leaves ``work`` to the thread."""
-        self._queue.put(work)
-        self._transport.wake()
+        self._put(work)
 
     def close(self, result: R) -> None:
         """There is no more to do."""
         self._results.append(result)
-        self._queue.put(None)
+        self._put(None)
+
+    def _put(self, work: Work | None) -> None:
+        self._work.append(work)
+        self._woken.put(None)
         self._transport.wake()
 
     def work(self) -> R:
         """Does what there is to do until the end; returns the result."""
-        while (work := self._next()) is not None:
+        is_due: Any = self._work.__len__
+        while True:
+            while not self._work:  # it may be woken for what it did already
+                with blocking():
+                    wait_in_usual_modes(self._transport.wait, is_due, self._woken.get)
+            work = self._work.popleft()
+            if work is None:
+                return self._results[0]
             work()
-        return self._results[0]
-
-    def _next(self) -> Work | None:
-        if self._queue.empty():
-            with blocking():
-                wait_in_usual_modes(self._transport.wait, self._is_due, self._take)
-        if not self._taken:
-            self._take()
-        return self._taken.pop()
-
-    def _is_due(self) -> bool:
-        return bool(self._taken) or not self._queue.empty()
-
-    def _take(self) -> None:
-        self._taken.append(self._queue.get())

@@ -8,48 +8,49 @@ all in one run, and refuses one that reads leaves. This module finds that out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed
-from torch.utils.hooks import RemovableHandle
 
 from autograd_dist.border import Hook, users_hooks
 from autograd_dist.recv_node import Node
 
+if torch.distributed.is_available():
+    from torch.distributed.distributed_c10d import GroupMember
+else:
+
+    class GroupMember:  # type: ignore[no-redef]
+        """Stands in for torch's."""
+
+        WORLD = None
+
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
     """Whether anything would notice if torch did not accumulate these leaves' gradients."""
-    if not leaves:
-        return False
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # DistributedDataParallel hangs on the nodes from C++, out of sight.
+    # DistributedDataParallel hangs on the nodes from C++, out of sight.
+    if leaves and GroupMember.WORLD is not None:
         return True
-    return any(map(_has_accumulation_hooks, leaves))
-
-
-def _has_accumulation_hooks(leaf: Node) -> bool:
-    variable = leaf.variable
-    hooks = variable._backward_hooks
-    return bool(
-        variable._post_accumulate_grad_hooks
-        or (hooks and any(map(_is_of_several, users_hooks(hooks))))
-        or _has_other_hooks(leaf.register_hook)
-        or _has_other_hooks(leaf.register_prehook)
-    )
+    for leaf in leaves:
+        variable = leaf.variable
+        if variable._post_accumulate_grad_hooks:
+            return True
+        hooks = variable._backward_hooks
+        if hooks and any(map(_is_of_several, users_hooks(hooks))):
+            return True
+        # A node's hooks are seen only from the handle of a new one.
+        for register in (leaf.register_hook, leaf.register_prehook):
+            handle = register(_do_nothing)
+            hooks_of_node = handle.hooks_dict_ref()
+            hooks_of_node.pop(handle.id, None)
+            if hooks_of_node:
+                return True
+    return False
 
 
 def _is_of_several(hook: Hook) -> bool:
     """Whether ``torch.autograd.graph.register_multi_grad_hook`` made a tensor's hook."""
     return getattr(hook, "__module__", None) == torch.autograd.graph.__name__
-
-
-def _has_other_hooks(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:
-    """Looks into a node's hooks, which only the handle of a new one gives access to."""
-    handle = register(_do_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return bool(hooks)
 
 
 def _do_nothing(*_: object) -> None:

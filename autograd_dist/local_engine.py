@@ -22,22 +22,24 @@ on the way to both run twice. Leaves, and what tensors retain, get a gradient on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from autograd_dist.border import Border, SentTensor
-from autograd_dist.engine_run import running
+from autograd_dist.engine_run import enter_run, leave_run, running
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
     Edge,
     Region,
     any_reaches_another,
     explore,
+    gradient_edges,
     leading_to,
     recv_edges_behind,
     successors,
@@ -45,6 +47,13 @@ from autograd_dist.graph import (
 from autograd_dist.leaf_hooks import accumulation_is_observed
 from autograd_dist.recv_node import Node, Origin, origin_of
 from autograd_dist.retained import retained_is_kept_on_the_way
+
+_Contributions = dict[Edge, tuple[torch.Tensor, bool]]
+"""By edge, the sum of what waits there, and whether that sum is the pass's own."""
+
+_first_of = itemgetter(0)
+_next_functions_of = attrgetter("next_functions")
+_variable_of = attrgetter("variable")
 
 DeliverGradients = Callable[[Origin, list[torch.Tensor | None], bool], None]
 """Of which message, its gradients, and whether the wave will complete no other's."""
@@ -61,6 +70,9 @@ class LocalPass:
         grad_fields: lock held while leaves' ``.grad`` is borrowed.
         retain_graph: whether the graph must survive the pass.
         context_id: the context; recv nodes of another one are an error.
+
+    Attributes:
+        contributions: gradients that wait here; after a wave, for the gradient of some send.
     """
 
     def __init__(
@@ -76,24 +88,19 @@ class LocalPass:
         self._context_id = context_id
         self._sends = dict(sends)
         self._waiting = set(sends)
-        self._blockers = _Blockers()
+        self._blockers: _Blockers | None = None
         self._sent_at: dict[Node, list[SentTensor]] = {}
         self._leaves = leaves
         self._deliver = deliver
         self._grad_fields = grad_fields
         self._retain_graph = retain_graph
-        self._contributions: dict[Edge, _Sum] = {}
+        self.contributions: _Contributions = {}
         # Nodes of Python functions die with the C++ graph; the edges given to us own it.
         self._owned_edges: list[GradientEdge] = []
         self._delivered: set[Origin] = set()
         self._to_deliver = 0
         self._finished_leaves: set[Node] = set()
         self._has_replayed = False
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether gradients wait here for the gradient of some send."""
-        return bool(self._contributions)
 
     @property
     def waiting_sends(self) -> frozenset[int]:
@@ -103,7 +110,8 @@ class LocalPass:
     def add_roots(self, edges: Iterable[GradientEdge], gradients: Iterable[torch.Tensor]) -> None:
         """Starts the pass here: gradients of the roots themselves."""
         for edge, gradient in zip(edges, gradients, strict=True):
-            self._contribute(edge, gradient)
+            self._owned_edges.append(edge)
+            self._contribute((edge.node, edge.output_nr), gradient)
 
     def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of a message sent from here arrived; None for a tensor without one.
@@ -118,7 +126,8 @@ class LocalPass:
             if gradient is not None:
                 if gradient.device != tensor.device:
                     gradient = gradient.to(tensor.device)
-                self._contribute(tensor.edge, gradient)
+                self._owned_edges.append(tensor.edge)
+                self._contribute((tensor.edge.node, tensor.edge.output_nr), gradient)
 
     def resolve_without_gradient(self, message_id: int) -> None:
         """No gradient will come for a message sent from here: its output went unused."""
@@ -126,27 +135,34 @@ class LocalPass:
 
     def run_wave(self) -> None:
         """Runs everything that the gradients known so far allow."""
-        is_blocked = self._blocked_predicate()
-        start = dict(self._contributions)
-        if is_blocked is not None:
-            start = {key: waiting for key, waiting in start.items() if not is_blocked(key[0])}
+        start, is_blocked = dict(self.contributions), None
+        if self._waiting:
+            is_blocked = self._blocked_predicate()
+            start = {edge: known for edge, known in start.items() if not is_blocked(edge[0])}
         if not start:
             return
-        region = explore([node for node, _ in start], is_blocked)
-        region.recvs = [node for node in region.recvs if self._is_undelivered(node)]
-        region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
+        region = explore(map(_first_of, start), is_blocked)
+        if region.recvs:
+            region.recvs = self._undelivered(region.recvs)
+        if self._finished_leaves:
+            region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
         self._to_deliver = len(region.recvs)
-        if not accumulation_is_observed(region.leaves):
-            self._run_reading_leaves(start, region, held_leaves=[])
-        elif self._waiting:
+        held: list[Node] = []
+        if region.leaves and accumulation_is_observed(region.leaves):
+            if not self._waiting:
+                self._run_accumulating(start, region)
+                return
             held, region.leaves = region.leaves, []
-            self._run_reading_leaves(start, region, held_leaves=held)
-        else:
-            self._run_accumulating(start, region)
+        if region.stops or held:
+            self._run_to_border(start, region, {*region.stops, *held})
+            return
+        for edge in start:
+            del self.contributions[edge]
+        self._read(start, region, (), self._retain_graph)
 
     def reach_of_stuck(self) -> dict[Origin, set[int]]:
         """Received messages that the gradients stuck here lead to, and which of their tensors."""
-        return self._received_behind(self._contributions)
+        return self._received_behind(self.contributions)
 
     def reach_of_send(self, message_id: int, positions: Iterable[int]) -> dict[Origin, set[int]]:
         """The same for gradients of some of the tensors of a message sent from here."""
@@ -160,9 +176,12 @@ class LocalPass:
             self._to_deliver -= 1
             self._deliver(origin, list(gradients), not self._to_deliver)
 
-    def _contribute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        self._owned_edges.append(edge)
-        self._contributions.setdefault((edge.node, edge.output_nr), _Sum()).add(gradient)
+    def _contribute(self, edge: Edge, gradient: torch.Tensor) -> None:
+        known = self.contributions.get(edge)
+        if known is None:
+            self.contributions[edge] = gradient, False
+        else:
+            self.contributions[edge] = _sum(*known, gradient), True
 
     def _answer(self, message_id: int) -> Sequence[SentTensor]:
         if message_id not in self._waiting:
@@ -172,52 +191,54 @@ class LocalPass:
             )
         self._waiting.discard(message_id)
         sent = self._sends[message_id]
-        self._blockers.remove(sent)
+        if self._blockers is not None:
+            self._blockers.remove(sent)
         return sent
 
-    def _blocked_predicate(self) -> Callable[[Node], bool] | None:
-        """Tells which nodes are blocked; None if no node is."""
-        if not self._waiting:
-            return None
-        self._blockers.ensure(self._sends[message_id] for message_id in self._waiting)
+    def _blocked_predicate(self) -> Callable[[Node], bool]:
+        """Tells which nodes are blocked."""
+        if self._blockers is None:
+            self._blockers = _Blockers([self._sends[message_id] for message_id in self._waiting])
         return self._blockers.block
 
-    def _is_undelivered(self, recv: Node) -> bool:
-        origin = origin_of(recv)
-        if origin.context_id != self._context_id:
-            raise RuntimeError(
-                f"the graph contains a tensor received in autograd context {origin.context_id}, "
-                f"but the backward pass runs in context {self._context_id}"
-            )
-        return origin not in self._delivered
+    def _undelivered(self, recvs: Iterable[Node]) -> list[Node]:
+        """Those of some recv nodes whose message has not got its gradients in this pass."""
+        undelivered = []
+        for recv in recvs:
+            origin: Origin = recv.origin
+            if origin.context_id != self._context_id:
+                raise RuntimeError(
+                    "the graph contains a tensor received in autograd context "
+                    f"{origin.context_id}, but the backward pass runs in context "
+                    f"{self._context_id}"
+                )
+            if origin not in self._delivered:
+                undelivered.append(recv)
+        return undelivered
 
     def _received_behind(self, edges: Iterable[Edge]) -> dict[Origin, set[int]]:
         received: dict[Origin, set[int]] = {}
-        for node, position in recv_edges_behind(edges):
-            if self._is_undelivered(node):
+        found = recv_edges_behind(edges)
+        undelivered = set(self._undelivered({node for node, _ in found}))
+        for node, position in found:
+            if node in undelivered:
                 received.setdefault(origin_of(node), set()).add(position)
         return received
 
-    def _run_reading_leaves(
-        self, start: _Contributions, region: Region, held_leaves: list[Node]
+    def _run_to_border(
+        self, start: _Contributions, region: Region, border_nodes: set[Node]
     ) -> None:
-        border_nodes = {*region.stops, *held_leaves}
-        if not border_nodes:
-            for key in start:
-                del self._contributions[key]
-            self._read(start, region, (), self._retain_graph)
-            return
         if any_reaches_another(border_nodes):
             self._replay(start, region, border_nodes)
             return
         roots = {key: waiting for key, waiting in start.items() if key[0] not in border_nodes}
         for key in roots:
-            del self._contributions[key]
+            del self.contributions[key]
         border = Border(self, border_nodes, self._sent_from(border_nodes))
         with border.watched(region.inner):
             self._read(roots, region, border_nodes, self._retain_graph)
-        for key, gradient in border.crossed:
-            self._contributions.setdefault(key, _Sum()).add(gradient)
+        for edge, gradient in border.crossed:
+            self._contribute(edge, gradient)
 
     def _sent_from(self, nodes: Iterable[Node]) -> list[SentTensor]:
         """The tensors of sent messages whose gradients enter at some nodes."""
@@ -235,81 +256,64 @@ class LocalPass:
             self._read(start, region, (), retain_graph=True)
 
     def _read(
-        self, roots: _Contributions, region: Region, border: Iterable[Node], retain_graph: bool
+        self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool
     ) -> None:
         inputs = _ends_of(region)
-        inputs += [GradientEdge(node, 0) for node in border]
+        inputs += zip(border, repeat(0))
         if not (inputs and roots):
             return
-        with running(self):
+        gradients = []
+        for gradient, _ in roots.values():
+            gradients.append(gradient)
+        outer = enter_run(self)
+        try:
             captured: list[torch.Tensor | None] = list(
                 # torch.autograd.grad itself spends tens of microseconds on checks.
                 Variable._execution_engine.run_backward(
-                    tuple([GradientEdge(*key) for key in roots]),
-                    tuple([waiting.total for waiting in roots.values()]),
+                    gradient_edges(roots),
+                    tuple(gradients),
                     retain_graph,
                     False,  # no graph of this run
-                    tuple(inputs),
+                    gradient_edges(inputs),
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
             )
-        del captured[len(region.leaves) :]
-        self._finish_recvs(region)
-        self._finished_leaves.update(region.leaves)
-        for leaf, gradient in own_all([node.variable for node in region.leaves], captured):
-            self._leaves.add(leaf, gradient)
+        finally:
+            leave_run(outer)
+        if self._to_deliver:
+            self._finish_recvs(region)
+        if region.leaves:
+            del captured[len(region.leaves) :]
+            self._finished_leaves.update(region.leaves)
+            self._leaves.add_all(own_all(map(_variable_of, region.leaves), captured))
 
     def _run_accumulating(self, start: _Contributions, region: Region) -> None:
         variables = [leaf.variable for leaf in region.leaves]
         with self._grad_fields, _BorrowedGrads(variables) as borrowed, running(self):
             torch.autograd.backward(
-                [GradientEdge(*key) for key in start],
-                [waiting.total for waiting in start.values()],
+                gradient_edges(start),
+                [gradient for gradient, _ in start.values()],
                 retain_graph=self._retain_graph,
                 # What leads only to leaves and messages that are finished has run.
-                inputs=_ends_of(region) if self._has_replayed else None,
+                inputs=gradient_edges(_ends_of(region)) if self._has_replayed else None,
             )
             gradients = borrowed.take()
-        self._contributions.clear()
+        self.contributions.clear()
         self._finish_recvs(region)
-        for leaf, gradient in own_all(variables, gradients):
-            self._leaves.add(leaf, gradient)
+        self._leaves.add_all(own_all(variables, gradients))
 
     def _finish_recvs(self, region: Region) -> None:
         for recv in region.recvs:
             self.received_gradients(origin_of(recv), [None] * len(recv._input_metadata))
 
 
-class _Sum:
-    """Gradients waiting on one edge, added up as they come."""
-
-    __slots__ = ("_is_ours", "_total")
-
-    def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
-        self._is_ours = False
-
-    @property
-    def total(self) -> torch.Tensor:
-        assert self._total is not None
-        return self._total
-
-    def add(self, gradient: torch.Tensor) -> None:
-        if self._total is None:
-            self._total = gradient
-            return
-        with torch.no_grad():
-            if self._is_ours and self._total.layout is torch.strided:
-                self._total.add_(gradient)
-            elif self._total.layout is torch.strided:
-                self._total = self._total + gradient
-            else:
-                self._total = gradient + self._total
-        self._is_ours = True
-
-
-_Contributions = Mapping[Edge, _Sum]
+def _sum(total: torch.Tensor, is_ours: bool, gradient: torch.Tensor) -> torch.Tensor:
+    """Adds a gradient to others, in place where their sum is nobody else's."""
+    with torch.no_grad():
+        if total.layout is not torch.strided:
+            return gradient + total
+        return total.add_(gradient) if is_ours else total + gradient
 
 
 class _Blockers:
@@ -317,26 +321,21 @@ class _Blockers:
 
     Counts, for each node, the tensors that enter there and the edges from nodes that are
     blocked themselves. A node whose count comes to nothing is free, and no more blocks others.
+
+    Args:
+        sends: the tensors of each message that waits.
     """
 
-    def __init__(self) -> None:
-        self._count: Counter[Node] | None = None
-
-    def ensure(self, sends: Iterable[Sequence[SentTensor]]) -> None:
-        """Counts once, when something has to wait for the first time."""
-        if self._count is not None:
-            return
+    def __init__(self, sends: Iterable[Sequence[SentTensor]]) -> None:
         entries = [tensor.edge.node for sent in sends for tensor in sent]
         self._count = Counter(entries)
         for node in explore(entries).inner:
             self._count.update(successors(node))
 
     def block(self, node: Node) -> bool:
-        return self._count is not None and node in self._count
+        return node in self._count
 
     def remove(self, sent: Sequence[SentTensor]) -> None:
-        if self._count is None:
-            return
         stack = [tensor.edge.node for tensor in sent]
         while stack:
             node = stack.pop()
@@ -371,12 +370,8 @@ class _BorrowedGrads:
             leaf.grad = gradient
 
 
-def _ends_of(region: Region) -> list[GradientEdge]:
+def _ends_of(region: Region) -> list[Edge]:
     """The inputs that make the engine compute what a region's leaves and recv nodes get."""
-    ends = [GradientEdge(leaf, 0) for leaf in region.leaves]
-    return ends + [_anchor_of(recv) for recv in region.recvs]
-
-
-def _anchor_of(recv: Node) -> GradientEdge:
-    # As an input, the anchor makes the engine execute the recv node.
-    return GradientEdge(*recv.next_functions[0])
+    # As an input, a recv node's anchor makes the engine execute it.
+    anchors = map(_first_of, map(_next_functions_of, region.recvs))
+    return [*zip(region.leaves, repeat(0)), *anchors]

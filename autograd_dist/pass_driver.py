@@ -8,14 +8,14 @@ decides one at a time; whatever takes long happens outside the lock.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.profiler import record_function
 
 from autograd_dist.failure import Failure
+from autograd_dist.graph import edge_of
 from autograd_dist.home import Home
 from autograd_dist.local_engine import DeliverGradients, LocalPass
 from autograd_dist.passes import (
@@ -33,10 +33,13 @@ from autograd_dist.passes import (
     Send,
     T,
 )
-from autograd_dist.profiled import SEND, span
+from autograd_dist.profiled import SEND
 from autograd_dist.recv_node import Origin
+from rpc.observation import profiler_enabled
 
 Payload = list[torch.Tensor | None]
+
+_Work = RunWave[Payload] | FollowStuck | FollowSend
 
 
 class Wire(Protocol[T]):
@@ -96,27 +99,37 @@ class PassDriver(Generic[T]):
     def start(self, roots: Sequence[torch.Tensor]) -> None:
         """At the root: begins the pass; the first wave runs in the calling thread."""
         assert self._local is not None
-        edges = [get_gradient_edge(root) for root in roots]
-        self._local.add_roots(edges, [torch.ones_like(root) for root in roots])
-        self._handle(self._participant.start)
+        self._local.add_roots(map(edge_of, roots), map(torch.ones_like, roots))
+        with self._participant_lock:
+            effects = self._participant.start()
+        self._carry_out(effects)
 
     def received(
         self, token: T, request: Request, payload: Payload | None, asker: int | None = None
     ) -> None:
         """A request of this pass arrived; what it sets off runs in the calling thread."""
-        self._handle(lambda: self._participant.received(token, request, payload, asker))
+        with self._participant_lock:
+            effects = self._participant.received(token, request, payload, asker)
+        self._carry_out(effects)
 
     def acknowledged(self, ack: Ack, returned: Returned[Payload] | None = None) -> None:
         """A request sent from here was acknowledged; does nothing that takes long."""
-        self._handle(lambda: self._participant.acknowledged(ack, returned), self._wire.later)
+        with self._participant_lock:
+            effects = self._participant.acknowledged(ack, returned)
+        self._carry_out(effects, self._wire.later)
 
     def failed(self, error: Failure) -> None:
         """A request sent from here was not delivered or not answered."""
-        self._handle(lambda: self._participant.failed(error))
+        with self._participant_lock:
+            effects = self._participant.failed(error)
+        self._carry_out(effects)
 
     def abandon(self) -> None:
         """Stops taking part, and lets go of the graph."""
-        self._handle(self._participant.abandoned)
+        with self._participant_lock:
+            effects = self._participant.abandoned()
+        if effects:
+            self._carry_out(effects)
         # The two refer to each other; without this the graph would wait for the
         # garbage collector. A wave that still runs has its own reference.
         self._local = None
@@ -131,86 +144,86 @@ class PassDriver(Generic[T]):
 
     def _gradients_ready(self, origin: Origin, gradients: Payload, is_last: bool) -> None:
         # A device map says where requests' tensors go; what answers carry stays in host memory.
-        may_wait = is_last and all(gradient is None or gradient.is_cpu for gradient in gradients)
-        self._handle(
-            lambda: self._participant.gradients_ready(origin, gradients, may_wait=may_wait)
-        )
-
-    def _handle(
-        self,
-        event: Callable[[], list[Effect[Payload, T]]],
-        elsewhere: Callable[[Callable[[], None]], None] | None = None,
-    ) -> None:
-        """Carries out what an event leads to, ``elsewhere`` if given what takes long."""
-        events = deque([event])
-        while events:
-            decide = events.popleft()
-            with self._participant_lock:
-                effects = decide()
-            if len(effects) > 1:
-                # Requests first: others can work on them while a wave runs here.
-                effects.sort(key=_takes_long)
-            for effect in effects:
-                outcome = self._carry_out(effect, elsewhere)
-                if outcome is not None:
-                    events.append(outcome)
+        may_wait = is_last
+        for gradient in gradients:
+            may_wait = may_wait and (gradient is None or gradient.is_cpu)
+        with self._participant_lock:
+            effects = self._participant.gradients_ready(origin, gradients, may_wait=may_wait)
+        if effects:
+            self._carry_out(effects)
 
     def _carry_out(
         self,
-        effect: Effect[Payload, T],
-        elsewhere: Callable[[Callable[[], None]], None] | None,
-    ) -> Callable[[], list[Effect[Payload, T]]] | None:
-        if isinstance(effect, Send):
-            self._wire.send(self, effect.to, effect.request, effect.payload)
-        elif isinstance(effect, Acknowledge):
-            self._wire.acknowledge(effect.token, effect.ack, effect.returned)
-        elif isinstance(effect, Finished):
-            self._finished(effect.error)
-        elif self.home is not None:
-            if elsewhere is None and self.home.is_here():
-                return self._work(effect)
-            self.home.leave(lambda: self._handle(self._work(effect)))
-        elif elsewhere is None:
-            return self._work(effect)
-        else:
-            elsewhere(lambda: self._handle(self._work(effect)))
-        return None
+        effects: list[Effect[Payload, T]],
+        elsewhere: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Carries out effects and what they lead to, ``elsewhere`` if given what takes long."""
+        while effects:
+            if len(effects) > 1:
+                # Requests first: others can work on them while a wave runs here.
+                effects.sort(key=_takes_long)
+            following: list[Effect[Payload, T]] = []
+            for effect in effects:
+                if isinstance(effect, Send):
+                    self._wire.send(self, effect.to, effect.request, effect.payload)
+                elif isinstance(effect, Acknowledge):
+                    self._wire.acknowledge(effect.token, effect.ack, effect.returned)
+                elif isinstance(effect, Finished):
+                    self._finished(effect.error)
+                elif elsewhere is None and (self.home is None or self.home.is_here()):
+                    following += self._work(effect)
+                else:
+                    self._leave(effect, elsewhere)
+            effects = following
 
-    def _work(
-        self, effect: RunWave[Payload] | FollowStuck | FollowSend
-    ) -> Callable[[], list[Effect[Payload, T]]]:
+    def _leave(self, effect: _Work, elsewhere: Callable[[Callable[[], None]], None] | None) -> None:
+        """Has another thread do what takes long."""
+        leave = elsewhere if self.home is None else self.home.leave
+        assert leave is not None
+        leave(lambda: self._carry_out(self._work(effect)))
+
+    def _work(self, effect: _Work) -> list[Effect[Payload, T]]:
+        """Does what takes long; returns what the outcome leads to."""
         participant, local = self._participant, self._local
         if local is None:
-            return participant.abandoned
+            with self._participant_lock:
+                return participant.abandoned()
+        resolved, reach = 0, None
         try:
             if isinstance(effect, RunWave):
                 resolved = _run_wave(local, effect)
-                is_stuck = local.is_stuck
-                return lambda: participant.wave_finished(is_stuck, resolved)
-            if isinstance(effect, FollowStuck):
+            elif isinstance(effect, FollowStuck):
                 reach = local.reach_of_stuck()
             else:
                 reach = local.reach_of_send(effect.message_id, effect.positions)
-            return lambda: participant.reach_found(reach)
         except BaseException as error:  # whoever waits for the pass is on another thread or worker
             if self.pass_id.root == self._me:
                 self._cause = error
             failure = Failure.of(self._me, error)
-            return lambda: participant.failed(failure)
+            with self._participant_lock:
+                return participant.failed(failure)
+        with self._participant_lock:
+            if reach is not None:
+                return participant.reach_found(reach)
+            return participant.wave_finished(bool(local.contributions), resolved)
 
 
 def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
     """Runs a wave; returns how many sends it resolved as having no gradient."""
     for message_id, gradients in wave.arrived:
-        with span(SEND):
+        if profiler_enabled():
+            with record_function(SEND):
+                local.add_gradients(message_id, gradients)
+        else:
             local.add_gradients(message_id, gradients)
-    unused: frozenset[int] = frozenset()
+    resolved = 0
     if wave.only_promised is not None:
         unused = local.waiting_sends - wave.only_promised
+        resolved = len(unused)
         for message_id in unused:
             local.resolve_without_gradient(message_id)
     local.run_wave()
-    return len(unused)
+    return resolved
 
 
 def _takes_long(effect: Effect[Payload, T]) -> bool:

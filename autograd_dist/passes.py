@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from autograd_dist.failure import Failure
 from autograd_dist.recv_node import Origin
@@ -146,6 +146,9 @@ class RunWave(Generic[P]):
     only_promised: frozenset[int] | None
 
 
+_FIRST_WAVE: RunWave[Any] = RunWave((), None)
+
+
 @dataclass(frozen=True, slots=True)
 class FollowStuck:
     """Effect: find what stuck gradients reach; reports ``reach_found``."""
@@ -165,6 +168,8 @@ class Finished:
 
     error: Failure | None
 
+
+_SUCCEEDED = Finished(None)
 
 Effect = Send[P] | Acknowledge[P, T] | RunWave[P] | FollowStuck | FollowSend | Finished
 
@@ -198,7 +203,8 @@ class Participant(Generic[P, T]):
         self._promised: dict[int, set[int]] = {}
         self._stuck_here = 0
         self._stuck_known = 0
-        self._unreported = _NOTHING_NEW
+        self._newly_stuck = 0
+        self._newly_resolved = 0
         self._error: Failure | None = None
         self._over = False
 
@@ -207,7 +213,7 @@ class Participant(Generic[P, T]):
     def start(self) -> list[Effect[P, T]]:
         """The root worker's roots are in place; the first wave may run."""
         self._is_working = True
-        return [RunWave((), None)]
+        return [_FIRST_WAVE]
 
     def received(
         self, token: T, request: Request, payload: P | None = None, asker: int | None = None
@@ -228,7 +234,12 @@ class Participant(Generic[P, T]):
         else:
             self._parent.append(token)
             self._parent_id = asker
-        return effects + self._take(request, payload) + self._proceed()
+        if isinstance(request, Gradients):
+            assert payload is not None
+            self._arrived.append((request.message_id, payload))
+        else:
+            effects += self._enter(request)
+        return effects + self._proceed()
 
     def gradients_ready(self, origin: Origin, payload: P, *, may_wait: bool) -> list[Effect[P, T]]:
         """The running wave completed the gradients of a received message.
@@ -253,9 +264,9 @@ class Participant(Generic[P, T]):
             resolved: sends that this wave resolved as having no gradient.
         """
         self._is_working = False
-        change = int(is_stuck) - self._stuck_here
+        self._newly_stuck += int(is_stuck) - self._stuck_here
         self._stuck_here = int(is_stuck)
-        self._note(change, resolved)
+        self._newly_resolved += resolved
         return self._proceed()
 
     def reach_found(self, reach: Mapping[Origin, Iterable[int]]) -> list[Effect[P, T]]:
@@ -271,7 +282,8 @@ class Participant(Generic[P, T]):
     def acknowledged(self, ack: Ack, returned: Returned[P] | None = None) -> list[Effect[P, T]]:
         """One of this worker's requests was acknowledged, maybe with gradients."""
         self._owed -= 1
-        self._note(ack.stuck, ack.resolved)
+        self._newly_stuck += ack.stuck
+        self._newly_resolved += ack.resolved
         if ack.error is not None:
             return self.failed(ack.error)
         if returned is not None:
@@ -297,11 +309,7 @@ class Participant(Generic[P, T]):
 
     # --- Decisions
 
-    def _take(self, request: Request, payload: P | None) -> list[Effect[P, T]]:
-        if isinstance(request, Gradients):
-            assert payload is not None
-            self._arrived.append((request.message_id, payload))
-            return []
+    def _enter(self, request: Survey | Promise | Settle) -> list[Effect[P, T]]:
         if isinstance(request, Survey):
             return self._enter_round(request.round)
         if isinstance(request, Settle):
@@ -337,21 +345,19 @@ class Participant(Generic[P, T]):
         self._owed += 1
         return [Send(to, request, payload)]
 
-    def _note(self, stuck: int, resolved: int) -> None:
-        known = self._unreported
-        self._unreported = Ack(known.stuck + stuck, known.resolved + resolved)
-
     def _proceed(self) -> list[Effect[P, T]]:
         """Gives this worker its next piece of work, or finds that it has none."""
         if self._is_working or self._error is not None or self._over:
             return []
-        if not self._is_last():
-            return self._send_held() + self._next_work()
+        has_work = self._arrived or self._to_follow or self._to_settle
+        if has_work or self._owed:
+            effects = self._send_held() if self._held is not None else []
+            return effects + self._next_work() if has_work else effects
         if self._is_root:
             return self._quiescent()
         if self._parent:
-            report, self._unreported = self._unreported, _NOTHING_NEW
-            returned, self._held = self._held, None
+            report, returned = Ack(self._newly_stuck, self._newly_resolved), self._held
+            self._newly_stuck = self._newly_resolved = 0
             return [Acknowledge(self._disengage(), report, returned)]
         return []
 
@@ -361,25 +367,18 @@ class Participant(Generic[P, T]):
 
     def _send_held(self) -> list[Effect[P, T]]:
         held, self._held = self._held, None
-        if held is None:
-            return []
+        assert held is not None
         assert self._parent_id is not None
         return self._send(self._parent_id, Gradients(held.message_id), held.payload)
 
     def _next_work(self) -> list[Effect[P, T]]:
+        self._is_working = True
         if self._to_follow:
-            self._is_working = True
             return [self._to_follow.popleft()]
-        if self._arrived or self._to_settle:
-            return self._next_wave()
-        return []
-
-    def _next_wave(self) -> list[Effect[P, T]]:
         promised = frozenset(self._promised) if self._to_settle else None
         wave: RunWave[P] = RunWave(tuple(self._arrived), promised)
         self._arrived.clear()
         self._to_settle = False
-        self._is_working = True
         return [wave]
 
     def _disengage(self) -> T:
@@ -388,14 +387,15 @@ class Participant(Generic[P, T]):
 
     def _quiescent(self) -> list[Effect[P, T]]:
         """At the root: nothing happens anywhere, so this is the moment to decide what is next."""
-        report, self._unreported = self._unreported, _NOTHING_NEW
-        self._stuck_known += report.stuck
+        resolved = self._newly_resolved
+        self._stuck_known += self._newly_stuck
+        self._newly_stuck = self._newly_resolved = 0
         if self._round > self._settled_round:
             return self._enter_settling(self._round) + self._proceed()
         if not self._stuck_known:
             self._over = True
-            return [Finished(None)]
-        if self._round and not report.resolved:
+            return [_SUCCEEDED]
+        if self._round and not resolved:
             stuck = f"gradients are stuck at {self._stuck_known} workers"
             return self.failed(Failure(f"{stuck} and nothing can free them"))
         return self._enter_round(self._round + 1) + self._proceed()

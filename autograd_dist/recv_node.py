@@ -39,7 +39,7 @@ class Receive(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, origin: Origin, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Turns freshly received tensors into outputs of this node."""
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.origin = origin
         return tuple(tensors)
 
@@ -56,8 +56,10 @@ class Receive(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, Receive).apply
 """What is left of ``apply`` when no ``torch.func`` is at work, for which it looks far and wide."""
 
-RecvNode: type = Receive._backward_cls
+RecvNode: Any = Receive._backward_cls
 """The type of the autograd nodes that `attach_recv` makes."""
+# Called by the engine; torch's own looks for what this class does not have, and calls that.
+RecvNode.apply = Receive.backward
 # What graphs and profiles show; programs look for torch's name.
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
@@ -80,11 +82,19 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         The tensors, each requiring grad, with one common node behind them.
     """
-    plain = [_detached(tensor) for tensor in tensors]
+    plain = []
+    for tensor in tensors:
+        is_plain = type(tensor) is torch.Tensor
+        if is_plain and not (tensor._is_view() or tensor.requires_grad):
+            plain.append(tensor)
+        else:
+            plain.append(_detached(tensor))
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
     anchor = torch.empty((), requires_grad=True, device="cpu")
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
+    if torch.is_grad_enabled():
+        return list(apply(anchor, origin, plain))
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))
 
@@ -94,8 +104,6 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
     torch refuses to modify in place a view that a custom function returned.
     """
-    if type(tensor) is torch.Tensor and not (tensor._is_view() or tensor.requires_grad):
-        return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout is not torch.strided:
         return plain

@@ -27,6 +27,10 @@ _BARE, _WITH_FAILURE, _WITH_GRADIENTS = range(3)
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
 
+_new: Final = tuple.__new__
+"""Makes named tuples; their own is a function in Python."""
+
+
 class CallMetadata(NamedTuple):
     """What a request or reply inside a context carries.
 
@@ -42,11 +46,6 @@ class CallMetadata(NamedTuple):
     positions: tuple[int, ...]
     grad_enabled: bool = True
 
-    def encode(self) -> bytes:
-        """The metadata as bytes."""
-        head = _CALL.pack(self.context_id, self.message_id, self.grad_enabled)
-        return head + _pack_positions(self.positions)
-
     @classmethod
     def decode(cls, data: bytes, tensor_count: int) -> CallMetadata:
         """Reads metadata that came with ``tensor_count`` tensors.
@@ -57,10 +56,10 @@ class CallMetadata(NamedTuple):
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id, grad_enabled = _CALL.unpack_from(data)
-        positions = _unpack_positions(data, _CALL.size)
+        positions = _unpack_positions(data, _CALL.size) if len(data) > _CALL.size else ()
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
-        return cls(context_id, message_id, positions, grad_enabled)
+        return _new(cls, (context_id, message_id, positions, grad_enabled))
 
     @staticmethod
     def context_of(data: bytes) -> int:
@@ -69,6 +68,14 @@ class CallMetadata(NamedTuple):
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id: int = _CALL.unpack_from(data)[0]
         return context_id
+
+
+def encode_call(
+    context_id: int, message_id: int, positions: Sequence[int], grad_enabled: bool = True
+) -> bytes:
+    """The bytes of :class:`CallMetadata`."""
+    head = _CALL.pack(context_id, message_id, grad_enabled)
+    return head + _pack_positions(positions) if positions else head
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +121,25 @@ class PassMessage(NamedTuple):
     retain_graph: bool = False
     present: tuple[bool, ...] = ()
 
-    def encode(self) -> bytes:
-        """The message as bytes."""
-        kind, first, second, rest = self._content()
-        of = self.pass_id
-        head = _HEAD.pack(kind, self.retain_graph, of.context_id, of.root, of.number, self.oldest)
-        return head + _FIELDS.pack(first, second) + rest
 
-    def _content(self) -> tuple[int, int, int, bytes]:
-        request = self.request
-        if isinstance(request, Gradients):
-            return _GRADIENTS, request.message_id, 0, bytes(self.present)
-        if isinstance(request, Promise):
-            rest = _pack_positions(request.positions)
-            return _PROMISE, request.round, request.message_id, rest
-        return (_SURVEY if isinstance(request, Survey) else _SETTLE), request.round, 0, b""
+def encode_request(
+    pass_id: PassId,
+    oldest: int,
+    request: Request,
+    retain_graph: bool = False,
+    present: Sequence[bool] = (),
+) -> bytes:
+    """The bytes of a :class:`PassMessage`."""
+    if isinstance(request, Gradients):
+        kind, first, second, rest = _GRADIENTS, request.message_id, 0, bytes(present)
+    elif isinstance(request, Promise):
+        kind, first, second = _PROMISE, request.round, request.message_id
+        rest = _pack_positions(request.positions)
+    else:
+        kind = _SURVEY if isinstance(request, Survey) else _SETTLE
+        first, second, rest = request.round, 0, b""
+    head = _HEAD.pack(kind, retain_graph, *pass_id, oldest)
+    return head + _FIELDS.pack(first, second) + rest
 
 
 def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
@@ -148,10 +159,13 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
         raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
     first, second = _FIELDS.unpack_from(body, _HEAD.size)
     end = _HEAD.size + _FIELDS.size
-    present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
-    request = _request(kind, first, second, body, end)
-    pass_id = PassId(context_id, root, number)
-    return PassMessage(pass_id, oldest, request, bool(retain_graph), present)
+    if kind == _GRADIENTS:
+        request: Request = Gradients(first)
+        present = tuple(map(bool, body[end:]))
+    else:
+        request, present = _request(kind, first, second, body, end), ()
+    pass_id = _new(PassId, (context_id, root, number))
+    return _new(PassMessage, (pass_id, oldest, request, bool(retain_graph), present))
 
 
 def decode_release(body: bytes) -> Release:
@@ -179,8 +193,6 @@ def _context_ids(body: bytes, count: int) -> tuple[int, ...]:
 
 
 def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Request:
-    if kind == _GRADIENTS:
-        return Gradients(first)
     if kind == _SURVEY:
         return Survey(first)
     if kind == _PROMISE:
@@ -203,20 +215,6 @@ class AckMessage(NamedTuple):
     message_id: int = 0
     present: tuple[bool, ...] | None = None
 
-    def encode(self) -> bytes:
-        """The message as bytes. What cannot be encoded of an error's text is escaped."""
-        ack = self.ack
-        if self.present is not None:
-            head = _ACK.pack(_WITH_GRADIENTS, ack.stuck, ack.resolved)
-            return head + _RETURNED.pack(self.message_id) + bytes(self.present)
-        failure = ack.error
-        if failure is None:
-            return _ACK.pack(_BARE, ack.stuck, ack.resolved)
-        lost = failure.lost or LostWorker("", 0, "")
-        name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
-        head = _ACK.pack(_WITH_FAILURE, ack.stuck, ack.resolved)
-        return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
-
     @classmethod
     def decode(cls, data: bytes) -> AckMessage:
         """Reads an acknowledgement.
@@ -224,6 +222,8 @@ class AckMessage(NamedTuple):
         Raises:
             FrameError: it is malformed.
         """
+        if data == _NOTHING_NEW:
+            return _DECODED_NOTHING_NEW
         if len(data) < _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
         kind, stuck, resolved = _ACK.unpack_from(data)
@@ -238,6 +238,25 @@ class AckMessage(NamedTuple):
         if kind != _BARE or len(data) > _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of kind {kind}")
         return cls(Ack(stuck, resolved))
+
+
+def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = None) -> bytes:
+    """The bytes of an :class:`AckMessage`. What cannot be encoded of an error's text is escaped."""
+    stuck, resolved, failure = ack
+    if present is not None:
+        head = _ACK.pack(_WITH_GRADIENTS, stuck, resolved)
+        return head + _RETURNED.pack(message_id) + bytes(present)
+    if failure is None:
+        return _ACK.pack(_BARE, stuck, resolved)
+    lost = failure.lost or LostWorker("", 0, "")
+    name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
+    head = _ACK.pack(_WITH_FAILURE, stuck, resolved)
+    return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
+
+
+_NOTHING_NEW: Final = encode_ack(Ack())
+_DECODED_NOTHING_NEW: Final = AckMessage(Ack())
+"""Most acknowledgements."""
 
 
 def _failure(data: bytes) -> Failure:
@@ -264,8 +283,13 @@ def _decoded(data: bytes) -> str:
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
     """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
-    present = tuple([gradient is not None for gradient in gradients])
-    return present, [gradient for gradient in gradients if gradient is not None]
+    present: list[bool] = []
+    travelling: list[torch.Tensor] = []
+    for gradient in gradients:
+        present.append(gradient is not None)
+        if gradient is not None:
+            travelling.append(gradient)
+    return tuple(present), travelling
 
 
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -276,6 +300,8 @@ def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[tor
     """
     if sum(present) != len(tensors):
         raise FrameError(f"{len(tensors)} gradients came where {sum(present)} were announced")
+    if len(present) == len(tensors):
+        return list(tensors)
     waiting = iter(tensors)
     return [next(waiting) if is_present else None for is_present in present]
 

@@ -20,7 +20,7 @@ from autograd_dist.backward_passes import BackwardPasses, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
-from autograd_dist.wire import AckMessage, PassMessage, decode_message
+from autograd_dist.wire import PassMessage, decode_message, encode_ack
 from rpc.errors import RpcError
 from rpc.extensions import Answer
 from rpc.futures import Future
@@ -30,7 +30,7 @@ from tests.loading import load
 
 graphs = load(Path(__file__).parent, "test_random_graphs")
 CONTEXT = graphs.CONTEXT
-DONE = AckMessage(Ack()).encode()
+DONE = encode_ack(Ack())
 
 
 class Worker:

@@ -229,6 +229,16 @@ def test_floods_are_passed_on_once():
     assert worker.received(2, Settle(1)) == [Acknowledge(2, Ack())]
 
 
+def test_another_round_follows_one_that_resolved_something_on_another_worker():
+    root = participant(ROOT, neighbours=(MIDDLE,))
+    root.start()
+    root.wave_finished(is_stuck=True, resolved=0)
+    root.acknowledged(Ack())
+    assert root.reach_found({}) == [Send(MIDDLE, Settle(1)), RunWave((), frozenset())]
+    assert root.wave_finished(is_stuck=True, resolved=0) == []
+    assert root.acknowledged(Ack(resolved=1)) == [Send(MIDDLE, Survey(2)), FollowStuck()]
+
+
 def test_pass_that_cannot_get_on_fails_instead_of_going_round_for_ever():
     root = participant(ROOT)
     root.start()
