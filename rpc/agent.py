@@ -301,7 +301,7 @@ class Agent(process_forks.Member):
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
-        peer = self.find(to, timeout)
+        peer = self.group.find(to) if self.membership is None else self.find(to, timeout)
         before = shut_out()
         try:
             self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)

@@ -40,7 +40,7 @@ from rpc.holdings import Adopted
 from rpc.ids import GlobalId, Life
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
-from rpc.observation import run_handler
+from rpc.observation import profiler_enabled, run_handler, traced
 from rpc.raising import keep
 from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.retry import OnceTable, RequestId, Verdict
@@ -302,24 +302,21 @@ class _Service:
         try:
             if not self.request.extensions:
                 self._serve_in(None, adopted)
-            else:
-                self._serve_in_scopes(adopted)
+                return
+            scopes: Scopes = []
+            try:
+                self._serve_in(scopes, adopted)
+            except BaseException as error:
+                if scopes:
+                    leave(scopes, error)
+                raise
+            if scopes:
+                leave(scopes, None)
         except BaseException as error:
             if operation is Operation.EXTENSION:
                 self._reply_error(error)
             else:
                 self._fail(error)
-
-    def _serve_in_scopes(self, adopted: Adopted) -> None:
-        scopes: Scopes = []
-        try:
-            self._serve_in(scopes, adopted)
-        except BaseException as error:
-            if scopes:
-                leave(scopes, error)
-            raise
-        if scopes:
-            leave(scopes, None)
 
     def _serve_in(self, scopes: Scopes | None, adopted: Adopted) -> None:
         operation = self.request.operation
@@ -369,7 +366,7 @@ class _Service:
         func, args, kwargs = self._what_to_call(adopted, scopes)
         del adopted
         try:
-            if scopes is not None or profiler._is_profiler_enabled:
+            if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
                 name = text_of(self.method)
                 result = run_handler(self._agent, self.sender, name, func, args, kwargs)
             else:

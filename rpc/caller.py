@@ -449,7 +449,10 @@ class Caller:
             call.to = to.id
             call.number = call_id = self._table.open(call, to.id, now, call.timeout)
             self._sent += 1
-            rearm = bool(call.timeout) and self._arm(now + call.timeout)
+            expiry = now + call.timeout
+            rearm = call.timeout > 0 and (self._armed is None or expiry < self._armed)
+            if rearm:  # the pulse must run earlier than it would
+                self._armed = expiry
         if rearm:
             agent.pulse.wake()
         try:
@@ -467,13 +470,6 @@ class Caller:
             if withdrawn or not isinstance(error, Exception):
                 raise
             return False
-        return True
-
-    def _arm(self, expiry: float) -> bool:
-        """Under the lock: notes when the pulse must run next; True if it must be told."""
-        if self._armed is not None and expiry >= self._armed:
-            return False
-        self._armed = expiry
         return True
 
     def _dispatch(self, ended: Ended[Call], sender: int, reply: Reply, frame: Frame) -> None:

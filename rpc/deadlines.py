@@ -28,9 +28,8 @@ _MIN_TIMEOUT = 1e-6
 _FOREVER = 1e9
 
 
-def enter(scope: Scope) -> None:
-    """Makes a request's deadline bound every call made in the current context."""
-    _scope.set(scope)
+enter = _scope.set
+"""Makes a request's deadline bound every call made in the current context."""
 
 
 def cancelled(now: float) -> bool:

@@ -187,7 +187,10 @@ class Executor:
             False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
-            admitted = self._guests < guests and not self._closed and self._has_room()
+            # As in _staff; every request comes here, so no call is made to find out.
+            active = self._size + self._guests - len(self._idle) - self._waiting
+            has_room = active < self._limit + self._extra
+            admitted = has_room and self._guests < guests and not self._closed
             if admitted:
                 self._guests += 1
                 self._busy += 1
@@ -264,16 +267,11 @@ class Executor:
     def _allowed(self) -> int:
         return self._limit + self._extra
 
-    def _has_room(self) -> bool:
-        """Whether one task more may run: what every request asks, so it makes no call."""
-        active = self._size + self._guests - len(self._idle) - self._waiting
-        return active < self._limit + self._extra
-
     def _staff(self) -> _Role | None:
         """Restores the rule above by one thread; one to be started is returned for ``_start``."""
         if self._coming or not self._queue or self._closed:
             return None
-        if not self._has_room():
+        if self._active() >= self._allowed():
             return self._reserve_monitor()
         self._coming += 1
         if self._idle:

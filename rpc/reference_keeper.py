@@ -313,15 +313,17 @@ class ReferenceKeeper:
             RRefError: the handle must not be used any more, or is another worker's.
         """
         try:
-            through = self.lend((rref,), owner, borrow=True)
+            if rref._keeper is not self:
+                raise rref._not_for(self.agent.info)
+            through = self._share(rref._holding, self.agent.group.life(owner), Carrier.REQUEST)
         except BaseException:
             self.unsent(loan, "the reference that the call is made through is unusable")
             raise
-        both = Loan((*through.passed, *loan.passed), loan.table)
-        if through.passed[0].passage is not Passage.BORROW:
+        both = Loan((through, *loan.passed), loan.table)
+        if through.passage is not Passage.BORROW:
             self.unsent(both, "the owner of the reference was replaced")
             raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
-        return through.table, both
+        return encode_passed((through,)), both
 
     def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
         if holding.value is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
-from rpc import finalizers
+from rpc import finalizers, rref_proxy
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
 from rpc.errors import DecodeError, EncodeError, RpcError, RRefError, StaleRRefError
@@ -119,15 +119,15 @@ class RRef(Handle, Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """A proxy: calling a method on it runs it on the owner and returns its result."""
-        return self._proxy("rpc_sync", timeout)
+        return rref_proxy.RRefProxy(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """A proxy: calling a method on it runs it on the owner and returns a future."""
-        return self._proxy("rpc_async", timeout)
+        return rref_proxy.RRefProxy(self, "rpc_async", timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """A proxy: calling a method on it runs it on the owner and returns an RRef."""
-        return self._proxy("remote", timeout)
+        return rref_proxy.RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass with the referenced tensor as its root.
@@ -193,11 +193,6 @@ class RRef(Handle, Generic[T]):
             f"a reference cannot be made of {type(data).__name__} data: it arrives only in the "
             "arguments or the result of a call, as its owner has to be told who will hold it"
         )
-
-    def _proxy(self, flavour: str, timeout: float) -> RRefProxy:
-        from rpc.rref_proxy import RRefProxy
-
-        return RRefProxy(self, flavour, timeout)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RpcError(

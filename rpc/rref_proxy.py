@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rpc import finalizers
-from rpc.rref import RRef, call_method, has_attribute
+from rpc import rref as handles  # which imports this module
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.rref import RRef
 
 
 class RRefProxy:
@@ -41,7 +42,9 @@ class RRefProxy:
             references, holding = rref._keeper, rref._holding
             references.require_usable(holding)
             owner = references.owner_of(holding)
-            return getattr(agent, flavour)(owner, call_method, (rref, name, *args), kwargs, timeout)
+            return getattr(agent, flavour)(
+                owner, handles.call_method, (rref, name, *args), kwargs, timeout
+            )
 
         return call
 
@@ -52,5 +55,5 @@ def _require_attribute(rref: RRef[Any], name: str, timeout: float) -> None:
     if hasattr(kind, name):
         return
     owner, agent = rref.owner(), rref._keeper.agent
-    if not agent.rpc_sync(owner, has_attribute, (rref, name), None, timeout):
+    if not agent.rpc_sync(owner, handles.has_attribute, (rref, name), None, timeout):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
