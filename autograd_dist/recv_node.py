@@ -53,7 +53,8 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
-_ANCHOR = torch.empty((), device="cpu")
+with torch.inference_mode(False):  # the import may happen in anybody's
+    _ANCHOR = torch.empty((), device="cpu")
 """Memory for the anchors of all nodes, which nothing reads or writes."""
 
 _apply: Any = super(torch.autograd.Function, Receive).apply
