@@ -119,8 +119,7 @@ class AutogradExtension:
             # Its context ended before the call arrived: no gradient will be asked for.
             return tensors, nullcontext()
         context.add_worker(sender)
-        # With its creator the whole context is gone; of another loss before that nobody tells.
-        if sender != creator_of(context.context_id) and not self._agent.group.lives(sender):
+        if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
             self._lost_a_neighbour([context], sender)
         scope = entered if received.grad_enabled else entered_without_grad
         if received.positions:

@@ -42,15 +42,14 @@ class Home(Generic[R]):
 
     def leave(self, work: Work) -> None:
         """Leaves ``work`` to the thread."""
-        self._put(work)
+        self._work.append(work)
+        self._woken.put(None)
+        self._transport.wake()
 
     def close(self, result: R) -> None:
         """There is no more to do."""
         self._results.append(result)
-        self._put(None)
-
-    def _put(self, work: Work | None) -> None:
-        self._work.append(work)
+        self._work.append(None)
         self._woken.put(None)
         self._transport.wake()
 

@@ -191,7 +191,15 @@ class PassDriver(Generic[T]):
         resolved, reach = 0, None
         try:
             if isinstance(effect, RunWave):
-                resolved = _run_wave(local, effect)
+                for arrived in effect.arrived:
+                    if profiler_enabled():
+                        with record_function(SEND):
+                            local.add_gradients(*arrived)
+                    else:
+                        local.add_gradients(*arrived)
+                if effect.only_promised is not None:
+                    resolved = _resolve_others(local, effect.only_promised)
+                local.run_wave()
             elif isinstance(effect, FollowStuck):
                 reach = local.reach_of_stuck()
             else:
@@ -208,22 +216,12 @@ class PassDriver(Generic[T]):
             return participant.wave_finished(bool(local.contributions), resolved)
 
 
-def _run_wave(local: LocalPass, wave: RunWave[Payload]) -> int:
-    """Runs a wave; returns how many sends it resolved as having no gradient."""
-    for message_id, gradients in wave.arrived:
-        if profiler_enabled():
-            with record_function(SEND):
-                local.add_gradients(message_id, gradients)
-        else:
-            local.add_gradients(message_id, gradients)
-    resolved = 0
-    if wave.only_promised is not None:
-        unused = local.waiting_sends - wave.only_promised
-        resolved = len(unused)
-        for message_id in unused:
-            local.resolve_without_gradient(message_id)
-    local.run_wave()
-    return resolved
+def _resolve_others(local: LocalPass, promised: frozenset[int]) -> int:
+    """Resolves sends that were promised nothing as having no gradient; returns how many."""
+    unused = local.waiting_sends - promised
+    for message_id in unused:
+        local.resolve_without_gradient(message_id)
+    return len(unused)
 
 
 def _takes_long(effect: Effect[Payload, T]) -> bool:

@@ -53,6 +53,10 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
+with torch.inference_mode(False):  # the import may happen in anybody's
+    _ANCHOR = torch.empty((), device="cpu")
+"""Memory for the anchors of all nodes, which nothing reads or writes."""
+
 _apply: Any = super(torch.autograd.Function, Receive).apply
 """What is left of ``apply`` when no ``torch.func`` is at work, for which it looks far and wide."""
 
@@ -91,7 +95,7 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
             plain.append(_detached(tensor))
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
-    anchor = torch.empty((), requires_grad=True, device="cpu")
+    anchor = _ANCHOR.detach().requires_grad_()
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
     if torch.is_grad_enabled():
         return list(apply(anchor, origin, plain))

@@ -75,7 +75,7 @@ def encode_call(
 ) -> bytes:
     """The bytes of :class:`CallMetadata`."""
     head = _CALL.pack(context_id, message_id, grad_enabled)
-    return head + _pack_positions(positions) if positions else head
+    return head + struct.pack(f"<{len(positions)}{_POSITION}", *positions)
 
 
 @dataclass(frozen=True, slots=True)

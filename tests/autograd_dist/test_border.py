@@ -53,6 +53,24 @@ def test_describing_a_leaf_leaves_its_hooks_to_those_who_register_them():
     assert leaf._backward_hooks is None
 
 
+@pytest.mark.parametrize("described", [False, True])
+def test_a_tensor_that_was_described_treats_hooks_as_any_other(described):
+    leaf = torch.ones(2, requires_grad=True)
+    tensor = leaf * 2
+    if described:
+        SentTensor.of(tensor)
+    seen = []
+    handle = tensor.register_hook(lambda gradient: seen.append(gradient.tolist()) or gradient * 5)
+    tensor.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    tensor.retain_grad()
+    tensor.sum().backward(retain_graph=True)
+    handle.remove()
+    tensor.sum().backward()
+    assert seen == [[1.0, 1.0], [5.0, 5.0], [1.0, 1.0]]
+    assert leaf.grad.tolist() == [12.0, 12.0]
+    assert tensor.grad.tolist() == [6.0, 6.0]
+
+
 def test_hooks_that_come_after_a_tensor_was_described_are_known():
     tensor = torch.ones(2, requires_grad=True) * 2
     described = SentTensor.of(tensor)

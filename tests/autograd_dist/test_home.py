@@ -9,6 +9,7 @@ import pytest
 
 from autograd_dist.home import Home
 from rpc.transports.memory import MemoryHub
+from tests import waiting
 
 SECONDS = 10.0
 
@@ -63,6 +64,23 @@ def test_it_waits_for_what_is_still_to_come(home: Home[str]) -> None:
     homes[0].close("over")
     thread.join(SECONDS)
     assert results == ["over"]
+
+
+def test_what_was_done_without_waiting_does_not_end_a_later_wait(home: Home[str]) -> None:
+    done: list[int] = []
+    for number in range(3):
+        home.leave(lambda number=number: done.append(number))  # type: ignore[misc]
+
+    def finish() -> None:
+        waiting.until(lambda: len(done) == 3, SECONDS)
+        home.leave(lambda: done.append(3))
+        home.close("over")
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert home.work() == "over"
+    thread.join(SECONDS)
+    assert done == [0, 1, 2, 3]
 
 
 def test_only_its_own_thread_is_here(home: Home[str]) -> None:
