@@ -68,9 +68,10 @@ def encode(value: object) -> Encoded:
     return _encode_any(value) if simple is None else simple
 
 
-def name_of(func: object) -> bytes | None:
+def name_of(func: Any) -> bytes | None:
     """How to find a function at any worker by its name; None if it must be encoded."""
-    if not isinstance(func, FunctionType | BuiltinFunctionType):
+    kind = type(func)
+    if kind is not FunctionType and kind is not BuiltinFunctionType:
         return None
     module, name = func.__module__ or "", func.__name__
     if getattr(sys.modules.get(module), name, None) is not func:
@@ -87,12 +88,8 @@ def find(name: bytes) -> Any:
         DecodeError: there is none of that name on this worker.
     """
     module, _, attribute = name.decode("utf-8", "replace").partition("\0")
-    return _load_global(module, attribute)
-
-
-def _load_global(module: str, name: str) -> Any:
-    found = getattr(sys.modules.get(module), name, None)
-    return _Unpickler(io.BytesIO(b"")).find_class(module, name) if found is None else found
+    found = getattr(sys.modules.get(module), attribute, None)
+    return _Unpickler(io.BytesIO(b"")).find_class(module, attribute) if found is None else found
 
 
 def _encode_any(value: object) -> Encoded:

@@ -30,6 +30,7 @@ _REPLY = struct.Struct("<BBBBI")
 _EXTENSION = struct.Struct("<BI")
 _PLAIN = 1
 _MAX_NAME_BYTES = 255
+_NEVER = math.inf
 
 Extensions = tuple[tuple[str, bytes], ...]
 
@@ -91,28 +92,34 @@ class Request(NamedTuple):
         Raises:
             EncodeError: a part of it is too large for the layout.
         """
+        operation, plain, timeout, target, extensions, references, table, function = self
         try:
             head = _REQUEST.pack(
                 PROTOCOL_VERSION,
-                self.operation,
-                _PLAIN if self.plain else 0,
-                len(self.extensions),
-                self.timeout,
-                len(self.function),
-                len(self.target),
-                len(self.references),
+                operation,
+                _PLAIN if plain else 0,
+                len(extensions),
+                timeout,
+                len(function),
+                len(target),
+                len(references),
             )
         except struct.error:
             raise EncodeError(
                 "a request can name a function and a target of 65535 bytes each and carry 255 "
-                f"extensions; this one has {len(self.function)} and {len(self.target)} bytes and "
-                f"{len(self.extensions)} extensions"
+                f"extensions; this one has {len(function)} and {len(target)} bytes and "
+                f"{len(extensions)} extensions"
             ) from None
-        head += self.function
-        if not (self.target or self.extensions or self.references):
-            return head + self.tensor_table
-        packed = _pack_extensions(self.extensions)
-        return b"".join((head, self.target, packed, self.references, self.tensor_table))
+        if not (target or extensions or references):
+            return head + function + table
+        parts = [head, function, target]
+        for name, data in extensions:
+            encoded = name.encode()
+            if len(encoded) > _MAX_NAME_BYTES:
+                raise _name_too_long(name)
+            parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
+        parts += (references, table)
+        return b"".join(parts)
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
@@ -127,21 +134,27 @@ class Request(NamedTuple):
             )
         except struct.error:
             raise FrameError(f"a request header of {len(data)} bytes is too short") from None
-        _check_version(version)
+        if version != PROTOCOL_VERSION:
+            raise _wrong_version(version)
         operation = _OPERATIONS.get(op)
         if operation is None:
             raise FrameError(f"unknown operation {op}")
-        if not 0.0 <= timeout < math.inf:
+        if not 0.0 <= timeout < _NEVER:
             raise FrameError(f"a request cannot have {timeout} seconds left")
         start = _REQUEST.size + n_func
         function = data[_REQUEST.size : start]
         target = data[start : start + n_target]
-        extensions, start = _unpack_extensions(data, start + n_target, n_ext)
+        start += n_target
+        extensions: Extensions = ()
+        if n_ext:
+            extensions, start = _unpack_extensions(data, start, n_ext)
         end = start + n_refs
-        _check_length(data, end)
-        plain = flags & _PLAIN == _PLAIN
-        return cls(
-            operation, plain, timeout, target, extensions, data[start:end], data[end:], function
+        if end > len(data):
+            raise _too_short(data, end)
+        plain, references, table = flags & _PLAIN == _PLAIN, data[start:end], data[end:]
+        # Not by the constructor of a NamedTuple, which is a function of Python's.
+        return tuple.__new__(
+            cls, (operation, plain, timeout, target, extensions, references, table, function)
         )
 
 
@@ -160,19 +173,24 @@ class Reply(NamedTuple):
         Raises:
             EncodeError: a part of it is too large for the layout.
         """
-        flags = _PLAIN if self.plain else 0
+        status, plain, extensions, references, table = self
+        flags = _PLAIN if plain else 0
         try:
-            head = _REPLY.pack(
-                PROTOCOL_VERSION, self.status, flags, len(self.extensions), len(self.references)
-            )
+            head = _REPLY.pack(PROTOCOL_VERSION, status, flags, len(extensions), len(references))
         except struct.error:
             raise EncodeError(
-                f"a reply can carry 255 extensions; this one has {len(self.extensions)}"
+                f"a reply can carry 255 extensions; this one has {len(extensions)}"
             ) from None
-        if not (self.extensions or self.references):
-            return head + self.tensor_table
-        packed = _pack_extensions(self.extensions)
-        return b"".join((head, packed, self.references, self.tensor_table))
+        if not (extensions or references):
+            return head + table
+        parts = [head]
+        for name, data in extensions:
+            encoded = name.encode()
+            if len(encoded) > _MAX_NAME_BYTES:
+                raise _name_too_long(name)
+            parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
+        parts += (references, table)
+        return b"".join(parts)
 
     @classmethod
     def decode(cls, data: bytes) -> Reply:
@@ -185,56 +203,49 @@ class Reply(NamedTuple):
             version, status, flags, n_ext, n_refs = _REPLY.unpack_from(data)
         except struct.error:
             raise FrameError(f"a reply header of {len(data)} bytes is too short") from None
-        _check_version(version)
+        if version != PROTOCOL_VERSION:
+            raise _wrong_version(version)
         known = _STATUSES.get(status)
         if known is None:
             raise FrameError(f"unknown reply status {status}")
-        extensions, start = _unpack_extensions(data, _REPLY.size, n_ext)
+        extensions: Extensions = ()
+        start = _REPLY.size
+        if n_ext:
+            extensions, start = _unpack_extensions(data, start, n_ext)
         end = start + n_refs
-        _check_length(data, end)
-        return cls(known, flags & _PLAIN == _PLAIN, extensions, data[start:end], data[end:])
+        if end > len(data):
+            raise _too_short(data, end)
+        plain = flags & _PLAIN == _PLAIN
+        return tuple.__new__(cls, (known, plain, extensions, data[start:end], data[end:]))
 
 
-def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise FrameError(
-            f"message of protocol version {version}; this worker speaks {PROTOCOL_VERSION}"
-        )
+def _wrong_version(version: int) -> FrameError:
+    return FrameError(
+        f"message of protocol version {version}; this worker speaks {PROTOCOL_VERSION}"
+    )
 
 
-def _check_length(data: bytes, end: int) -> None:
-    """Refuses sections that run past the end of their header: the last of them ends there."""
-    if end > len(data):
-        raise FrameError(f"the sections of a header of {len(data)} bytes end after {end}")
+def _too_short(data: bytes, end: int) -> FrameError:
+    """Why sections that run past the end of their header are refused: the last ends there."""
+    return FrameError(f"the sections of a header of {len(data)} bytes end after {end}")
 
 
-def _pack_extensions(extensions: Extensions) -> bytes:
-    if not extensions:
-        return b""
-    parts: list[bytes] = []
-    for name, data in extensions:
-        encoded = name.encode()
-        if len(encoded) > _MAX_NAME_BYTES:
-            raise EncodeError(f"the name of an extension has at most 255 bytes, unlike {name!r}")
-        parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
-    return b"".join(parts)
+def _name_too_long(name: str) -> EncodeError:
+    return EncodeError(f"the name of an extension has at most 255 bytes, unlike {name!r}")
 
 
 def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions, int]:
-    if not count:
-        return (), start
     found: list[tuple[str, bytes]] = []
-    for _ in range(count):
-        try:
+    try:
+        for _ in range(count):
             n_name, n_data = _EXTENSION.unpack_from(data, start)
-        except struct.error:
-            raise FrameError("an extension runs past the end of its header") from None
-        start += _EXTENSION.size
-        end = start + n_name
-        try:
+            start += _EXTENSION.size
+            end = start + n_name
             name = data[start:end].decode()
-        except UnicodeDecodeError:
-            raise FrameError("an extension's name is not UTF-8") from None
-        start = end + n_data
-        found.append((name, data[end:start]))
+            start = end + n_data
+            found.append((name, data[end:start]))
+    except struct.error:
+        raise FrameError("an extension runs past the end of its header") from None
+    except UnicodeDecodeError:
+        raise FrameError("an extension's name is not UTF-8") from None
     return tuple(found), start

@@ -15,9 +15,10 @@ import torch
 
 from rpc import codec, tensor_table
 from rpc.errors import DecodeError
-from rpc.holdings import Adopted, Loan
+from rpc.holdings import NOTHING_LENT, Adopted, Loan
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
+from rpc.simple_values import NOT_SIMPLE, decode_simple, encode_simple
 from rpc.transports.base import Unreceived
 
 _NONE_INLINE = -1
@@ -55,17 +56,18 @@ def pack(
         EncodeError: the value cannot be serialized.
         RRefError: it holds a reference that must not be shared any more.
     """
-    encoded = codec.encode(value)
-    tensors = encoded.tensors
-    extensions = attach(tensors, encoded.severed) if attach is not None else ()
+    encoded = encode_simple(value) or codec.encode(value)
+    payload, tensors, references, plain, severed = encoded
+    extensions = attach(tensors, severed) if attach is not None else ()
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
     if tensors:
         moves = keeper.agent.host_moves
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
         table, slots = tensor_table.pack_tensors(tensors, limit)
-    loan = keeper.lend(encoded.references, to, borrow=borrow)
-    return Packed(encoded.payload, encoded.plain, extensions, loan, table, slots)
+    loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
+    # Not by its own constructor, which is a function of Python's.
+    return tuple.__new__(Packed, (payload, plain, extensions, loan, table, slots))
 
 
 def unpack(
@@ -89,9 +91,12 @@ def unpack(
     tensors: list[torch.Tensor] = []
     if table:
         raised = tensor_table.unpack_tensors(table, slots)
+        tensors, requiring_grad, parameters = raised
         if replace is not None:
-            raised.tensors[:] = replace(raised.tensors)
-        tensors = raised.finish()
+            tensors[:] = replace(tensors)
+        if requiring_grad or parameters:
+            raised.finish()
     elif replace is not None:
         replace([])
-    return decode(payload, tensors, adopted.handles)
+    simple = decode_simple(payload, tensors, adopted.handles)
+    return decode(payload, tensors, adopted.handles) if simple is NOT_SIMPLE else simple

@@ -3,15 +3,20 @@
 An atom is a value that can never change and needs no name to be rebuilt: a number, a
 text, bytes, None. Whatever else there is in a value makes it the business of ``codec``,
 which asks here first. What both make of a value is defined here, too.
+
+Atoms alone are pickled. Of what is mixed with tensors and references, the layout is,
+little-endian, after its mark: ``count u8``, the kind of each item (``u8``), and then what
+the items hold, in order: of text (UTF-8) and bytes ``size u32`` and themselves, of an
+integer ``i64``, of a float ``f64``, of all else nothing. Nothing at all stands for an
+empty tuple.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +28,19 @@ PROTOCOL: Final = 5
 """Of every pickle that is sent."""
 
 # What a payload begins with that is not an ordinary pickle, whose first byte is 0x80.
-_ATOMIC: Final = b"a"  # a pickle of atoms follows
+_NOTHING: Final = b"n"  # None
+_ATOMIC: Final = b"a"  # a pickle of an atom, or of a tuple of atoms, follows
 _ONE_TENSOR: Final = b"t"
-_TENSORS: Final = b"T"
-_MIXED: Final = b"m"  # the number of items follows, the kind of each, a pickle of the atoms
-_A_TENSOR, _A_REFERENCE, _AN_ATOM = range(3)
+_MIXED: Final = b"m"
+_A_TENSOR, _A_REFERENCE, _A_TEXT, _SOME_BYTES, _AN_INTEGER, _A_FLOAT = range(3, 9)
+_CONSTANTS: Final = (None, False, True)
+"""Their place here is their kind."""
+_SIZE: Final = struct.Struct("<I")
+_I64: Final = struct.Struct("<q")
+_F64: Final = struct.Struct("<d")
 _MOST_MIXED: Final = 255
 _ATOMS: Final = frozenset({int, float, str, bytes, bool, type(None)})
+_STRIDED: Final = torch.strided
 NOT_SIMPLE: Final = object()
 """In place of a value that is not one of these."""
 
@@ -42,9 +53,8 @@ class Reference:
     __slots__ = ()
 
 
-@dataclass(slots=True)
-class Encoded:
-    """A value as it leaves the codec. Mutable only because building it is on the fast path.
+class Encoded(NamedTuple):
+    """A value as it leaves the codec.
 
     Args:
         payload: everything but the tensors and references.
@@ -67,49 +77,75 @@ class Encoded:
 def encode_simple(value: Any) -> Encoded | None:
     """Packs an atom, a tensor, or a tuple of these and of references; None for all else."""
     kind = type(value)
-    if kind in _ATOMS:
-        return Encoded(_ATOMIC + pickle.dumps(value, PROTOCOL), [], [], True)
+    tensors: list[Tensor] = []
+    references: list[Any] = []
+    payload: bytes | None = b""
     if kind is Tensor:
-        return Encoded(_ONE_TENSOR, [value], [], True) if _is_simple(value) else None
-    if kind is not tuple:
+        payload = _ONE_TENSOR
+        tensors.append(value)
+    elif value is None:
+        payload = _NOTHING
+    elif kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
+        if value != ():
+            payload = _ATOMIC + pickle.dumps(value, PROTOCOL)
+    elif kind is not tuple or not (payload := _pack_mixed(value, tensors, references)):
         return None
-    items: tuple[Any, ...] = value
-    kinds = set(map(type, items))
-    if kinds <= _ATOMS:
-        return Encoded(_ATOMIC + pickle.dumps(items, PROTOCOL) if items else b"", [], [], True)
-    if kinds == {Tensor} and len(items) == len(set(map(id, items))) and all(map(_is_simple, items)):
-        return Encoded(_TENSORS, list(items), [], True)
-    return _encode_mixed(items)
+    for tensor in tensors:
+        if (
+            tensor.layout is not _STRIDED
+            or (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+            or hasattr(tensor, "_is_buffer")
+        ):
+            return None
+    # Not by its own constructor, which is a function of Python's.
+    return tuple.__new__(Encoded, (payload, tensors, references, True, None))
 
 
-def _encode_mixed(items: tuple[Any, ...]) -> Encoded | None:
-    """Such a tuple of items of several kinds; None if there is anything else in it."""
+def _pack_mixed(
+    items: tuple[Any, ...], tensors: list[Tensor], references: list[Any]
+) -> bytes | None:
+    """Packs a tuple of items of several kinds; None if there is anything else in it.
+
+    One loop without calls of ours, as a call costs as much as packing an item does.
+    """
     if len(items) > _MOST_MIXED:
         return None
     kinds = bytearray(_MIXED)
     kinds.append(len(items))
-    tensors: list[Tensor] = []
-    references: list[Any] = []
-    atoms: list[Any] = []
-    for item in items:
-        kind = type(item)
-        if kind in _ATOMS:
-            kinds.append(_AN_ATOM)
-            atoms.append(item)
-        elif kind is Tensor or kind is Parameter:
-            if not _is_simple(item):
+    parts: list[bytes | bytearray] = [kinds]
+    try:
+        for item in items:
+            kind = type(item)
+            if kind is Tensor or kind is Parameter:
+                kinds.append(_A_TENSOR)
+                tensors.append(item)
+            elif kind is str:
+                kinds.append(_A_TEXT)
+                text = item.encode("utf-8", "surrogatepass")
+                parts += (_SIZE.pack(len(text)), text)
+            elif kind is bytes:
+                kinds.append(_SOME_BYTES)
+                parts += (_SIZE.pack(len(item)), item)
+            elif issubclass(kind, Reference):
+                kinds.append(_A_REFERENCE)
+                references.append(item)
+            elif kind is int:
+                kinds.append(_AN_INTEGER)
+                parts.append(_I64.pack(item))
+            elif kind is float:
+                kinds.append(_A_FLOAT)
+                parts.append(_F64.pack(item))
+            elif item is None or kind is bool:
+                kinds.append(_CONSTANTS.index(item))
+            else:
                 return None
-            kinds.append(_A_TENSOR)
-            tensors.append(item)
-        elif issubclass(kind, Reference):
-            kinds.append(_A_REFERENCE)
-            references.append(item)
-        else:
-            return None
-    if len(set(map(id, tensors))) < len(tensors) or len(set(map(id, references))) < len(references):
+    except struct.error:  # an item is larger than this layout has room for
         return None
-    pickled = pickle.dumps(tuple(atoms), PROTOCOL) if atoms else b""
-    return Encoded(bytes(kinds) + pickled, tensors, references, True)
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        return None
+    if len(references) > 1 and len(set(map(id, references))) < len(references):
+        return None
+    return b"".join(parts)
 
 
 def encode_constant(value: Any) -> bytes:
@@ -122,14 +158,6 @@ def encode_constant(value: Any) -> bytes:
     else:
         small = kind is not int or value.bit_length() <= 8 * _SMALL_BYTES
     return _ATOMIC + pickle.dumps(value, PROTOCOL) if small else b""
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-        and not hasattr(tensor, "_is_buffer")
-    )
 
 
 def decode_simple(
@@ -145,48 +173,52 @@ def decode_simple(
     if not payload:
         return ()
     mark = payload[0]
-    if mark == _ATOMIC[0]:
-        return _load_atoms(memoryview(payload), 1)
-    if mark == _TENSORS[0] and len(payload) == 1:
-        return tuple(tensors)
-    if mark == _ONE_TENSOR[0] and len(payload) == 1 and len(tensors) == 1:
+    if mark == _ONE_TENSOR[0] and len(payload) == len(tensors) == 1:
         return tensors[0]
-    if mark == _MIXED[0] and len(payload) > 1:
-        return _decode_mixed(memoryview(payload), tensors, references)
-    return NOT_SIMPLE
-
-
-def _decode_mixed(
-    payload: memoryview, tensors: Sequence[Tensor], references: Sequence[object]
-) -> tuple[Any, ...]:
-    """The inverse of :func:`_encode_mixed`."""
-    start = len(_MIXED) + 1
-    end = start + payload[start - 1]
-    atoms = _load_atoms(payload, end) if len(payload) > end else ()
-    if type(atoms) is not tuple:
-        raise DecodeError(f"a value that arrived is damaged: {type(atoms).__name__} for a tuple")
-    sources = {_A_TENSOR: iter(tensors), _A_REFERENCE: iter(references), _AN_ATOM: iter(atoms)}
+    if mark == _NOTHING[0] and len(payload) == 1:
+        return None
     try:
-        value = tuple([next(sources[kind]) for kind in payload[start:end]])
-    except (KeyError, StopIteration):
-        value = ()
-    if not value or len(value) != len(tensors) + len(references) + len(atoms):
-        raise DecodeError("a value that arrived is damaged: it does not fit what came with it")
-    return value
-
-
-def _load_atoms(payload: memoryview, start: int) -> Any:
-    try:
-        return _AtomsOnly(io.BytesIO(payload[start:])).load()
+        if mark == _MIXED[0]:
+            return _unpack_mixed(payload, tensors, references)
+        if mark != _ATOMIC[0]:
+            return NOT_SIMPLE
+        # An unpickler of ours that looks no name up would take four times as long. Whoever
+        # sends a pickle that does more than make a value can send it to the codec as well.
+        value = pickle.loads(memoryview(payload)[1:])
+        if type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
+            return value
     except MemoryError as error:
         what = f"a value of {len(payload)} bytes that arrived"
         raise DecodeError(f"no memory is left to unpack {what}") from error
     except Exception as error:
-        raise DecodeError(f"a value that arrived is damaged: {error}") from error
+        raise DecodeError(f"a value that arrived is damaged: {error!r}") from error
+    raise DecodeError(f"a value that arrived is damaged: {type(value).__name__} for an atom")
 
 
-class _AtomsOnly(pickle.Unpickler):
-    """Finds nothing: a pickle of atoms needs no names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise DecodeError(f"a value that should hold no names holds {module}.{name}")
+def _unpack_mixed(
+    payload: bytes | bytearray | memoryview,
+    tensors: Sequence[Tensor],
+    references: Sequence[object],
+) -> tuple[Any, ...]:
+    """The inverse of :func:`_pack_mixed`, one loop as well."""
+    more_tensors, more_references = iter(tensors), iter(references)
+    items: list[Any] = []
+    place = 2 + payload[1]
+    for kind in payload[2:place]:
+        if kind == _A_TENSOR:
+            items.append(next(more_tensors))
+        elif kind in (_A_TEXT, _SOME_BYTES):
+            start = place + 4
+            place = start + _SIZE.unpack_from(payload, place)[0]
+            data = payload[start:place]
+            items.append(str(data, "utf-8", "surrogatepass") if kind == _A_TEXT else bytes(data))
+        elif kind == _A_REFERENCE:
+            items.append(next(more_references))
+        elif kind in (_AN_INTEGER, _A_FLOAT):
+            items += (_I64 if kind == _AN_INTEGER else _F64).unpack_from(payload, place)
+            place += 8
+        else:
+            items.append(_CONSTANTS[kind])
+    if place != len(payload) or not items or [*more_tensors, *more_references]:
+        raise ValueError("it does not fit what came with it")
+    return tuple(items)

@@ -8,20 +8,23 @@ by the codec before they come here; moving bytes is the transport's business.
 Layout, little-endian, no padding: ``count u32``, then per tensor ``flags u8``
 and, if it is inline, ``dtype u8, ndim u8, shape u64 × ndim``, the strides in
 elements ``u64 × ndim`` if ``STRIDED`` (0 along a dimension that shows the same elements
-again and again), and the bytes of its elements in memory order, each once. If it is
-``SPARSE`` (COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values.
-If it is ``EXPANDED``, ``ndim u8, shape u64 × ndim`` and a table of one tensor, which has
-size 1 wherever the same elements are shown again and again.
+again and again), and the bytes of its elements in memory order, each once: a single
+element if it is ``EXPANDED``, too, which is then shown everywhere. If it is ``SPARSE``
+(COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values. If it is
+``EXPANDED`` and not inline, ``ndim u8, shape u64 × ndim`` and a table of one tensor, which
+has size 1 wherever the same elements are shown again and again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,12 +46,12 @@ _STRIDED: Final = 8
 _SPARSE: Final = 16
 _COALESCED: Final = 32
 _EXPANDED: Final = 64
-_LAYOUTS: Final = (0, _INLINE, _INLINE | _STRIDED, _SPARSE, _SPARSE | _COALESCED, _EXPANDED)
-_OF_PARTS: Final = frozenset(_LAYOUTS[:3])
-"""The flags that parts of a sparse tensor, and what was expanded, may have."""
+_OF_EXPANDED: Final = frozenset({0, _INLINE, _INLINE | _STRIDED})
+"""The flags that what was expanded may have; below, those of the parts of a sparse tensor."""
+_OF_SPARSE: Final = _OF_EXPANDED | {_INLINE | _EXPANDED, _EXPANDED}
 _FLAGS: Final = frozenset(
     layout | grad | kind
-    for layout in _LAYOUTS
+    for layout in _OF_SPARSE | {_SPARSE, _SPARSE | _COALESCED}
     for grad in (0, _REQUIRES_GRAD)
     for kind in (0, _PARAMETER)
 )
@@ -57,8 +60,12 @@ _MALFORMED: Final = (struct.error, IndexError, ValueError, TypeError, OverflowEr
 
 _COUNT: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 64
-_HEADS: Final = tuple(struct.Struct(f"<BBB{n}Q") for n in range(_MAX_DIMS + 1))
 _SIZES: Final = tuple(struct.Struct(f"<{n}Q") for n in range(_MAX_DIMS + 1))
+_NO_STEPS: Final = tuple((0,) * n for n in range(_MAX_DIMS + 1))
+_MAX_INLINE_DIMS: Final = 32
+
+_MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
+"""All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +117,10 @@ _CODES: Final = {
     for code, known in enumerate(_INLINE_TYPES)
     if known.torch_type is not None
 }
+_CONJUGABLE: Final = frozenset(code for kind, code in _CODES.items() if kind.is_complex)
 
 
-@dataclass(slots=True)
-class UnpackedTensors:
+class UnpackedTensors(NamedTuple):
     """Tensors that arrived, before they are given back what autograd knows of them.
 
     Distributed autograd replaces some of ``tensors`` by non-leaf ones and then
@@ -163,20 +170,27 @@ def pack_tensors(
         if type(tensor) is Parameter or (flags and getattr(tensor, "_is_param", False)):
             flags |= _PARAMETER
         if flags and tensor.is_sparse:
-            head, more = _pack_sparse(tensor.detach(), flags, inline_limit)
-            parts.append(head)
-            slots += more
+            parts.append(_pack_sparse(tensor.detach(), flags, inline_limit, slots))
             continue
         code = _CODES.get(tensor.dtype, -1)
-        if code >= 0 and tensor.is_cpu and tensor.nbytes <= inline_limit and tensor.ndim <= 32:
-            parts.append(_pack_inline(tensor, code, flags | _INLINE))
-        elif not tensor.is_contiguous() and _is_expanded(tensor):
-            head, more = _pack_expanded(tensor.detach(), flags, inline_limit)
-            parts.append(head)
-            slots += more
+        if code < 0 or not tensor.is_cpu or (size := tensor.nbytes) > inline_limit:
+            parts.append(_pack_slot(tensor, flags, inline_limit, slots))
+            continue
+        # Most tensors are packed right here: a call of ours, and each question that torch
+        # is asked, cost more than copying what a small tensor holds. (``numpy()`` would
+        # answer most of them at once, but then nobody may resize the user's tensor.)
+        address, shape = tensor.data_ptr(), tensor.shape
+        ndim = len(shape)
+        if (
+            address
+            and ndim <= _MAX_INLINE_DIMS
+            and tensor.is_contiguous()
+            and (ndim < 2 or 1 not in shape)
+            and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj()))
+        ):
+            parts += (_head(flags | _INLINE, code, shape), _MEMORY[address : address + size])
         else:
-            parts.append(bytes((flags,)))
-            slots.append(_dense(tensor.detach()))
+            parts.append(_pack_inline(tensor, code, flags, slots))
     return b"".join(parts), tuple(slots)
 
 
@@ -192,86 +206,90 @@ def unpack_tensors(
     Raises:
         FrameError: the table is malformed or does not fit the slots.
     """
-    unpacked = UnpackedTensors([], [], [])
+    position, end = _COUNT.size, len(table)
+    if end < position:
+        raise FrameError(f"{end} bytes are no tensor table")
+    (count,) = _COUNT.unpack_from(table)
     waiting = iter(slots)
-    position = _read(table, 0, waiting, unpacked, _FLAGS)
-    if position != len(table) or next(waiting, None) is not None:
-        count = len(unpacked.tensors)
-        raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
-    return unpacked
-
-
-def _read(
-    table: bytes | bytearray | memoryview,
-    position: int,
-    waiting: Iterator[torch.Tensor],
-    unpacked: UnpackedTensors,
-    allowed: frozenset[int],
-) -> int:
-    """Reads the table that begins at ``position``, with such flags; returns where it ends."""
-    end = len(table)
-    if end < position + _COUNT.size:
-        raise FrameError(f"{end - position} bytes are no tensor table")
-    (count,) = _COUNT.unpack_from(table, position)
-    position += _COUNT.size
-    tensors = unpacked.tensors
+    tensors: list[torch.Tensor] = []
+    requiring_grad: list[int] = []
+    parameters: list[int] = []
     for index in range(count):
         if position >= end:
             raise FrameError(f"a tensor table ends before tensor {index} of {count}")
         flags = table[position]
-        if flags not in allowed:
-            raise FrameError(f"tensor {index} has meaningless flags 0x{flags:02x}")
-        if flags & _INLINE:
+        if flags & _INLINE and flags in _FLAGS:
             tensor, position = _unpack_inline(table, position)
-        elif flags & _SPARSE:
-            tensor, position = _unpack_sparse(table, position, waiting)
-        elif flags & _EXPANDED:
-            tensor, position = _unpack_expanded(table, position, waiting)
         else:
-            tensor, position = _take_slot(waiting), position + 1
+            tensor, position = _unpack_other(table, position, waiting, _FLAGS)
         tensors.append(tensor)
-        if flags & ~_INLINE:
-            _note_flags(flags, unpacked)
-    return position
+        if flags & _REQUIRES_GRAD:
+            _require_differentiable(tensor, index)
+            requiring_grad.append(index)
+        if flags & _PARAMETER:
+            parameters.append(index)
+    if position != end or next(waiting, None) is not None:
+        raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
+    # Not by its own constructor, which is a function of Python's.
+    return tuple.__new__(UnpackedTensors, (tensors, requiring_grad, parameters))
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(flags: int, code: int, shape: tuple[int, ...]) -> bytes:
+    """What precedes an inline tensor's bytes or strides; a program's shapes come again."""
+    return bytes((flags, code, len(shape))) + _SIZES[len(shape)].pack(*shape)
+
+
+def _pack_slot(
+    tensor: torch.Tensor, flags: int, inline_limit: int, slots: list[torch.Tensor]
+) -> bytes:
+    if not tensor.is_contiguous() and _is_expanded(tensor):
+        return _pack_expanded(tensor.detach(), flags, inline_limit, slots)
+    slots.append(_dense(tensor.detach()))
+    return bytes((flags,))
 
 
 def _pack_sparse(
-    tensor: torch.Tensor, flags: int, inline_limit: int
-) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    tensor: torch.Tensor, flags: int, inline_limit: int, slots: list[torch.Tensor]
+) -> bytes:
     shape = tensor.shape
     flags |= _SPARSE | (_COALESCED if tensor.is_coalesced() else 0)
     head = bytes((flags, len(shape))) + _SIZES[len(shape)].pack(*shape)
-    table, slots = pack_tensors((tensor._indices(), tensor._values()), inline_limit)
-    return head + table, slots
+    table, more = pack_tensors((tensor._indices(), tensor._values()), inline_limit)
+    slots += more
+    return head + table
 
 
-def _pack_inline(tensor: torch.Tensor, code: int, flags: int) -> bytes:
+def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.Tensor]) -> bytes:
+    """Packs a tensor that is not too large, but not as simple as most."""
+    shape, strides, size = tensor.shape, tensor.stride(), tensor.nbytes
+    ndim = len(shape)
+    if ndim > _MAX_INLINE_DIMS:
+        return _pack_slot(tensor, flags, size, slots)
     address = tensor.data_ptr()
-    is_plain = (address or not tensor.nbytes) and not tensor.is_neg() and not tensor.is_conj()
-    if is_plain and tensor.is_contiguous():
-        shape = tensor.shape
-        ndim = len(shape)
-        if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, tensor.stride()):
-            return _pack_strided(tensor, code, flags)
-        data = ctypes.string_at(address, tensor.nbytes)
-        return _HEADS[ndim].pack(flags, code, ndim, *shape) + data
-    if _is_expanded(tensor):
-        strides = tensor.stride()
-        if is_plain and _is_dense(_shown_once(tensor.shape, strides), strides):
-            return _pack_strided(tensor, code, flags)
-        return _pack_expanded(tensor.detach(), flags & ~_INLINE, tensor.nbytes)[0]
-    tensor = _dense(tensor.detach())
+    is_plain = (address or not size) and not tensor.is_neg() and not tensor.is_conj()
     if tensor.is_contiguous():
-        return _pack_inline(tensor, code, flags)
-    return _pack_strided(tensor, code, flags)
+        if not is_plain:
+            return _pack_inline(_dense(tensor.detach()), code, flags, slots)
+        if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, strides):
+            return _pack_strided(tensor, code, flags)
+        return _head(flags | _INLINE, code, shape) + _MEMORY[address : address + size]
+    if is_plain and not any(strides):  # as the gradient of a sum is
+        head = _head(flags | _INLINE | _EXPANDED, code, shape)
+        return head + _MEMORY[address : address + tensor.itemsize]
+    if is_plain and _is_dense(_shown_once(shape, strides), strides):
+        return _pack_strided(tensor, code, flags)
+    if _is_expanded(tensor):
+        return _pack_expanded(tensor.detach(), flags, size, slots)
+    return _pack_inline(_dense(tensor.detach()), code, flags, slots)
 
 
 def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     shape, strides = tensor.shape, tensor.stride()
-    ndim = len(shape)
-    head = _HEADS[ndim].pack(flags | _STRIDED, code, ndim, *shape)
+    head = _head(flags | _INLINE | _STRIDED, code, shape)
     size = math.prod(_shown_once(shape, strides)) * tensor.itemsize
-    return head + _SIZES[ndim].pack(*strides) + ctypes.string_at(tensor.data_ptr(), size)
+    address = tensor.data_ptr()
+    return head + _SIZES[len(shape)].pack(*strides) + _MEMORY[address : address + size]
 
 
 def _shown_once(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -300,15 +318,16 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _pack_expanded(
-    tensor: torch.Tensor, flags: int, inline_limit: int
-) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    tensor: torch.Tensor, flags: int, inline_limit: int, slots: list[torch.Tensor]
+) -> bytes:
     shape = tensor.shape
     head = bytes((flags | _EXPANDED, len(shape))) + _SIZES[len(shape)].pack(*shape)
     for dim, stride in enumerate(tensor.stride()):
         if not stride:
             tensor = tensor.narrow(dim, 0, 1)
-    table, slots = pack_tensors((tensor,), inline_limit)
-    return head + table, slots
+    table, more = pack_tensors((tensor,), inline_limit)
+    slots += more
+    return head + table
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,22 +362,10 @@ def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _take_slot(waiting: Iterator[torch.Tensor]) -> torch.Tensor:
-    tensor = next(waiting, None)
-    if tensor is None:
-        raise FrameError("a tensor table names more slots than the frame has")
-    return tensor
-
-
-def _note_flags(flags: int, unpacked: UnpackedTensors) -> None:
-    index = len(unpacked.tensors) - 1
-    if flags & _REQUIRES_GRAD:
-        dtype = unpacked.tensors[index].dtype
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise FrameError(f"tensor {index} of dtype {dtype} cannot require grad")
-        unpacked.requiring_grad.append(index)
-    if flags & _PARAMETER:
-        unpacked.parameters.append(index)
+def _require_differentiable(tensor: torch.Tensor, index: int) -> None:
+    dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise FrameError(f"tensor {index} of dtype {dtype} cannot require grad")
 
 
 def _unpack_inline(
@@ -371,16 +378,22 @@ def _unpack_inline(
     interpreter lock: getting it back among busy threads takes milliseconds.
     """
     try:
+        flags = table[position]
         kind = _INLINE_TYPES[table[position + 1]]
-        sizes = _SIZES[table[position + 2]]
-        shape = sizes.unpack_from(table, position + 3)
-        if table[position] & _STRIDED:
-            window, position = _strided_window(table, position + 3 + sizes.size, kind.bits, shape)
+        ndim = table[position + 2]
+        shape = _SIZES[ndim].unpack_from(table, position + 3)
+        position += 3 + 8 * ndim
+        if flags & _STRIDED:
+            window, position = _strided_window(table, position, kind.bits, shape)
+        elif flags & _EXPANDED:
+            element = bytearray(table[position : position + kind.bits.itemsize])
+            window = np.ndarray(shape, kind.bits, element, 0, _NO_STEPS[ndim])
+            position += kind.bits.itemsize
         else:
-            position += 3 + sizes.size
             window = np.ndarray(shape, kind.bits, table, position).copy()
-            position += window.nbytes
-            if not window.size:  # numpy would give it strides of 0
+            size = window.nbytes
+            position += size
+            if not size:  # numpy would give it strides of 0
                 window = np.ndarray(shape, kind.bits, window, 0, _steps(shape, window.itemsize))
         tensor = torch.from_numpy(window)
     except _MALFORMED as error:
@@ -390,18 +403,54 @@ def _unpack_inline(
     return tensor, position
 
 
+def _unpack_other(
+    table: bytes | bytearray | memoryview,
+    position: int,
+    waiting: Iterator[torch.Tensor],
+    allowed: frozenset[int],
+) -> tuple[torch.Tensor, int]:
+    """The tensor at ``position``, which has such flags, and where the next one begins."""
+    flags = table[position]
+    if flags not in allowed:
+        raise FrameError(f"a tensor has meaningless flags 0x{flags:02x}")
+    if flags & _INLINE:
+        return _unpack_inline(table, position)
+    if flags & _SPARSE:
+        return _unpack_sparse(table, position, waiting)
+    if flags & _EXPANDED:
+        return _unpack_expanded(table, position, waiting)
+    tensor = next(waiting, None)
+    if tensor is None:
+        raise FrameError("a tensor table names more slots than the frame has")
+    return tensor, position + 1
+
+
+def _unpack_parts(
+    table: bytes | bytearray | memoryview,
+    position: int,
+    waiting: Iterator[torch.Tensor],
+    allowed: frozenset[int],
+) -> tuple[list[torch.Tensor], int]:
+    """The tensors of the table that begins at ``position``, and where it ends."""
+    (count,) = _COUNT.unpack_from(table, position)
+    position += _COUNT.size
+    parts: list[torch.Tensor] = []
+    for _ in range(count):
+        tensor, position = _unpack_other(table, position, waiting, allowed)
+        parts.append(tensor)
+    return parts, position
+
+
 def _unpack_sparse(
     table: bytes | bytearray | memoryview, position: int, waiting: Iterator[torch.Tensor]
 ) -> tuple[torch.Tensor, int]:
     """The COO tensor at ``position``, and where the next one begins."""
     flags = table[position]
-    parts = UnpackedTensors([], [], [])
     try:
         sizes = _SIZES[table[position + 1]]
         shape = sizes.unpack_from(table, position + 2)
         start = position + 2 + sizes.size
-        end = _read(table, start, waiting, parts, _OF_PARTS)
-        indices, values = parts.tensors
+        (indices, values), end = _unpack_parts(table, start, waiting, _OF_SPARSE)
         tensor = torch.sparse_coo_tensor(
             indices, values, shape, is_coalesced=bool(flags & _COALESCED), check_invariants=True
         )
@@ -441,12 +490,11 @@ def _unpack_expanded(
     table: bytes | bytearray | memoryview, position: int, waiting: Iterator[torch.Tensor]
 ) -> tuple[torch.Tensor, int]:
     """The expanded tensor at ``position``, and where the next one begins."""
-    parts = UnpackedTensors([], [], [])
     try:
         sizes = _SIZES[table[position + 1]]
         shape = sizes.unpack_from(table, position + 2)
-        end = _read(table, position + 2 + sizes.size, waiting, parts, _OF_PARTS)
-        (tensor,) = parts.tensors
+        start = position + 2 + sizes.size
+        (tensor,), end = _unpack_parts(table, start, waiting, _OF_EXPANDED)
         if tensor.ndim != len(shape):
             raise FrameError(f"a tensor of shape {tuple(tensor.shape)} cannot become {shape}")
         return tensor.expand(shape), end

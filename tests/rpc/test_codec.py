@@ -520,9 +520,9 @@ def test_what_is_wrong_with_no_part_of_a_call_is_told_in_its_own_words() -> None
 @pytest.mark.parametrize(
     "payload",
     [
-        *(b"a", b"\x80\x05", b"garbage", b"t", b"m", b"m\0", b"m\1", b"m\1\0", b"m\1\7"),
-        *(encode([1] * 50).payload[:-9], b"a" + pickle.dumps(len)),
-        *(b"m\1\2" + pickle.dumps(atoms) for atoms in (7, (), (1, 2), (len,))),
+        *(b"a", b"\x80\x05", b"garbage", b"t", b"m", b"m\0", b"m\1", b"m\1\3", b"m\1\x63"),
+        *(encode([1] * 50).payload[:-9], b"a" + pickle.dumps(len), b"nn"),
+        *(b"m\1\0.", b"m\1\5\2\0\0\0.", b"m\1\5\1\0\0\0\xff", b"m\1\7" + bytes(7)),
     ],
 )
 def test_damaged_payloads_raise_decode_errors(payload: bytes) -> None:

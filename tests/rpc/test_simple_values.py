@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import random
 from typing import Any
 
 import pytest
@@ -38,8 +41,9 @@ def test_the_commonest_values_need_no_pickler_of_ours_and_arrive_the_same(value:
             st.none(),
             st.booleans(),
             st.integers(),
+            st.integers(-(2**64), 2**64),
             st.floats(allow_nan=False),
-            st.text(max_size=9),
+            st.text(st.characters(exclude_categories=[]), max_size=9),
             st.binary(max_size=9),
             st.builds(Handle),
             st.builds(lambda: torch.ones(2)),
@@ -74,6 +78,52 @@ def test_what_is_given_twice_arrives_as_one_object(shared: Any) -> None:
         assert arrived[0] is arrived[-1]
 
 
+MIXED = (torch.ones(1), "text", b"bytes", Handle(), 7, 2.5, None, True, False)
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_a_value_is_read_from_any_kind_of_buffer(wrap: Any) -> None:
+    for value in (MIXED, MIXED[4:], "text", None, ()):
+        encoded = encode(value)
+        assert decode(wrap(encoded.payload), encoded.tensors, encoded.references) == value
+
+
+def test_a_mixed_tuple_that_is_cut_off_is_refused_at_every_length() -> None:
+    encoded = encode(MIXED)
+    for length in range(1, len(encoded.payload)):
+        with pytest.raises(DecodeError):
+            decode(encoded.payload[:length], encoded.tensors, encoded.references)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([MIXED, MIXED[4:], MIXED[1]]))
+def test_damaged_values_are_refused_or_give_others(seed: int, damages: int, value: Any) -> None:
+    rng = random.Random(seed)
+    encoded = encode(value)
+    damaged = bytearray(encoded.payload)
+    for _ in range(damages):
+        damaged[rng.randrange(1, len(damaged))] = rng.randrange(256)
+    with contextlib.suppress(DecodeError):
+        decode(damaged, encoded.tensors, encoded.references)
+
+
+@pytest.mark.parametrize("value", [print, (1, len), [1]])
+def test_what_is_no_atom_is_not_taken_for_one(value: Any) -> None:
+    with pytest.raises(DecodeError, match="damaged"):
+        decode(b"a" + pickle.dumps(value), (), ())
+
+
+@pytest.mark.parametrize("value", [None, True, 2.5, "é", b"x", 3, -(2**70), 2**8000])
+def test_a_small_constant_has_a_payload_of_its_own(value: Any) -> None:
+    payload = simple_values.encode_constant(value)
+    assert payload
+    assert decode(payload, (), ()) == value
+
+
+@pytest.mark.parametrize("value", ["x" * 1025, b"x" * 1025, 2**8193, (), [1], torch.ones(1)])
+def test_what_is_large_or_may_change_is_no_small_constant(value: Any) -> None:
+    assert simple_values.encode_constant(value) == b""
+
+
 def test_a_value_for_which_no_memory_is_left_is_not_called_damaged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,6 +131,6 @@ def test_a_value_for_which_no_memory_is_left_is_not_called_damaged(
         raise MemoryError
 
     payload = encode(("text", 1)).payload
-    monkeypatch.setattr(simple_values, "_AtomsOnly", refuse)
+    monkeypatch.setattr(simple_values.pickle, "loads", refuse)
     with pytest.raises(DecodeError, match=f"no memory .* a value of {len(payload)} bytes"):
         decode(payload, (), ())

@@ -153,6 +153,27 @@ def test_an_expanded_tensor_sends_each_element_once(limit: int) -> None:
     assert after.tolist() == [1.0, 1.0]
 
 
+def test_one_element_that_is_shown_everywhere_travels_without_strides() -> None:
+    table, _ = pack_tensors([torch.ones(()).expand(2, 3)])
+    assert table == struct.pack("<IBBBQQf", 1, 4 | 64, 0, 2, 2, 3, 1.0)
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.sampled_from(DTYPES), st.data(), st.booleans())
+def test_a_tensor_with_any_strides_arrives_with_elements_equal(
+    shape: list[int], dtype: torch.dtype, data: st.DataObject, inline: bool
+) -> None:
+    strides = [data.draw(st.sampled_from([0, 0, 1, 2, 3, 9])) for _ in shape]
+    sent = some_tensor(dtype, 60).as_strided(shape, strides, data.draw(st.integers(0, 3)))
+    if data.draw(st.booleans()) and dtype.is_complex:
+        sent = sent.conj()
+    arrived = travel(sent, inline_limit=INLINE_LIMIT if inline else -1)
+    assert_same(arrived, sent)
+    table, slots = pack_tensors([sent, torch.ones(2)], INLINE_LIMIT if inline else -1)
+    again, after = unpack_tensors(table, slots).finish()
+    assert again.stride() == arrived.stride()
+    assert after.tolist() == [1.0, 1.0]
+
+
 def test_an_expanded_tensor_may_require_grad_or_be_a_parameter() -> None:
     leaf = torch.ones(1).expand(3).requires_grad_()
     assert travel(leaf).requires_grad
@@ -183,6 +204,13 @@ def test_slots_are_detached_from_the_graph() -> None:
     assert first.grad_fn is None
     assert not first.requires_grad
     assert not second.requires_grad
+
+
+def test_packing_leaves_the_tensor_resizable() -> None:
+    sent = torch.ones(4)
+    pack_tensors([sent])
+    sent.resize_(100)
+    assert sent.shape == (100,)
 
 
 def test_pending_conjugation_and_negation_are_carried_out() -> None:
@@ -320,6 +348,15 @@ def test_a_sparse_tensor_that_requires_grad_arrives_entry_by_entry(
     assert arrived[3].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+def test_the_values_of_a_sparse_tensor_may_be_expanded(limit: int) -> None:
+    values = torch.ones(2, 1).expand(2, 3)
+    for shown in (values, values[:1, :1].expand(2, 3)):
+        sent = torch.sparse_coo_tensor([[0, 2]], shown, (3, 3), check_invariants=True)
+        arrived = travel(sent.requires_grad_(), inline_limit=limit)
+        assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense())
+
+
 def test_a_cut_off_sparse_tensor_is_refused_at_every_length() -> None:
     table, _ = pack_tensors([coo()])
     for length in range(len(table)):
@@ -342,7 +379,12 @@ def test_what_cannot_be_a_sparse_tensor_is_refused() -> None:
 
 
 def test_cut_off_tables_are_refused_at_every_length() -> None:
-    sent = [torch.ones(2, 3).t(), torch.ones(4, dtype=torch.bfloat16), torch.ones(2).expand(3, 2)]
+    sent = [
+        torch.ones(2, 3).t(),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.ones(2).expand(3, 2),
+        torch.ones(()).expand(3),
+    ]
     table, _ = pack_tensors(sent)
     for length in range(len(table)):
         with pytest.raises(FrameError):
@@ -370,6 +412,10 @@ def test_cut_off_tables_are_refused_at_every_length() -> None:
         pytest.param(struct.pack("<IBBqIBBB4x", 1, 64, 1, 3, 1, 4, 0, 0), id="more dimensions"),
         pytest.param(struct.pack("<IBBIBBB4x", 1, 64, 0, 1, 64, 0, 0), id="expanded twice"),
         pytest.param(struct.pack("<IBBqI", 1, 64, 1, 3, 0), id="expanded nothing"),
+        pytest.param(struct.pack("<IBBBq3x", 1, 68, 0, 1, 3), id="one element, cut off"),
+        pytest.param(struct.pack("<IBBBq3x", 1, 68, 0, 1, 0), id="one element, cut off and hidden"),
+        pytest.param(struct.pack("<IBBBqq4x", 1, 68, 0, 2, 2**40, 2**40), id="one, too often"),
+        pytest.param(struct.pack("<IBBBqq4x", 1, 76, 0, 1, 3, 0), id="one element with strides"),
         pytest.param(struct.pack("<IBBqIBBBq4x", 1, 64, 1, -1, 1, 4, 0, 1, 1), id="expanded by -1"),
         pytest.param(struct.pack("<IBBqIBBBq8x", 1, 64, 1, 3, 1, 4, 0, 1, 2), id="2 expanded to 3"),
     ],
@@ -389,7 +435,8 @@ def test_slots_that_the_table_does_not_name_are_refused() -> None:
 def test_damaged_tables_raise_frame_errors_or_give_tensors(seed: int, damages: int) -> None:
     rng = random.Random(seed)
     expanded = torch.ones(2, 1).expand(2, 3)
-    sent = [torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), coo(), expanded]
+    one = torch.ones(()).expand(3)
+    sent = [torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), coo(), expanded, one]
     table, _ = pack_tensors(sent)
     damaged = bytearray(table)
     for _ in range(damages):
