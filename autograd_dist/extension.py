@@ -273,7 +273,7 @@ def _record_sent(
     positions: list[int] = []
     sent: list[SentTensor] = []
     for position, tensor in enumerate(tensors):
-        if tensor.requires_grad and has_gradient(tensor):
+        if tensor.requires_grad and (not tensor.is_leaf or has_gradient(tensor)):
             positions.append(position)
             sent.append(SentTensor.of(tensor))
     return context.add_send(sent) if sent else 0, positions

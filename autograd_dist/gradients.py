@@ -65,9 +65,9 @@ def own_all(
             continue
         # One reference more than an object that is only in a list: the name above.
         is_shared = sys.getrefcount(gradients[position]) > yardstick.listed + 1
-        if is_shared or not yardstick.is_exclusive(gradient):
+        if is_shared or yardstick.uses_of(gradient) not in yardstick.exclusive:
             gradient = _copy_like(leaf, gradient)
-        elif gradient.is_sparse:
+        elif gradient.layout is torch.sparse_coo:
             gradient = _with_own_indices(gradient)
         elif leaf.layout is not torch.strided or gradient.stride() != leaf.stride():
             gradient = _copy_like(leaf, gradient)
@@ -87,32 +87,28 @@ class _Yardstick:
         alone = [object()]
         self.listed = sys.getrefcount(alone[0])
         self._count_uses = getattr(torch._C, "_storage_Use_Count", None)
-        self._own = self._uses_of(torch.empty(1, device="cpu"))
-        self._seen = self._uses_of(torch.empty(1, device="cpu").view(1, 1))
-        self._values = self._uses_of_values(torch.ones(1, device="cpu").to_sparse())
+        with torch.inference_mode(False):  # in which there are views without a base
+            plain = self.uses_of(torch.empty(1, device="cpu"))
+            # A transposed weight gradient: its base is one use more, and must be nobody else's.
+            view = self.uses_of(torch.empty(1, device="cpu").view(1, 1))
+            sparse = self.uses_of(torch.ones(1, device="cpu").to_sparse())
+        self.exclusive = {plain, view, sparse} - {None}
 
-    def is_exclusive(self, tensor: torch.Tensor) -> bool:
-        """True if the memory is nobody else's; of a COO tensor, that of its values."""
+    def uses_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """How often the memory is used; of a COO tensor, that of its values.
+
+        Returns:
+            One of ``exclusive`` if the memory is nobody else's.
+        """
         if self._count_uses is None or type(tensor) is not torch.Tensor:
-            return False
+            return None
         if tensor._use_count() != 1:  # type: ignore[attr-defined]
-            return False
-        if tensor.is_sparse:
-            return self._uses_of_values(tensor) == self._values
+            return None
+        if tensor.layout is torch.sparse_coo:
+            values = tensor._values()
+            return self._count_uses(values.untyped_storage()._cdata), values.is_contiguous()
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return False
-        uses = self._uses_of(tensor)
-        # A transposed weight gradient: its base is one use more, and must be nobody else's.
-        return uses == self._own or uses == self._seen
-
-    def _uses_of_values(self, tensor: torch.Tensor) -> tuple[bool, int]:
-        values = tensor._values()
-        return values.is_contiguous(), self._uses_of(values)[0]
-
-    def _uses_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Of its memory; of a view, also whether its base shows as much, and uses of the base."""
-        if self._count_uses is None:
-            return (0,)
+            return None
         uses: int = self._count_uses(tensor.untyped_storage()._cdata)
         base = tensor._base
         if base is None:
