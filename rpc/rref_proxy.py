@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rpc import finalizers
@@ -29,24 +30,24 @@ class RRefProxy:
         self.__timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        rref, flavour, timeout = self.__rref, self.__flavour, self.__timeout
+        # A closure that refers to itself would be garbage that only the collector frees.
+        return partial(_call, self.__rref, name, self.__flavour, self.__timeout)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            agent: Agent = rref._keeper.agent
-            if finalizers.running():
-                if flavour != "rpc_async":
-                    finalizers.refuse(flavour)
-                return agent.later(lambda: call(*args, **kwargs))
-            if flavour == "remote":
-                _require_attribute(rref, name, timeout)
-            references, holding = rref._keeper, rref._holding
-            references.require_usable(holding)
-            owner = references.owner_of(holding)
-            return getattr(agent, flavour)(
-                owner, handles.call_method, (rref, name, *args), kwargs, timeout
-            )
 
-        return call
+def _call(
+    rref: RRef[Any], name: str, flavour: str, timeout: float, /, *args: Any, **kwargs: Any
+) -> Any:
+    references, holding = rref._keeper, rref._holding
+    agent: Agent = references.agent
+    if finalizers.running():
+        if flavour != "rpc_async":
+            finalizers.refuse(flavour)
+        return agent.later(lambda: _call(rref, name, flavour, timeout, *args, **kwargs))
+    if flavour == "remote":
+        _require_attribute(rref, name, timeout)
+    references.require_usable(holding)
+    start, owner = getattr(agent, flavour), references.owner_of(holding)
+    return start(owner, handles.call_method, (rref, name, *args), kwargs, timeout)
 
 
 def _require_attribute(rref: RRef[Any], name: str, timeout: float) -> None:

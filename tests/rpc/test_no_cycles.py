@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,7 @@ import autograd_dist
 import rpc
 from rpc.agent import Agent
 from rpc.testing import as_worker
+from tests.waiting import eventually
 
 
 def identity(value: object) -> object:
@@ -53,6 +55,17 @@ def test_calls_and_references_leave_no_tensor_in_a_cycle(pair: list[Agent]) -> N
     assert tensors_in_cycles(lambda: alice.rpc_sync("bob", identity, (x,))) == 0
     assert tensors_in_cycles(lambda: alice.rpc_async("bob", identity, (x,)).wait()) == 0
     assert tensors_in_cycles(lambda: alice.remote("bob", identity, (x,)).to_here()) == 0
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_a_call_through_a_reference_leaves_nothing_to_the_collector(pair: list[Agent]) -> None:
+    words = pair[0].remote("bob", identity, ("words",))
+    assert words.rpc_sync().upper() == "WORDS"
+    proxy = words.rpc_sync()
+    method = proxy.upper
+    before = weakref.ref(words._holding)
+    del words, proxy, method
+    eventually(lambda: before() is None)
 
 
 async def identity_later(value: object) -> object:
