@@ -63,9 +63,9 @@ def test_a_call_through_a_reference_leaves_nothing_to_the_collector(pair: list[A
     assert words.rpc_sync().upper() == "WORDS"
     proxy = words.rpc_sync()
     method = proxy.upper
-    before = weakref.ref(words._holding)
+    is_there = weakref.ref(words)
     del words, proxy, method
-    eventually(lambda: before() is None)
+    assert eventually(lambda: is_there() is None)
 
 
 async def identity_later(value: object) -> object:
