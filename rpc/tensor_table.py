@@ -184,13 +184,17 @@ def pack_tensors(
         if (
             address
             and ndim <= _MAX_INLINE_DIMS
-            and tensor.is_contiguous()
-            and (ndim < 2 or 1 not in shape)
             and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj()))
         ):
-            parts += (_head(flags | _INLINE, code, shape), _MEMORY[address : address + size])
-        else:
-            parts.append(_pack_inline(tensor, code, flags, slots))
+            if not tensor.is_contiguous():
+                if not any(tensor.stride()):  # as the gradient of a sum is
+                    head = _head(flags | _INLINE | _EXPANDED, code, shape)
+                    parts += (head, _MEMORY[address : address + tensor.itemsize])
+                    continue
+            elif ndim < 2 or 1 not in shape:
+                parts += (_head(flags | _INLINE, code, shape), _MEMORY[address : address + size])
+                continue
+        parts.append(_pack_inline(tensor, code, flags, slots))
     return b"".join(parts), tuple(slots)
 
 
@@ -224,7 +228,9 @@ def unpack_tensors(
             tensor, position = _unpack_other(table, position, waiting, _FLAGS)
         tensors.append(tensor)
         if flags & _REQUIRES_GRAD:
-            _require_differentiable(tensor, index)
+            dtype = tensor.dtype
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise FrameError(f"tensor {index} of dtype {dtype} cannot require grad")
             requiring_grad.append(index)
         if flags & _PARAMETER:
             parameters.append(index)
@@ -274,9 +280,6 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
         if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, strides):
             return _pack_strided(tensor, code, flags)
         return _head(flags | _INLINE, code, shape) + _MEMORY[address : address + size]
-    if is_plain and not any(strides):  # as the gradient of a sum is
-        head = _head(flags | _INLINE | _EXPANDED, code, shape)
-        return head + _MEMORY[address : address + tensor.itemsize]
     if is_plain and _is_dense(_shown_once(shape, strides), strides):
         return _pack_strided(tensor, code, flags)
     if _is_expanded(tensor):
@@ -360,12 +363,6 @@ def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     # isinstance(tensor, Parameter) holds with this mark, torch's own for such cases.
     tensor._is_param = True
     return tensor
-
-
-def _require_differentiable(tensor: torch.Tensor, index: int) -> None:
-    dtype = tensor.dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise FrameError(f"tensor {index} of dtype {dtype} cannot require grad")
 
 
 def _unpack_inline(
