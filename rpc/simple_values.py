@@ -80,15 +80,14 @@ def encode_simple(value: Any) -> Encoded | None:
     tensors: list[Tensor] = []
     references: list[Any] = []
     payload: bytes | None = b""
-    if kind is Tensor:
+    if value is None:
+        payload = _NOTHING
+    elif kind is Tensor:
         payload = _ONE_TENSOR
         tensors.append(value)
-    elif value is None:
-        payload = _NOTHING
-    elif kind in _ATOMS or (kind is tuple and _ATOMS.issuperset(map(type, value))):
-        if value != ():
-            payload = _ATOMIC + pickle.dumps(value, PROTOCOL)
-    elif kind is not tuple or not (payload := _pack_mixed(value, tensors, references)):
+    elif kind in _ATOMS or (kind is tuple and value and _ATOMS.issuperset(map(type, value))):
+        payload = _ATOMIC + pickle.dumps(value, PROTOCOL)
+    elif kind is not tuple or (value and not (payload := _pack_mixed(value, tensors, references))):
         return None
     for tensor in tensors:
         if (
