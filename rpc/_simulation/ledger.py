@@ -393,6 +393,13 @@ class Ledger:
         same = handle.reference == passed.reference and (mine or isinstance(handle, UserHandle))
         require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
 
+    def looked_up(
+        self, worker: Worker, passed: Passed, missing: str | None, handle: Handle
+    ) -> None:
+        """A value was looked up without a handle, as for a call made through a reference."""
+        same = (missing is None) == isinstance(handle, OwnerHandle)
+        require(same, Rule.HANDLES_WORK, worker.life, passed, "looked up", missing, "is", handle)
+
     def not_sent(self, worker: Worker, passed: Passed) -> None:
         """The message that was to carry ``passed`` did not leave."""
         if passed.passage is Passage.CREATION:

@@ -441,7 +441,11 @@ class Worker:
     def _adopt(self, table: Iterable[Passed]) -> dict[Name, Handle]:
         handles: dict[Name, Handle] = {}
         for passed in table:
+            borrowed = passed.passage is Passage.BORROW
+            missing = self.references.look_up(passed.reference) if borrowed else None
             handle, effects = self.references.receive(passed)
+            if borrowed:
+                self.world.ledger.looked_up(self, passed, missing, handle)
             name = self.world.name()
             handles[name] = self.handles[name] = handle  # counts as live for what follows
             self.world.ledger.received(self, passed, handle)
