@@ -49,7 +49,8 @@ class Exit:
         """This thread has sent."""
         with self._lock:
             self._in_the_way -= 1
-            self.look()
+            if self._waiting:
+                self.look()
 
     def look(self) -> None:
         """Something changed that may be waited for. Needs the lock."""

@@ -79,6 +79,9 @@ class SharedTensors:
     Args:
         peer_name: for log lines.
         pool: where what is sent lies; None if the peer is not on this host.
+
+    Attributes:
+        has_offer: whether :meth:`take_offer` has something to tell the peer.
     """
 
     def __init__(self, peer_name: str, pool: SendPool | None) -> None:
@@ -88,6 +91,7 @@ class SharedTensors:
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
+        self.has_offer = False
 
     # Sending
 
@@ -132,17 +136,14 @@ class SharedTensors:
             with self._lock:
                 self._offered = offer
                 self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
+                self.has_offer = True
         return None
-
-    @property
-    def has_offer(self) -> bool:
-        """Whether :meth:`take_offer` has something to tell the peer."""
-        return self._untold is not None
 
     def take_offer(self) -> Frame | None:
         """A segment that the peer has to map, to be sent to it; None if there is none."""
         with self._lock:
             offer, self._untold = self._untold, None
+            self.has_offer = False
         return offer
 
     def answered(self, answer: Payload) -> None:
