@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed
@@ -46,8 +46,7 @@ class context:
 
     def __enter__(self) -> int:
         extension = _extension()
-        if current_context_id() is not None:
-            refuse_nested(extension)
+        refuse_nested(extension)
         context_id = extension.contexts.create().context_id
         block = (extension, context_id, current_id.set(context_id))
         # In one step, as another thread may enter at the same time.
@@ -118,7 +117,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.
     """
-    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple, Sequence)):
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
         raise TypeError(
             "backward(): incompatible function arguments. Expected (context_id: int, "
             "roots: sequence of tensors, retain_graph: bool = False), but got "
@@ -153,9 +152,7 @@ def grad_fields() -> AbstractContextManager[object]:
 
 
 def _extension() -> AutogradExtension:
-    extension: Any = current_agent().extensions.load(EXTENSION_NAME)
-    found: AutogradExtension = extension
-    return found
+    return cast(AutogradExtension, current_agent().extensions.load(EXTENSION_NAME))
 
 
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:

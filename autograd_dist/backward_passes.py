@@ -16,16 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.profiler import record_function
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
-from autograd_dist.errors import UnknownContextError
 from autograd_dist.failure import Failure
 from autograd_dist.home import Home
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
-from autograd_dist.profiled import PASS
+from autograd_dist.profiled import PASS, span
 from autograd_dist.wire import (
     EXTENSION_NAME,
     AckMessage,
@@ -36,7 +34,7 @@ from autograd_dist.wire import (
     spread,
 )
 from rpc.errors import AgentClosedError
-from rpc.observation import profiler_enabled
+from rpc.slot import Slot
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -44,36 +42,7 @@ if TYPE_CHECKING:
     from rpc.futures import Future
 
 
-class _Asker:
-    """Who sent a request of a pass and waits for its acknowledgement.
-
-    Attributes:
-        answer: the acknowledgement, once there is one.
-    """
-
-    __slots__ = ("_future", "_lock", "answer")
-
-    def __init__(self) -> None:
-        self.answer: Answer | None = None
-        self._future: Future[Answer] | None = None
-        self._lock = threading.Lock()
-
-    def tell(self, answer: Answer) -> None:
-        """Gives the acknowledgement."""
-        with self._lock:
-            self.answer, future = answer, self._future
-        if future is not None:
-            future.set_result(answer)
-
-    def wait_with(self, future: Future[Answer]) -> None:
-        """Has a future completed with the acknowledgement."""
-        with self._lock:
-            self._future, answer = future, self.answer
-        if answer is not None:
-            future.set_result(answer)
-
-
-Driver = PassDriver[_Asker]
+Driver = PassDriver[Slot]
 
 
 @dataclass(slots=True)
@@ -87,11 +56,8 @@ class _OfContext:
     def end_before(self, root: int, oldest: int) -> list[Driver]:
         """Notes the oldest pass of a root that is not over; removes and returns older ones."""
         oldest = self.oldest[root] = max(oldest, self.oldest.get(root, 0))
-        over = []
-        for pass_id in list(self.drivers):
-            if pass_id.root == root and pass_id.number < oldest:
-                over.append(self.drivers.pop(pass_id))
-        return over
+        over = [p for p in self.drivers if p.root == root and p.number < oldest]
+        return [self.drivers.pop(pass_id) for pass_id in over]
 
 
 _NO_PASSES = _OfContext()
@@ -132,17 +98,13 @@ class BackwardPasses:
             UnknownContextError: there is no such context here.
         """
         context = self._contexts.find(context_id)
-        pass_id = tuple.__new__(PassId, (context_id, self._me, next(self._numbers)))
+        pass_id = PassId(context_id, self._me, next(self._numbers))
         home: Home[Failure | None] = Home(self._agent.transport)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home
         try:
             self._begin(driver)
-            if profiler_enabled():
-                with record_function(PASS):
-                    driver.start(roots)
-                    error = home.work()
-            else:
+            with span(PASS):
                 driver.start(roots)
                 error = home.work()
         finally:
@@ -171,12 +133,13 @@ class BackwardPasses:
         gradients = None
         if isinstance(message.request, Gradients):
             gradients = spread(message.present, tensors)
-        asker = _Asker()
-        driver.received(asker, message.request, gradients, sender)
-        if asker.answer is not None:
-            return asker.answer
+        token = Slot()
+        driver.received(token, message.request, gradients, sender)
+        if token.done():
+            answer: Answer = token.value()
+            return answer
         future: Future[Answer] = self._agent.caller.future("an acknowledgement of gradients")
-        asker.wait_with(future)
+        token.when_done(lambda done: future.set_result(done.value()))
         return future
 
     def close(self) -> None:
@@ -227,13 +190,13 @@ class BackwardPasses:
             what = f"gradients for worker {to} cannot be sent: "
             driver.failed(Failure.of(self._me, error, what))
 
-    def acknowledge(self, token: _Asker, ack: Ack, returned: Returned[Payload] | None) -> None:
+    def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
         """Replies to a request of a pass."""
         if returned is None:
-            token.tell(encode_ack(ack))
+            token.fill(encode_ack(ack))
             return
         present, tensors = gather(returned.payload)
-        token.tell((encode_ack(ack, returned.message_id, present), *tensors))
+        token.fill((encode_ack(ack, returned.message_id, present), *tensors))
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -261,7 +224,7 @@ class BackwardPasses:
         retain_graph: bool,
         finished: Callable[[Failure | None], None],
     ) -> Driver:
-        participant: Participant[Payload, _Asker] = Participant(
+        participant: Participant[Payload, Slot] = Participant(
             self._me, pass_id.root, context.workers
         )
 
@@ -281,11 +244,16 @@ class BackwardPasses:
         pass_id = driver.pass_id
         with self._lock:
             # Within the lock, so that a release that comes now finds the pass.
-            if self._contexts.get(pass_id.context_id) is None:
-                raise UnknownContextError(pass_id.context_id)
-            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            self._contexts.find(pass_id.context_id)
+            passes = self._of_context(pass_id.context_id)
             passes.drivers[pass_id] = driver
             passes.started.add(pass_id.number)
+
+    def _of_context(self, context_id: int) -> _OfContext:
+        passes = self._passes.get(context_id)
+        if passes is None:
+            passes = self._passes[context_id] = _OfContext()
+        return passes
 
     def _end(self, driver: Driver) -> None:
         pass_id = driver.pass_id
@@ -312,7 +280,7 @@ class BackwardPasses:
             context = self._contexts.join(pass_id.context_id)
             if context is None:
                 return None
-            passes = self._passes.setdefault(pass_id.context_id, _OfContext())
+            passes = self._of_context(pass_id.context_id)
             over = passes.end_before(pass_id.root, message.oldest)
             driver = passes.drivers.get(pass_id)
             is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number

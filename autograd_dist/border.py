@@ -13,7 +13,6 @@ the whole gradient passes through it later.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -67,11 +66,8 @@ class SentTensor:
 def _hooks_of(tensor: torch.Tensor) -> Hooks:
     if tensor.is_leaf:
         return {}
-    if tensor._backward_hooks is None and type(tensor) is torch.Tensor:
-        # As torch does with a tensor's first hook; it is that of all its hooks to come.
-        tensor._backward_hooks = OrderedDict()
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-    elif tensor._backward_hooks is None:
+    if tensor._backward_hooks is None:
+        # Made with a tensor's first hook, and then that of all its hooks to come.
         tensor.register_hook(_change_nothing).remove()  # type: ignore[no-untyped-call]
     hooks: Hooks | None = tensor._backward_hooks
     return {} if hooks is None else hooks

@@ -160,13 +160,8 @@ class DistAutogradContext:
             self._workers.discard(worker_id)
         return known
 
-    def workers(self) -> list[int]:
-        """The workers that this one exchanged calls with in the context."""
-        with self._lock:
-            return sorted(self._workers)
-
-    def others(self, *excepted: int | None) -> list[int]:
-        """The same, but for some."""
+    def workers(self, *excepted: int | None) -> list[int]:
+        """The workers that this one exchanged calls with in the context, but for some."""
         with self._lock:
             return sorted(self._workers.difference(excepted))
 
@@ -237,15 +232,17 @@ class ContextTable:
         """
         with self._lock:
             context = self._contexts.get(context_id)
-            if context is not None:
+            if context is not None or self._is_over(context_id):
                 return context
-            if context_id in self._released or context_id >> _CREATOR_SHIFT == self._me:
-                return None
             context = self._contexts[context_id] = DistAutogradContext(context_id, self._life)
         if self._lives(context_id):
             return context
         self.release(context_id)  # of those of a lost worker, all that were here have been
         return None
+
+    def _is_over(self, context_id: int) -> bool:
+        """Whether a context that is not here was. Needs the lock."""
+        return context_id in self._released or creator_of(context_id) == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:
         """Removes a context; a late call cannot bring it back. None if it was not here."""

@@ -36,27 +36,6 @@ def current_run() -> EngineRun | None:
     return run
 
 
-def enter_run(run: EngineRun) -> EngineRun | None:
-    """Makes a run current for engine runs that follow; returns the one before it."""
-    outer = torch._C._get_obj_in_tls(_SLOT) if torch._C._is_key_in_tls(_SLOT) else None
-    if not _counts:
-        _increment(ctypes.py_object(run))
-    torch._C._stash_obj_in_tls(_SLOT, run)
-    return outer
-
-
-def leave_run(outer: EngineRun | None) -> None:
-    """Makes the run current that was before `enter_run`."""
-    if outer is None and _remove is not None:
-        # An object left in a thread's slot is destroyed at thread exit, which
-        # can deadlock on the interpreter lock.
-        _remove(_SLOT)
-        return
-    if not _counts:
-        _increment(ctypes.py_object(outer))
-    torch._C._stash_obj_in_tls(_SLOT, outer)
-
-
 class running:
     """Makes a run current for engine runs started inside the block.
 
@@ -70,10 +49,26 @@ class running:
         self._run = run
 
     def __enter__(self) -> None:
-        self._outer = enter_run(self._run)
+        self._outer = current_run()
+        _stash(self._run)
 
     def __exit__(self, *_: object) -> None:
-        leave_run(self._outer)
+        _restore(self._outer)
+
+
+def _restore(outer: EngineRun | None) -> None:
+    if outer is None and _remove is not None:
+        # An object left in a thread's slot is destroyed at thread exit, which
+        # can deadlock on the interpreter lock.
+        _remove(_SLOT)
+    else:
+        _stash(outer)
+
+
+def _stash(value: object) -> None:
+    if not _counts:
+        _increment(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(_SLOT, value)
 
 
 def _slot_counts() -> bool:
@@ -92,4 +87,4 @@ _remove = getattr(torch._C, "_remove_obj_from_tls", None)
 _increment = ctypes.pythonapi.Py_IncRef
 _decrement = ctypes.pythonapi.Py_DecRef
 _counts = _slot_counts()
-leave_run(None)
+_restore(None)

@@ -92,7 +92,7 @@ class AutogradExtension:
         if context is None:
             return
         self._passes.drop(context_id, RpcError("its autograd context was released"))
-        others = context.others(self._me, told_by)
+        others = context.workers(self._me, told_by)
         if others:
             self._releases.put(context_id, others)
 
@@ -122,9 +122,7 @@ class AutogradExtension:
         if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
             self._lost_a_neighbour([context], sender)
         scope = entered if received.grad_enabled else entered_without_grad
-        if received.positions:
-            tensors = _attach_received(context, received, sender, tensors)
-        return tensors, scope(context.context_id)
+        return _attach_received(context, received, sender, tensors), scope(context.context_id)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -143,7 +141,7 @@ class AutogradExtension:
         """Lets gradients find the way back to a result's sender."""
         received = CallMetadata.decode(metadata, len(tensors))
         context = self.contexts.get(received.context_id)
-        if context is None or not received.positions:
+        if context is None:
             return tensors
         return _attach_received(context, received, sender, tensors)
 
@@ -273,7 +271,7 @@ def _record_sent(
     positions: list[int] = []
     sent: list[SentTensor] = []
     for position, tensor in enumerate(tensors):
-        if tensor.requires_grad and (not tensor.is_leaf or has_gradient(tensor)):
+        if has_gradient(tensor):
             positions.append(position)
             sent.append(SentTensor.of(tensor))
     return context.add_send(sent) if sent else 0, positions
@@ -285,14 +283,13 @@ def _attach_received(
     sender: int,
     tensors: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    context_id, message_id, positions, _ = received
-    origin = tuple.__new__(Origin, (context_id, sender, message_id))
-    result, untracked = list(tensors), []
-    for position in positions:
-        untracked.append(tensors[position])
-    tracked = attach_recv(origin, untracked)
-    context.add_receipt(sender, message_id, tracked[0].grad_fn)
-    for position, tensor in zip(positions, tracked, strict=True):
+    if not received.positions:
+        return tensors
+    origin = Origin(received.context_id, sender, received.message_id)
+    tracked = attach_recv(origin, [tensors[i] for i in received.positions])
+    context.add_receipt(sender, received.message_id, tracked[0].grad_fn)
+    result = list(tensors)
+    for position, tensor in zip(received.positions, tracked, strict=True):
         result[position] = tensor
     return result
 

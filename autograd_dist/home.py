@@ -42,14 +42,15 @@ class Home(Generic[R]):
 
     def leave(self, work: Work) -> None:
         """Leaves ``work`` to the thread."""
-        self._work.append(work)
-        self._woken.put(None)
-        self._transport.wake()
+        self._put(work)
 
     def close(self, result: R) -> None:
         """There is no more to do."""
         self._results.append(result)
-        self._work.append(None)
+        self._put(None)
+
+    def _put(self, work: Work | None) -> None:
+        self._work.append(work)
         self._woken.put(None)
         self._transport.wake()
 

@@ -16,20 +16,11 @@ import torch.distributed
 from autograd_dist.border import Hook, users_hooks
 from autograd_dist.recv_node import Node
 
-if torch.distributed.is_available():
-    from torch.distributed.distributed_c10d import GroupMember
-else:
-
-    class GroupMember:  # type: ignore[no-redef]
-        """Stands in for torch's."""
-
-        WORLD = None
-
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
     """Whether anything would notice if torch did not accumulate these leaves' gradients."""
-    # DistributedDataParallel hangs on the nodes from C++, out of sight.
-    if leaves and GroupMember.WORLD is not None:
+    if leaves and torch.distributed.is_available() and torch.distributed.is_initialized():
+        # DistributedDataParallel hangs on the nodes from C++, out of sight.
         return True
     for leaf in leaves:
         variable = leaf.variable

@@ -32,7 +32,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from autograd_dist.border import Border, SentTensor
-from autograd_dist.engine_run import enter_run, leave_run, running
+from autograd_dist.engine_run import running
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
     Edge,
@@ -262,16 +262,12 @@ class LocalPass:
         inputs += zip(border, repeat(0))
         if not (inputs and roots):
             return
-        gradients = []
-        for gradient, _ in roots.values():
-            gradients.append(gradient)
-        outer = enter_run(self)
-        try:
+        with running(self):
             captured: list[torch.Tensor | None] = list(
                 # torch.autograd.grad itself spends tens of microseconds on checks.
                 Variable._execution_engine.run_backward(
                     gradient_edges(roots),
-                    tuple(gradients),
+                    tuple([gradient for gradient, _ in roots.values()]),
                     retain_graph,
                     False,  # no graph of this run
                     gradient_edges(inputs),
@@ -279,10 +275,7 @@ class LocalPass:
                     accumulate_grad=False,
                 )
             )
-        finally:
-            leave_run(outer)
-        if self._to_deliver:
-            self._finish_recvs(region)
+        self._finish_recvs(region)
         if region.leaves:
             del captured[len(region.leaves) :]
             self._finished_leaves.update(region.leaves)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 import torch
-from torch.autograd.profiler import record_function
 
 from autograd_dist.failure import Failure
 from autograd_dist.graph import edge_of
@@ -33,9 +32,8 @@ from autograd_dist.passes import (
     Send,
     T,
 )
-from autograd_dist.profiled import SEND
+from autograd_dist.profiled import SEND, span
 from autograd_dist.recv_node import Origin
-from rpc.observation import profiler_enabled
 
 Payload = list[torch.Tensor | None]
 
@@ -128,8 +126,7 @@ class PassDriver(Generic[T]):
         """Stops taking part, and lets go of the graph."""
         with self._participant_lock:
             effects = self._participant.abandoned()
-        if effects:
-            self._carry_out(effects)
+        self._carry_out(effects)
         # The two refer to each other; without this the graph would wait for the
         # garbage collector. A wave that still runs has its own reference.
         self._local = None
@@ -149,8 +146,7 @@ class PassDriver(Generic[T]):
             may_wait = may_wait and (gradient is None or gradient.is_cpu)
         with self._participant_lock:
             effects = self._participant.gradients_ready(origin, gradients, may_wait=may_wait)
-        if effects:
-            self._carry_out(effects)
+        self._carry_out(effects)
 
     def _carry_out(
         self,
@@ -192,10 +188,7 @@ class PassDriver(Generic[T]):
         try:
             if isinstance(effect, RunWave):
                 for arrived in effect.arrived:
-                    if profiler_enabled():
-                        with record_function(SEND):
-                            local.add_gradients(*arrived)
-                    else:
+                    with span(SEND):
                         local.add_gradients(*arrived)
                 if effect.only_promised is not None:
                     resolved = _resolve_others(local, effect.only_promised)

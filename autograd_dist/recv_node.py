@@ -86,19 +86,11 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         The tensors, each requiring grad, with one common node behind them.
     """
-    plain = []
-    for tensor in tensors:
-        is_plain = type(tensor) is torch.Tensor
-        if is_plain and not (tensor._is_view() or tensor.requires_grad):
-            plain.append(tensor)
-        else:
-            plain.append(_detached(tensor))
+    plain = [_detached(tensor) for tensor in tensors]
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
     anchor = _ANCHOR.detach().requires_grad_()
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
-    if torch.is_grad_enabled():
-        return list(apply(anchor, origin, plain))
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))
 
@@ -108,6 +100,8 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
     torch refuses to modify in place a view that a custom function returned.
     """
+    if type(tensor) is torch.Tensor and not (tensor._is_view() or tensor.requires_grad):
+        return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout is not torch.strided:
         return plain

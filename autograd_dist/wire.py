@@ -56,7 +56,7 @@ class CallMetadata(NamedTuple):
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id, grad_enabled = _CALL.unpack_from(data)
-        positions = _unpack_positions(data, _CALL.size) if len(data) > _CALL.size else ()
+        positions = _unpack_positions(data, _CALL.size)
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
         return _new(cls, (context_id, message_id, positions, grad_enabled))
@@ -74,8 +74,7 @@ def encode_call(
     context_id: int, message_id: int, positions: Sequence[int], grad_enabled: bool = True
 ) -> bytes:
     """The bytes of :class:`CallMetadata`."""
-    head = _CALL.pack(context_id, message_id, grad_enabled)
-    return head + struct.pack(f"<{len(positions)}{_POSITION}", *positions)
+    return _CALL.pack(context_id, message_id, grad_enabled) + _pack_positions(positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +158,8 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
         raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
     first, second = _FIELDS.unpack_from(body, _HEAD.size)
     end = _HEAD.size + _FIELDS.size
-    if kind == _GRADIENTS:
-        request: Request = Gradients(first)
-        present = tuple(map(bool, body[end:]))
-    else:
-        request, present = _request(kind, first, second, body, end), ()
+    present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
+    request = _request(kind, first, second, body, end)
     pass_id = _new(PassId, (context_id, root, number))
     return _new(PassMessage, (pass_id, oldest, request, bool(retain_graph), present))
 
@@ -193,6 +189,8 @@ def _context_ids(body: bytes, count: int) -> tuple[int, ...]:
 
 
 def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Request:
+    if kind == _GRADIENTS:
+        return Gradients(first)
     if kind == _SURVEY:
         return Survey(first)
     if kind == _PROMISE:
@@ -222,8 +220,6 @@ class AckMessage(NamedTuple):
         Raises:
             FrameError: it is malformed.
         """
-        if data == _NOTHING_NEW:
-            return _DECODED_NOTHING_NEW
         if len(data) < _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
         kind, stuck, resolved = _ACK.unpack_from(data)
@@ -254,11 +250,6 @@ def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = N
     return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
 
 
-_NOTHING_NEW: Final = encode_ack(Ack())
-_DECODED_NOTHING_NEW: Final = AckMessage(Ack())
-"""Most acknowledgements."""
-
-
 def _failure(data: bytes) -> Failure:
     """What an acknowledgement says beyond its numbers."""
     start = _ACK.size + _LOST.size
@@ -283,13 +274,8 @@ def _decoded(data: bytes) -> str:
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
     """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
-    present: list[bool] = []
-    travelling: list[torch.Tensor] = []
-    for gradient in gradients:
-        present.append(gradient is not None)
-        if gradient is not None:
-            travelling.append(gradient)
-    return tuple(present), travelling
+    present = tuple([gradient is not None for gradient in gradients])
+    return present, [gradient for gradient in gradients if gradient is not None]
 
 
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -300,8 +286,6 @@ def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[tor
     """
     if sum(present) != len(tensors):
         raise FrameError(f"{len(tensors)} gradients came where {sum(present)} were announced")
-    if len(present) == len(tensors):
-        return list(tensors)
     waiting = iter(tensors)
     return [next(waiting) if is_present else None for is_present in present]
 

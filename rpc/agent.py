@@ -301,7 +301,7 @@ class Agent(process_forks.Member):
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
-        peer = self.group.find(to) if self.membership is None else self.find(to, timeout)
+        peer = self.find(to, timeout)
         before = shut_out()
         try:
             self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
@@ -515,7 +515,7 @@ class Agent(process_forks.Member):
 
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
-        if self._early_frames.are_held and self._early_frames.keep(sender, frame):
+        if self._early_frames.keep(sender, frame):
             return
         if in_batch:
             with self.completions.elsewhere():

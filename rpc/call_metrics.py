@@ -222,10 +222,7 @@ class Book(dict[tuple[MethodName, int], Series]):
 
 def tensor_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the tensors that travel beside header and payload."""
-    total = 0
-    for tensor in tensors:
-        total += tensor.nbytes
-    return total
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def _bounds(bucket: int) -> tuple[float, float]:

@@ -93,7 +93,7 @@ class Callee:
             if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
                 return
             self._serving[service] = now
-            if self._early.are_noted and self._early.take(sender.worker, frame.correlation):
+            if self._early and self._early.take(sender.worker, frame.correlation):
                 service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
@@ -178,7 +178,7 @@ class Callee:
                 series.failed(ErrorKind.REMOTE)
         if service.request.extensions:
             tracing.served(since, now, service.failed)
-        self._agent.departure.activity_changed()
+        self._agent.activity_changed()
 
     def quiet(self) -> bool:
         """True if no request is being served."""
@@ -324,10 +324,8 @@ class _Service:
             self._fetch(scopes)
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
-        elif operation is Operation.METHOD:
-            self._call(adopted, scopes)
         else:
-            once = self.request.target and self._once()
+            once = self._once()
             if not once or self._callee.admit(self, RequestId.decode(once)):
                 self._call(adopted, scopes)
 
@@ -393,12 +391,14 @@ class _Service:
             self.method = f"RRef.{name}"
             return getattr(self._agent.references.place_of(request.target).wait(), name), args, {}
         if request.function:
-            func, args = codec.find(request.function), self._unpack(adopted, scopes)
-            self.method = method_name(func, args) if func is call_method else request.function
-            return call_method(*args) if func is call_method else (func, args, {})
-        func, args, kwargs = self._unpack(adopted, scopes)
+            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
+        else:
+            func, args, kwargs = self._unpack(adopted, scopes)
+        self.method = request.function or method_name(func, args)
+        if func is not call_method:
+            return func, args, kwargs
         self.method = method_name(func, args)
-        return call_method(*args, **kwargs) if func is call_method else (func, args, kwargs)
+        return call_method(*args, **kwargs)
 
     def _finish_with_future(self, future: object) -> None:
         if not isinstance(future, torch._C.Future):

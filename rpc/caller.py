@@ -339,7 +339,7 @@ class Caller:
         finally:
             with self._lock:
                 self._processing -= 1
-            self._agent.departure.activity_changed()
+            self._agent.activity_changed()
 
     def expire(self, now: float) -> float | None:
         """Ends calls past their deadline; returns when to come back."""
@@ -378,7 +378,7 @@ class Caller:
             if item.ending is Ending.LOST:
                 item.call.sink.failed(copy(error))  # who raises it adds frames to it
         self._agent.transport.wake()
-        self._agent.departure.activity_changed()
+        self._agent.activity_changed()
 
     def close(self, reason: str) -> None:
         """Fails whatever is outstanding and refuses new calls."""

@@ -18,25 +18,23 @@ class EarlyCancellations:
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
         self._early: dict[tuple[int, int], None] = {}
-        self.are_noted = False
-        """Whether any is remembered: what every request asks."""
+
+    def __bool__(self) -> bool:
+        return bool(self._early)
 
     def note(self, sender: int, correlations: Iterable[int]) -> None:
         """Requests of ``sender`` that are not here were cancelled."""
         self._early.update(dict.fromkeys((sender, each) for each in correlations))
         while len(self._early) > self._kept:
             del self._early[next(iter(self._early))]
-        self.are_noted = bool(self._early)
 
     def take(self, sender: int, correlation: int) -> bool:
         """A request arrived: was it cancelled before?"""
         known = (sender, correlation) in self._early
         if known:
             del self._early[sender, correlation]
-            self.are_noted = bool(self._early)
         return known
 
     def worker_lost(self, sender: int) -> None:
         """A worker is gone; in its next life it counts its requests anew."""
         self._early = {key: None for key in self._early if key[0] != sender}
-        self.are_noted = bool(self._early)

@@ -32,29 +32,32 @@ class EarlyFrames:
         self._deliver = deliver
         self._lose = lose
         self._lock = threading.Lock()
-        self._held: list[Callable[[], None]] = []
-        self.are_held = False
-        """Whether any may have to wait."""
+        self._held: list[Callable[[], None]] | None = None
 
     def keep(self, sender: Life, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
+        if self._held is None:
+            return False
         return self._append(partial(self._deliver, sender, frame))
 
     def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
+        if self._held is None:
+            return False
         return self._append(partial(self._lose, life, reason))
 
     def _append(self, arrival: Callable[[], None]) -> bool:
         with self._lock:
-            if self.are_held:
-                self._held.append(arrival)
-            return self.are_held
+            if self._held is None:
+                return False
+            self._held.append(arrival)
+            return True
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Makes all wait until the end of the block, where it is delivered in order."""
         with self._lock:
-            self.are_held = True
+            self._held = []
         try:
             yield
         finally:
@@ -64,6 +67,6 @@ class EarlyFrames:
 
     def _take(self) -> list[Callable[[], None]]:
         with self._lock:
-            held, self._held = self._held, []
-            self.are_held = bool(held)
+            held = self._held or []
+            self._held = [] if held else None
             return held

@@ -187,10 +187,9 @@ class Executor:
             False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
-            # As in _staff; every request comes here, so no call is made to find out.
-            active = self._size + self._guests - len(self._idle) - self._waiting
-            has_room = active < self._limit + self._extra
-            admitted = has_room and self._guests < guests and not self._closed
+            admitted = (
+                self._guests < guests and not self._closed and self._active() < self._allowed()
+            )
             if admitted:
                 self._guests += 1
                 self._busy += 1
@@ -207,9 +206,8 @@ class Executor:
             with self._lock:
                 self._task_ended()
                 self._guests -= 1
-                missing = self._staff() if self._queue else None
-            if missing is not None:
-                self._start(missing)
+                missing = self._staff()
+            self._start(missing)
         return True
 
     def try_again(self) -> None:

@@ -92,12 +92,11 @@ class ExtensionSet:
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
         ) -> Extensions:
             found: list[tuple[str, bytes]] = []
-            for extension in list(self._loaded.values()):
+            for extension in self.all():
                 data = extension.outgoing_request(to, tensors)
                 if data is not None:
                     found.append((extension.name, data))
-            if severed is not None:
-                _require_whole(severed, found)
+            _require_whole(severed, found)
             return tuple(found)
 
         return attach
@@ -109,8 +108,7 @@ class ExtensionSet:
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
         ) -> Extensions:
             found: list[tuple[str, bytes]] = []
-            if severed is not None:
-                _require_whole(severed, request)
+            _require_whole(severed, request)
             for name, sent in request:
                 data = self.load(name).outgoing_reply(to, sent, tensors)
                 if data is not None:
@@ -162,13 +160,13 @@ def leave(scopes: Scopes, error: BaseException | None) -> None:
             leave(scopes, error)
 
 
-def _require_whole(severed: type[torch.Tensor], riding: Iterable[tuple[str, bytes]]) -> None:
+def _require_whole(severed: type[torch.Tensor] | None, riding: Iterable[tuple[str, bytes]]) -> None:
     """Refuses a tensor that was cut off from its graph where its gradient is wanted.
 
     Raises:
         EncodeError: the message belongs to an autograd context.
     """
-    if any(name == AUTOGRAD for name, _ in riding):
+    if severed is not None and any(name == AUTOGRAD for name, _ in riding):
         raise EncodeError(
             f"a {severed.__qualname__} that is part of a graph cannot be sent within an "
             "autograd context, as its gradient would be lost: send it detached, or a plain tensor"

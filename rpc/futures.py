@@ -251,13 +251,11 @@ class Future(_TorchFuture[T]):
         with self._lock:
             if self._watched or (error is not None and _collectors.of(self)):
                 return False
-            if error is not None:
+            if error is None:
+                self.set_result(cast(T, value))
+            else:
                 self._fail(error)  # whoever collects it from now on looks at it first
-                return True
-            torch._C.Future.set_result(self, value)
-        if self._waker is not None:
-            self._waker()
-        return True
+            return True
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value; once."""

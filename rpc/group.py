@@ -140,8 +140,7 @@ class Group:
         Raises:
             UnknownWorkerError: no such worker.
         """
-        living = self._living.get(worker_id)
-        return self.peer(worker_id).life if living is None else living
+        return self.peer(worker_id).life
 
     def lost_error(self, worker_id: int) -> WorkerLostError | None:
         """The error to give to callers of a worker that is gone; None if it lives."""

@@ -112,14 +112,8 @@ class Request(NamedTuple):
             ) from None
         if not (target or extensions or references):
             return head + function + table
-        parts = [head, function, target]
-        for name, data in extensions:
-            encoded = name.encode()
-            if len(encoded) > _MAX_NAME_BYTES:
-                raise _name_too_long(name)
-            parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
-        parts += (references, table)
-        return b"".join(parts)
+        packed = _pack_extensions(extensions)
+        return b"".join((head, function, target, packed, references, table))
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
@@ -183,14 +177,8 @@ class Reply(NamedTuple):
             ) from None
         if not (extensions or references):
             return head + table
-        parts = [head]
-        for name, data in extensions:
-            encoded = name.encode()
-            if len(encoded) > _MAX_NAME_BYTES:
-                raise _name_too_long(name)
-            parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
-        parts += (references, table)
-        return b"".join(parts)
+        packed = _pack_extensions(extensions)
+        return b"".join((head, packed, references, table))
 
     @classmethod
     def decode(cls, data: bytes) -> Reply:
@@ -230,8 +218,14 @@ def _too_short(data: bytes, end: int) -> FrameError:
     return FrameError(f"the sections of a header of {len(data)} bytes end after {end}")
 
 
-def _name_too_long(name: str) -> EncodeError:
-    return EncodeError(f"the name of an extension has at most 255 bytes, unlike {name!r}")
+def _pack_extensions(extensions: Extensions) -> bytes:
+    parts: list[bytes] = []
+    for name, data in extensions:
+        encoded = name.encode()
+        if len(encoded) > _MAX_NAME_BYTES:
+            raise EncodeError(f"the name of an extension has at most 255 bytes, unlike {name!r}")
+        parts += (_EXTENSION.pack(len(encoded), len(data)), encoded, data)
+    return b"".join(parts)
 
 
 def _unpack_extensions(data: bytes, start: int, count: int) -> tuple[Extensions, int]:

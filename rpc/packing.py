@@ -15,10 +15,9 @@ import torch
 
 from rpc import codec, tensor_table
 from rpc.errors import DecodeError
-from rpc.holdings import NOTHING_LENT, Adopted, Loan
+from rpc.holdings import Adopted, Loan
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
-from rpc.simple_values import NOT_SIMPLE, decode_simple, encode_simple
 from rpc.transports.base import Unreceived
 
 _NONE_INLINE = -1
@@ -56,8 +55,7 @@ def pack(
         EncodeError: the value cannot be serialized.
         RRefError: it holds a reference that must not be shared any more.
     """
-    encoded = encode_simple(value) or codec.encode(value)
-    payload, tensors, references, plain, severed = encoded
+    payload, tensors, references, plain, severed = codec.encode(value)
     extensions = attach(tensors, severed) if attach is not None else ()
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
@@ -65,7 +63,7 @@ def pack(
         moves = keeper.agent.host_moves
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
         table, slots = tensor_table.pack_tensors(tensors, limit)
-    loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
+    loan = keeper.lend(references, to, borrow=borrow)
     # Not by its own constructor, which is a function of Python's.
     return tuple.__new__(Packed, (payload, plain, extensions, loan, table, slots))
 
@@ -91,12 +89,9 @@ def unpack(
     tensors: list[torch.Tensor] = []
     if table:
         raised = tensor_table.unpack_tensors(table, slots)
-        tensors, requiring_grad, parameters = raised
         if replace is not None:
-            tensors[:] = replace(tensors)
-        if requiring_grad or parameters:
-            raised.finish()
+            raised.tensors[:] = replace(raised.tensors)
+        tensors = raised.finish()
     elif replace is not None:
         replace([])
-    simple = decode_simple(payload, tensors, adopted.handles)
-    return decode(payload, tensors, adopted.handles) if simple is NOT_SIMPLE else simple
+    return decode(payload, tensors, adopted.handles)

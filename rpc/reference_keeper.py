@@ -290,9 +290,7 @@ class ReferenceKeeper:
         passed: list[Passed] = []
         try:
             for rref in handles:
-                if rref._keeper is not self:  # the same ids may mean something else here
-                    raise rref._not_for(self.agent.info)
-                passed.append(self._share(rref._holding, life, carrier))
+                passed.append(self._share(rref, life, carrier))
         except BaseException:
             self.unsent(Loan(tuple(passed)), "another reference in the message is unusable")
             raise
@@ -313,9 +311,7 @@ class ReferenceKeeper:
             RRefError: the handle must not be used any more, or is another worker's.
         """
         try:
-            if rref._keeper is not self:
-                raise rref._not_for(self.agent.info)
-            through = self._share(rref._holding, self.agent.group.life(owner), Carrier.REQUEST)
+            through = self._share(rref, self.agent.group.life(owner), Carrier.REQUEST)
         except BaseException:
             self.unsent(loan, "the reference that the call is made through is unusable")
             raise
@@ -325,9 +321,11 @@ class ReferenceKeeper:
             raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
         return encode_passed((through,)), both
 
-    def _share(self, holding: Holding, to: Life, carrier: Carrier) -> Passed:
-        if holding.value is not None:
-            _require_created(holding.value, holding)
+    def _share(self, rref: RRef[Any], to: Life, carrier: Carrier) -> Passed:
+        if rref._keeper is not self:  # the same ids may mean something else here
+            raise rref._not_for(self.agent.info)
+        holding = rref._holding
+        _require_created(holding)
         with self._lock:
             shared = self._table.share(holding.handle, to, carrier)
             if not isinstance(shared, Failure) and holding.value is not None:
@@ -338,8 +336,7 @@ class ReferenceKeeper:
 
     def require_shareable(self, holding: Holding) -> None:
         """Raises the error of a handle that must not be passed on."""
-        if holding.value is not None:
-            _require_created(holding.value, holding)
+        _require_created(holding)
         with self._lock:
             failure = self._table.failure(holding.handle)
         if failure is not None:
@@ -351,15 +348,12 @@ class ReferenceKeeper:
 
     def call_ended(self, loan: Loan) -> None:
         """Nothing of the call that carried these references is under way any more."""
-        if loan.passed:
-            self._each(loan, self._table.call_ended)
+        self._each(loan, self._table.call_ended)
 
     def _each(self, loan: Loan, event: Callable[[Passed], list[Effect]]) -> None:
-        effects: list[Effect] = []
-        with self._lock:
-            for passed in loan.passed:
-                effects += event(passed)
-        if effects:
+        if loan.passed:
+            with self._lock:
+                effects = [effect for passed in loan.passed for effect in event(passed)]
             self._perform(effects)
 
     def adopt(self, table: bytes) -> Adopted:
@@ -641,9 +635,9 @@ def _decode_nothing(*_: object) -> None:
     """A creation that succeeded brings no value back."""
 
 
-def _require_created(value: Slot, holding: Holding) -> None:
+def _require_created(holding: Holding) -> None:
     """Raises if the call that should have made this worker's own value never did."""
-    error = value.error()
+    error = None if holding.value is None else holding.value.error()
     if isinstance(error, RRefCreationError):
         holding.looked_at = True
         raise again(error)

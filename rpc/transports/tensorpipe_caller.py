@@ -113,9 +113,7 @@ class Caller:
         """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""
         number = link.calls.begin(kind, frame)
         me, life = self._sender
-        envelope = (kind, me, life, frame.correlation, number, link.seam.attempt)
-        # Not by the constructor of a NamedTuple, which is a function of Python's.
-        return tuple.__new__(Envelope, envelope), link.route
+        return Envelope(kind, me, life, frame.correlation, number, link.seam.attempt), link.route
 
     def carry(self, begun: Begun, frame: Frame) -> None:
         """Makes a call that has its number.

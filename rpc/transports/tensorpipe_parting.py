@@ -49,8 +49,7 @@ class Exit:
         """This thread has sent."""
         with self._lock:
             self._in_the_way -= 1
-            if self._waiting:
-                self.look()
+            self.look()
 
     def look(self) -> None:
         """Something changed that may be waited for. Needs the lock."""

@@ -140,8 +140,7 @@ class Outgoing:
             begun = self._caller.begin(link, frame.kind, frame)
             self._exit.hold()
         try:
-            if not link.watched:
-                self.open_lifeline(link)
+            self.open_lifeline(link)
             self._caller.carry(begun, frame)
             if link.shared.has_offer:
                 self._caller.offer_segment(link)

@@ -79,9 +79,6 @@ class SharedTensors:
     Args:
         peer_name: for log lines.
         pool: where what is sent lies; None if the peer is not on this host.
-
-    Attributes:
-        has_offer: whether :meth:`take_offer` has something to tell the peer.
     """
 
     def __init__(self, peer_name: str, pool: SendPool | None) -> None:
@@ -91,7 +88,6 @@ class SharedTensors:
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
-        self.has_offer = False
 
     # Sending
 
@@ -110,7 +106,6 @@ class SharedTensors:
             payload = b"" if at else payload
         else:
             items.append(Item(Place.INLINE, 0, 0, len(payload), None, (), (), ""))
-        is_placed = payload is not frame.payload
         for tensor, look in zip(frame.tensors, looks, strict=True):
             at = None
             if look.nbytes >= SHARED_FROM:
@@ -118,10 +113,8 @@ class SharedTensors:
             if at is None:
                 at = Place.STREAM, 0, len(beside)
                 beside.append(tensor)
-            else:
-                is_placed = True
             items.append(Item(*at, look.nbytes, tensor.dtype, look.shape, look.strides, ""))
-        if not is_placed:
+        if Place.SHARED not in [item.place for item in items]:
             return frame
         header = PlacedFrame.join(pack_table(items), frame.header)
         return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
@@ -136,14 +129,17 @@ class SharedTensors:
             with self._lock:
                 self._offered = offer
                 self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
-                self.has_offer = True
         return None
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether :meth:`take_offer` has something to tell the peer."""
+        return self._untold is not None
 
     def take_offer(self) -> Frame | None:
         """A segment that the peer has to map, to be sent to it; None if there is none."""
         with self._lock:
             offer, self._untold = self._untold, None
-            self.has_offer = False
         return offer
 
     def answered(self, answer: Payload) -> None:

@@ -250,11 +250,10 @@ class Link:
             FrameError: it is malformed.
         """
         items = unpack_table(table, len(frame.payload), self._limit)
-        for item in items:
-            if item.place is Place.STREAM:
-                parcel = self._transfers.frame_received(frame, items)
-                return None if parcel is None else self._assemble(*parcel)
-        return self._assemble(frame, items, {})
+        if Place.STREAM not in [item.place for item in items]:
+            return self._assemble(frame, items, {})
+        parcel = self._transfers.frame_received(frame, items)
+        return None if parcel is None else self._assemble(*parcel)
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
