@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from benchmarks import bindings
 from benchmarks.commands import Column
 from benchmarks.group import MemberFailed
@@ -35,13 +37,15 @@ def main() -> int:
     """Measure, print, save; return the exit status."""
     options = _parse()
     columns = [_column(name, options) for name in options.columns]
-    plan = Plan(options.rounds, options.seconds, options.least)
+    plan = Plan(options.rounds, options.starts, options.seconds, options.least)
+    rows = [ROWS[key] for key in options.rows]
     lines: list[Line] = []
-    print(header(options.columns))
+    print(header(options.columns), flush=True)
     try:
-        for measured in measure([ROWS[key] for key in options.rows], columns, plan):
-            lines.append(summarize(measured))
-            print(table_line(lines[-1]), flush=True)
+        with tqdm(total=len(rows) * plan.rounds, unit=" rounds", disable=None) as bar:
+            for measured in measure(rows, columns, plan, bar.update):
+                lines.append(summarize(measured))
+                tqdm.write(table_line(lines[-1]))
     except MemberFailed as error:
         print(error, file=sys.stderr)
         return 1
@@ -83,6 +87,12 @@ def _parse() -> argparse.Namespace:
         help="for the options of our backend, such as '{\"num_worker_threads\": 1}'",
     )
     add("--rounds", type=int, default=12, help="turns of each column per row (%(default)s)")
+    add(
+        "--starts",
+        type=int,
+        default=4,
+        help="fresh starts of all processes that the rounds are dealt out over (%(default)s)",
+    )
     add("--seconds", type=float, default=0.25, help="length of a turn (%(default)s)")
     add("--least", type=int, default=3, help="operations in a turn at least (%(default)s)")
     add(
@@ -91,7 +101,10 @@ def _parse() -> argparse.Namespace:
         default=Path("runs/benchmarks"),
         help="where to save, without extension (%(default)s)",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not 1 <= options.starts <= options.rounds:
+        parser.error(f"--starts {options.starts} is not from 1 to --rounds {options.rounds}")
+    return options
 
 
 def _column(name: str, options: argparse.Namespace) -> Column:

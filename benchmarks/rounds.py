@@ -1,9 +1,14 @@
-"""The order of things: for each row, round after round, every column has its turn."""
+"""The order of things: for each row, round after round, every column has its turn.
+
+A group of processes keeps the mood it started in, such as which of its threads share a
+core: four turns of one pair agreed within a tenth, and those of the next pair were a third
+off. So the rounds are dealt out over several starts of all processes.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,13 +25,20 @@ class Plan:
 
     Args:
         rounds: how many turns each column gets per row.
+        starts: over how many starts of its processes; at most ``rounds``.
         seconds: how long a turn lasts.
         least: how many operations a turn has at least.
     """
 
     rounds: int
+    starts: int
     seconds: float
     least: int
+
+    def rounds_of(self, start: int) -> range:
+        """The rounds that one of the starts measures."""
+        bounds = [number * self.rounds // self.starts for number in (start, start + 1)]
+        return range(*bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +49,34 @@ class Measured:
     slices: dict[str, tuple[Slice, ...]]
 
 
-def measure(rows: Sequence[Row], columns: Sequence[Column], plan: Plan) -> Iterator[Measured]:
-    """Measure the rows in order; rows that need equally many processes share them."""
+Slices = dict[str, list[Slice]]
+"""For each column's name its turns."""
+
+
+def measure(
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    plan: Plan,
+    measured: Callable[[], object] = lambda: None,
+) -> Iterator[Measured]:
+    """Measure the rows in order; rows that need equally many processes share them.
+
+    Args:
+        rows: what is measured.
+        columns: what is compared.
+        plan: how much.
+        measured: called after all turns of a round.
+    """
     for (size, raw), sharing in itertools.groupby(rows, lambda row: (row.group_size, row.raw)):
-        with ExitStack() as running:
-            chosen = [RAW] if raw else list(columns)
-            groups = [_start(running, column, size) for column in chosen]
-            for row in sharing:
-                yield _measure_row(row, groups, plan)
+        chosen = [RAW] if raw else list(columns)
+        slices: dict[Row, Slices] = {row: {column.name: [] for column in chosen} for row in sharing}
+        for start in range(plan.starts):
+            with ExitStack() as running:
+                groups = [_start(running, column, size) for column in chosen]
+                for row, turns in slices.items():
+                    _measure_row(row, groups, plan, start, turns, measured)
+        for row, turns in slices.items():
+            yield Measured(row, {name: tuple(each) for name, each in turns.items()})
 
 
 def _start(running: ExitStack, column: Column, size: int) -> Group:
@@ -53,17 +85,23 @@ def _start(running: ExitStack, column: Column, size: int) -> Group:
         return group  # asleep from here on
 
 
-def _measure_row(row: Row, groups: Sequence[Group], plan: Plan) -> Measured:
+def _measure_row(
+    row: Row,
+    groups: Sequence[Group],
+    plan: Plan,
+    start: int,
+    turns: Slices,
+    measured: Callable[[], object],
+) -> None:
     for group in groups:
         with group.awake():
             group.prepare(row)
-    slices: dict[str, list[Slice]] = {group.column.name: [] for group in groups}
-    for number in range(plan.rounds):
+    for number in plan.rounds_of(start):
         # Back and forth, so that no column always follows the same one.
         for group in groups if number % 2 == 0 else reversed(groups):
             with group.awake():
-                slices[group.column.name].append(group.measure(row, plan.seconds, plan.least))
+                turns[group.column.name].append(group.measure(row, plan.seconds, plan.least))
+        measured()
     for group in groups:
         with group.awake():
             group.forget(row)
-    return Measured(row, {name: tuple(turns) for name, turns in slices.items()})

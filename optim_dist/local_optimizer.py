@@ -6,9 +6,8 @@ only there. It knows neither RPC nor autograd contexts.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,27 +52,20 @@ class LocalOptimizer:
         """
         # The lock spans the optimizer's code because that is what it is for: nobody else may
         # see, or set, the borrowed fields or the optimizer's state in the meantime.
-        with self._grad_fields, _lent(self._parameters(), gradients):
-            self.optim.step()
+        with self._grad_fields:
+            parameters = self._parameters()
+            set_aside = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = gradients.get(parameter)
+                self.optim.step()
+            finally:
+                for parameter, gradient in zip(parameters, set_aside, strict=True):
+                    parameter.grad = gradient
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = getattr(self.optim, "param_groups", ({"params": self._given},))
         return [p for group in groups for p in group["params"]]
-
-
-@contextlib.contextmanager
-def _lent(
-    parameters: Sequence[torch.Tensor], gradients: Mapping[torch.Tensor, torch.Tensor]
-) -> Iterator[None]:
-    """Puts the gradients into ``.grad``, and afterwards back what was there."""
-    set_aside = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = gradients.get(parameter)
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, set_aside, strict=True):
-            parameter.grad = gradient
 
 
 def require_usable(optimizer_class: object) -> None:

@@ -17,6 +17,7 @@ from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
 from rpc import leftovers
+from rpc.rref import call_method
 
 
 class DistributedOptimizer:
@@ -73,7 +74,7 @@ class DistributedOptimizer:
         require_usable(optimizer_class)
         self._name = name_of(optimizer_class)
         by_owner = _by_owner(params_rref)
-        self.remote_optimizers: list[rpc.RRef[LocalOptimizer]] = from_each(
+        self.remote_optimizers: list[rpc.RRef[OwnersOptimizer]] = from_each(
             f"making the optimizer {self._name}",
             by_owner,
             lambda owner: rpc.rpc_async(
@@ -96,19 +97,15 @@ class DistributedOptimizer:
         optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
         what = f"the step of {self._name}"
 
-        def args(owner: rpc.WorkerInfo) -> tuple[rpc.RRef[LocalOptimizer], int]:
-            return optimizers[owner], context_id
+        def args(owner: rpc.WorkerInfo) -> tuple[rpc.RRef[OwnersOptimizer], str, int]:
+            return optimizers[owner], OwnersOptimizer.step_in.__name__, context_id
 
         with entered(context_id):  # owners that it has not reached must learn of it
             if len(optimizers) == 1:
                 (owner,) = optimizers
-                from_one(what, owner, lambda to: rpc.rpc_sync(to, _step_local_optimizer, args(to)))
+                from_one(what, owner, lambda to: rpc.rpc_sync(to, call_method, args(to)))
             else:
-                from_each(
-                    what,
-                    optimizers,
-                    lambda to: rpc.rpc_async(to, _step_local_optimizer, args(to)),
-                )
+                from_each(what, optimizers, lambda to: rpc.rpc_async(to, call_method, args(to)))
 
 
 def _by_owner(
@@ -132,16 +129,20 @@ def _by_owner(
 # At the owners
 
 
+class OwnersOptimizer(LocalOptimizer):
+    """A local optimizer whose gradients are its worker's in an autograd context."""
+
+    def step_in(self, context_id: int) -> None:
+        """Steps with the gradients of a context that exists here."""
+        self.step(autograd_dist.get_gradients(context_id))
+
+
 def _make_local_optimizer(
     optimizer_class: Callable[..., Any],
     parameters: Sequence[rpc.RRef[Any]],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> rpc.RRef[LocalOptimizer]:
+) -> rpc.RRef[OwnersOptimizer]:
     values = [rref.local_value() for rref in parameters]
     lock = autograd_dist.grad_fields()
-    return rpc.RRef(LocalOptimizer(optimizer_class, values, args, kwargs, lock))
-
-
-def _step_local_optimizer(optimizer: rpc.RRef[LocalOptimizer], context_id: int) -> None:
-    optimizer.local_value().step(autograd_dist.get_gradients(context_id))
+    return rpc.RRef(OwnersOptimizer(optimizer_class, values, args, kwargs, lock))

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 _ROOT = Path(__file__).parents[2]
-_SMALLEST_PLAN = ["--rounds", "2", "--seconds", "0.01", "--least", "1"]
+_SMALLEST_PLAN = ["--rounds", "2", "--starts", "1", "--seconds", "0.01", "--least", "1"]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,6 +44,20 @@ def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> 
     assert "raw round trips" in done.stdout
     assert "of its time is counting for rpc.metrics()" in done.stdout
     assert (tmp_path / "numbers.png").stat().st_size > 0
+
+
+def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path) -> None:
+    starts = ["--starts", "2", "--rounds", "3"]
+    done = _run("--rows", "empty", "unix", *starts, "--output", str(tmp_path / "numbers"))
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "numbers.json").read_text())
+    assert [row["key"] for row in saved["rows"]] == ["empty", "unix"]
+
+
+def test_more_starts_than_rounds_are_refused() -> None:
+    done = _run("--rows", "empty", "--starts", "3")
+    assert done.returncode == 2
+    assert "--starts 3 is not from 1 to --rounds 2" in done.stderr
 
 
 def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
