@@ -38,8 +38,8 @@ def describe(agent: Agent) -> str:
         ("calls that wait for their reply", _calls),
         ("calls that will be tried again", _paused),
         ("requests being served", _requests),
-        ("values that others hold", lambda agent: agent.references.inventory()[0]),
-        ("references to others' values", lambda agent: agent.references.inventory()[1]),
+        ("values that others hold", lambda agent: agent.references.report.inventory()[0]),
+        ("references to others' values", lambda agent: agent.references.report.inventory()[1]),
         ("counts", _counts),
     )
     lines = [f"=== {agent.info}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ==="]

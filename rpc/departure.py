@@ -179,7 +179,7 @@ class Departure:
         agent = self._agent
         if not self._quiet():
             return
-        leaks = agent.references.leaks()
+        leaks = agent.references.report.leaks()
         activity = agent.caller.sent() + agent.callee.handled()
         sent, received = agent.notices.totals()
         with self._lock:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rpc import codec
 from rpc.control import (
     PASSED_BYTES,
     ControlMessage,
@@ -22,6 +21,7 @@ from rpc.control import (
     decode_passed,
     encode_passed,
 )
+from rpc.creation_sink import CreationSink
 from rpc.errors import (
     FrameError,
     RpcError,
@@ -34,9 +34,10 @@ from rpc.futures import Future
 from rpc.holdings import NOTHING_LENT, Adopted, Countdown, Holding, Loan, Maker
 from rpc.ids import GlobalId, Life
 from rpc.interrupts import restore, shut_out
-from rpc.messages import Operation, Reply, Status
+from rpc.messages import Operation
 from rpc.raising import again
 from rpc.reaper import Reaper
+from rpc.reference_report import ReferenceReport
 from rpc.reference_terms import (
     Carrier,
     Counts,
@@ -55,9 +56,8 @@ from rpc.reference_terms import (
 from rpc.references import ReferenceTable
 from rpc.remote_errors import text_of
 from rpc.rref import RRef, _rref_typeof_on_owner
-from rpc.sinks import Unpack, WaitingCaller, harmless
+from rpc.sinks import WaitingCaller
 from rpc.slot import Slot
-from rpc.transports.base import Frame
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -67,30 +67,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
-
-
-class _CreationSink:
-    """Takes the outcome of the request behind ``remote()``."""
-
-    __slots__ = ("_holding", "_keeper")
-
-    def __init__(self, keeper: ReferenceKeeper, holding: Holding) -> None:
-        self._keeper = keeper
-        self._holding = holding
-
-    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        try:
-            if reply.status is not Status.OK or reply.extensions:
-                unpack(reply, frame, _decode_nothing)
-            if frame.payload:
-                self._holding.constant = (codec.decode(frame.payload, (), ()),)
-        except BaseException as error:
-            self.failed(harmless(error))
-        else:
-            self._keeper.creation_replied(self._holding)
-
-    def failed(self, error: Exception) -> None:
-        self._keeper.creation_gone(self._holding, error)
 
 
 class ReferenceKeeper:
@@ -106,6 +82,7 @@ class ReferenceKeeper:
         self._creations_under_way = 0
         self.stopped = False
         """The worker shut down; its handles mean nothing to a later one of its name."""
+        self.report = ReferenceReport(self._lock, self._table, self._values)
         self._makes_constants: dict[Maker, bool] = {}
         self._no_references = Adopted(self)
         self._reaper: Reaper[Holding] = Reaper(
@@ -142,7 +119,7 @@ class ReferenceKeeper:
 
     def create(
         self, owner: WorkerInfo, func: Callable[..., Any], limit: float
-    ) -> tuple[RRef[Any], Passed, _CreationSink]:
+    ) -> tuple[RRef[Any], Passed, CreationSink]:
         """A reference to a value that ``owner`` is about to make.
 
         Args:
@@ -159,9 +136,9 @@ class ReferenceKeeper:
         maker = (owner.id, getattr(func, "__qualname__", ""))
         ends_at = self.agent.clock.now() + limit if limit else 0.0
         holding = Holding(handle, None, Slot(), maker, ends_at)
-        return RRef._of(self, holding), passed, _CreationSink(self, holding)
+        return RRef._of(self, holding), passed, CreationSink(self, holding)
 
-    def _create_here(self) -> tuple[RRef[Any], Passed, _CreationSink]:
+    def _create_here(self) -> tuple[RRef[Any], Passed, CreationSink]:
         slot = Slot()
         with self._lock:
             handle = self._table.create_here()
@@ -170,7 +147,7 @@ class ReferenceKeeper:
         holding = Holding(handle, slot, Slot())
         reference = handle.reference
         passed = Passed(reference, reference.rref, Passage.LOOPBACK)
-        return RRef._of(self, holding), passed, _CreationSink(self, holding)
+        return RRef._of(self, holding), passed, CreationSink(self, holding)
 
     def creation_not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
         """The request of ``remote()`` could not be sent."""
@@ -533,29 +510,6 @@ class ReferenceKeeper:
         with self._lock:
             return self._table.counts()
 
-    def shared_values(self) -> int:
-        """Values of this worker that other workers hold, or have asked this one to make."""
-        with self._lock:
-            return len(self._table.leaks())
-
-    def leaks(self) -> list[str]:
-        """The values that other workers still use, in words."""
-        with self._lock:
-            found = self._table.leaks()
-        return [f"{leak.rref}, used by {', '.join(map(str, leak.users))}" for leak in found]
-
-    def inventory(self) -> tuple[list[str], list[str]]:
-        """This worker's shared values with their holders, and its handles to others' values."""
-        with self._lock:
-            lent, values = self._table.leaks(), dict(self._values)
-            users = self._table.users()
-        owned = [
-            f"{leak.rref}: {_contents(values.get(leak.rref))}, "
-            f"held by {', '.join(map(str, leak.users))}"
-            for leak in lent
-        ]
-        return owned, [f"{h.reference.rref} on {h.reference.owner}: {how}" for h, how in users]
-
     # --- Shared by the above
 
     def _bury(self, dead: list[Holding]) -> None:
@@ -631,10 +585,6 @@ class ReferenceKeeper:
         return StaleRRefError(f"{holding.reference.rref} is stale: {failure.reason}")
 
 
-def _decode_nothing(*_: object) -> None:
-    """A creation that succeeded brings no value back."""
-
-
 def _require_created(holding: Holding) -> None:
     """Raises if the call that should have made this worker's own value never did."""
     error = None if holding.value is None else holding.value.error()
@@ -647,13 +597,3 @@ def _passed(target: bytes) -> Passed:
     """The reference in the target of a request; that may go on with a request id."""
     (passed,) = decode_passed(target[:PASSED_BYTES])
     return passed
-
-
-def _contents(slot: Slot | None) -> str:
-    """What a place for a value holds, in a word."""
-    if slot is None or not slot.done():
-        return "not there yet"
-    try:
-        return type(slot.value()).__qualname__
-    except BaseException as error:
-        return f"failed with {type(error).__qualname__}"

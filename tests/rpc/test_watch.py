@@ -225,9 +225,9 @@ class TestFencing:
         alice, bob = group["alice"], group["bob"]
         rref = alice.rpc_sync("bob", keep_from, ("alice",))
         del rref
-        until(lambda: alice.references.shared_values() == 1)
+        until(lambda: alice.references.report.shared_values() == 1)
         group.hub.freeze(1)
-        group.pass_time(lambda: alice.references.shared_values() == 0)
+        group.pass_time(lambda: alice.references.report.shared_values() == 0)
         assert bob.references.counts().num_user_rrefs == 1
         KEPT.clear()
 
