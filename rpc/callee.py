@@ -176,9 +176,16 @@ class Callee:
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
-        if service.request.extensions:
+        if service.request.extensions and traced() is not None:
             tracing.served(since, now, service.failed)
         self._agent.activity_changed()
+
+    def traced(self, service: _Service) -> None:
+        """Notes in the trace that the reply to a request is about to be sent."""
+        now = self._agent.clock.now()
+        with self._lock:
+            since = self._serving.get(service, now)
+        tracing.served(since, now, service.failed)
 
     def quiet(self) -> bool:
         """True if no request is being served."""
@@ -569,6 +576,9 @@ class _Service:
         if slots:
             self.sent += tensor_bytes(slots)
         frame = Frame(FrameKind.REPLY, self.correlation, header, payload, slots)
+        if self.request.extensions and traced() is not None:
+            # Whoever gets the reply may ask for the records at once.
+            self._callee.traced(self)
         self._agent.transport.send(self.sender, frame)
         self._callee.finished(self)
 

@@ -161,7 +161,7 @@ def riding() -> Extensions:
 
 
 def served(arrived: float, replied: float, failed: bool) -> None:
-    """The reply to the request that the running code serves was sent."""
+    """The reply to the request that the running code serves was sent, or is about to be."""
     place = _place.get()
     if place is not None and place.handler is not None:
         record = place.handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import operator
 import threading
@@ -25,6 +26,7 @@ from rpc.functions import async_execution
 from rpc.testing import as_worker, local_group
 from rpc.trace_records import CallKind, CallRecord, HandlerRecord, WorkerTrace
 from rpc.tracing import MAX_RECORDS, Trace, Tracing, trace
+from rpc.transports.base import Frame, FrameKind
 from tests.rpc.gates import gate, wait_at_the_gate
 from tests.torch_features import needs_profiles_of_all_threads
 from tests.waiting import until
@@ -164,6 +166,30 @@ class TestRecording:
         assert call.failed
         assert handler.failed
         assert handler.replied > handler.ran > 0
+
+    @pytest.mark.parametrize(("divisor", "fails"), [(2, False), (0, True)])
+    def test_records_are_complete_before_the_reply_leaves(
+        self, group: Group, divisor: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        records: list[HandlerRecord] = []
+        bob = group[1]
+        send = bob.transport.send
+
+        def look_and_send(to: int, frame: Frame) -> None:
+            if frame.kind is FrameKind.REPLY:
+                tracing = bob.extensions.load("rpc.tracing")
+                for recording in tracing._recordings.values():
+                    records.extend(map(dataclasses.replace, recording.records.handlers))
+            send(to, frame)
+
+        with trace():
+            monkeypatch.setattr(bob.transport, "send", look_and_send)
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                rpc.rpc_sync("bob", operator.truediv, (1, divisor))
+            monkeypatch.undo()
+        (record,) = records
+        assert record.failed is fails
+        assert 0 < record.arrived < record.started < record.left <= record.replied
 
     def test_what_cannot_be_sent_is_a_failed_call(self, group: Group) -> None:
         with trace() as found, pytest.raises(RuntimeError):
