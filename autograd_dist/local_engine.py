@@ -32,6 +32,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from autograd_dist.border import Border, SentTensor
+from autograd_dist.borrowed_grads import BorrowedGrads
 from autograd_dist.engine_run import running
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
@@ -283,7 +284,7 @@ class LocalPass:
 
     def _run_accumulating(self, start: _Contributions, region: Region) -> None:
         variables = [leaf.variable for leaf in region.leaves]
-        with self._grad_fields, _BorrowedGrads(variables) as borrowed, running(self):
+        with self._grad_fields, BorrowedGrads(variables) as borrowed, running(self):
             torch.autograd.backward(
                 gradient_edges(start),
                 [gradient for gradient, _ in start.values()],
@@ -336,31 +337,6 @@ class _Blockers:
             if not self._count[node]:
                 del self._count[node]
                 stack.extend(successors(node))
-
-
-class _BorrowedGrads:
-    """Leaves with their ``.grad`` set aside, put back whatever happens."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self._leaves = leaves
-        self._set_aside: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> _BorrowedGrads:
-        self._set_aside = [leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
-            leaf.grad = None
-        return self
-
-    def take(self) -> list[torch.Tensor | None]:
-        """What accumulated in the meantime."""
-        taken = [leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
-            leaf.grad = None
-        return taken
-
-    def __exit__(self, *_: object) -> None:
-        for leaf, gradient in zip(self._leaves, self._set_aside, strict=True):
-            leaf.grad = gradient
 
 
 def _ends_of(region: Region) -> list[Edge]:

@@ -45,7 +45,8 @@ def main() -> int:
         with tqdm(total=len(rows) * plan.rounds, unit=" rounds", disable=None) as bar:
             for measured in measure(rows, columns, plan, bar.update):
                 lines.append(summarize(measured))
-                tqdm.write(table_line(lines[-1]))
+                with tqdm.external_write_mode():
+                    print(table_line(lines[-1]), flush=True)
     except MemberFailed as error:
         print(error, file=sys.stderr)
         return 1

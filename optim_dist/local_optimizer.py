@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autograd_dist.borrowed_grads import BorrowedGrads
+
 
 class LocalOptimizer:
     """An optimizer that is stepped with gradients from elsewhere.
@@ -54,14 +56,10 @@ class LocalOptimizer:
         # see, or set, the borrowed fields or the optimizer's state in the meantime.
         with self._grad_fields:
             parameters = self._parameters()
-            set_aside = [parameter.grad for parameter in parameters]
-            try:
+            with BorrowedGrads(parameters):
                 for parameter in parameters:
                     parameter.grad = gradients.get(parameter)
                 self.optim.step()
-            finally:
-                for parameter, gradient in zip(parameters, set_aside, strict=True):
-                    parameter.grad = gradient
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = getattr(self.optim, "param_groups", ({"params": self._given},))

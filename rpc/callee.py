@@ -176,12 +176,12 @@ class Callee:
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
-        if service.request.extensions and traced() is not None:
+        if service.request.extensions:
             tracing.served(since, now, service.failed)
         self._agent.activity_changed()
 
-    def traced(self, service: _Service) -> None:
-        """Notes in the trace that the reply to a request is about to be sent."""
+    def leaving(self, service: _Service) -> None:
+        """The reply to a traced request is about to be sent: its record is complete by then."""
         now = self._agent.clock.now()
         with self._lock:
             since = self._serving.get(service, now)
@@ -578,7 +578,7 @@ class _Service:
         frame = Frame(FrameKind.REPLY, self.correlation, header, payload, slots)
         if self.request.extensions and traced() is not None:
             # Whoever gets the reply may ask for the records at once.
-            self._callee.traced(self)
+            self._callee.leaving(self)
         self._agent.transport.send(self.sender, frame)
         self._callee.finished(self)
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.commands import Answer, Column, Command, Place
 from benchmarks.group import Slice
 from benchmarks.report import remarks, table_line
-from benchmarks.rounds import Measured, Plan
+from benchmarks.rounds import Measured
 from benchmarks.summary import Spread, summarize
 from benchmarks.workloads import ROWS
 
@@ -92,11 +92,3 @@ def test_messages_survive_the_way_to_a_member_and_back(message: Any) -> None:
 def test_every_row_has_its_own_key_and_title() -> None:
     assert all(row.key == key for key, row in ROWS.items())
     assert len({row.title for row in ROWS.values()}) == len(ROWS)
-
-
-@pytest.mark.parametrize(("rounds", "starts"), [(12, 4), (7, 3), (1, 1), (5, 5)])
-def test_rounds_are_dealt_out_evenly_over_the_starts(rounds: int, starts: int) -> None:
-    plan = Plan(rounds, starts, 0.25, 3)
-    dealt = [plan.rounds_of(start) for start in range(starts)]
-    assert [number for each in dealt for number in each] == list(range(rounds))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1

@@ -1,0 +1,36 @@
+"""The ``.grad`` of leaves, used for a while for what others must not see there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class BorrowedGrads:
+    """Leaves with their ``.grad`` set aside inside a block, put back whatever happens.
+
+    Args:
+        leaves: whose; nobody else uses their ``.grad`` meanwhile, which is the owner's to see to.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves = leaves
+        self._set_aside: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> BorrowedGrads:
+        self._set_aside = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return self
+
+    def take(self) -> list[torch.Tensor | None]:
+        """What accumulated in the meantime."""
+        taken = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return taken
+
+    def __exit__(self, *_: object) -> None:
+        for leaf, gradient in zip(self._leaves, self._set_aside, strict=True):
+            leaf.grad = gradient
