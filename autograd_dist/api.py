@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from contextvars import Token
 from typing import cast
 
@@ -17,6 +16,7 @@ from autograd_dist.contexts import (
     make_current,
 )
 from autograd_dist.extension import AutogradExtension
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.current import current_agent
 from rpc.errors import RpcError
@@ -123,8 +123,10 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             "roots: sequence of tensors, retain_graph: bool = False), but got "
             f"({type(context_id).__name__}, {type(roots).__name__})"
         )
+    extension = _extension()
+    extension.contexts.find(context_id)
     _check_roots(roots)
-    _extension().backward(context_id, roots, retain_graph)
+    extension.backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -137,16 +139,25 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         A new dict from each leaf to its gradient, which may be sparse.
 
     Raises:
+        TypeError: the id is no integer.
         UnknownContextError: the context does not exist here.
     """
+    if not isinstance(context_id, int):
+        raise TypeError(
+            "get_gradients(): incompatible function arguments. Expected (context_id: int), but "
+            f"got ({type(context_id).__name__})"
+        )
     return _extension().contexts.find(context_id).leaves.snapshot()
 
 
-def grad_fields() -> AbstractContextManager[object]:
-    """This worker's lock on the ``.grad`` fields of parameters.
+def grad_fields() -> GradFields:
+    """Who uses the ``.grad`` of leaves on this worker.
 
-    A backward pass holds it while it borrows ``.grad`` to run post-accumulate
-    hooks; hold it when putting a context's gradients there, as optimizers do.
+    A backward pass borrows ``.grad`` to run post-accumulate hooks; say that you use it
+    when putting a context's gradients there, as optimizers do::
+
+        with autograd_dist.grad_fields().used(parameters):
+            ...
     """
     return _extension().grad_fields
 

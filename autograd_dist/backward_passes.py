@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import torch
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
 from autograd_dist.failure import Failure
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.home import Home
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
@@ -70,14 +70,14 @@ class BackwardPasses:
     Args:
         agent: sends.
         contexts: of this worker.
-        grad_fields: lock held while leaves' ``.grad`` is borrowed.
+        grad_fields: of this worker.
     """
 
     def __init__(
         self,
         agent: Agent,
         contexts: ContextTable,
-        grad_fields: AbstractContextManager[object],
+        grad_fields: GradFields,
     ) -> None:
         self._agent = agent
         self._me = agent.info.id

@@ -9,7 +9,6 @@ passes are messages between the extensions, their acknowledgements the replies.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +29,7 @@ from autograd_dist.contexts import (
     lives_after,
 )
 from autograd_dist.errors import UnknownContextError
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.recv_node import Origin, attach_recv
 from autograd_dist.releases import Releases
 from autograd_dist.wire import (
@@ -67,8 +67,7 @@ class AutogradExtension:
         self._agent = agent
         self._me = agent.info.id
         self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
-        # Held while leaves' .grad is borrowed; reentrant because a hook may run a backward.
-        self.grad_fields = threading.RLock()
+        self.grad_fields = GradFields()
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
         self.backward = self._passes.run
         self._closed = False
@@ -105,6 +104,8 @@ class AutogradExtension:
         if context is None:
             return None
         context.add_worker(to)
+        if self.contexts.get(context.context_id) is None:
+            return None  # whoever ended it meanwhile may not have seen that
         message_id, positions = _record_sent(context, tensors)
         return encode_call(context.context_id, message_id, positions, torch.is_grad_enabled())
 

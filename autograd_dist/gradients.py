@@ -61,7 +61,7 @@ def own_all(
     owned = []
     for position, leaf in enumerate(leaves):
         gradient = gradients[position]
-        if gradient is None:
+        if gradient is None or not leaf.requires_grad:  # maybe not any more
             continue
         # One reference more than an object that is only in a list: the name above.
         is_shared = sys.getrefcount(gradients[position]) > yardstick.listed + 1

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 
@@ -34,6 +33,7 @@ from torch.autograd.graph import GradientEdge
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.borrowed_grads import BorrowedGrads
 from autograd_dist.engine_run import running
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
     Edge,
@@ -46,7 +46,7 @@ from autograd_dist.graph import (
     successors,
 )
 from autograd_dist.leaf_hooks import accumulation_is_observed
-from autograd_dist.recv_node import Node, Origin, origin_of
+from autograd_dist.recv_node import Node, Origin, origin_of, refuse_plain_backward
 from autograd_dist.retained import retained_is_kept_on_the_way
 
 _Contributions = dict[Edge, tuple[torch.Tensor, bool]]
@@ -68,7 +68,7 @@ class LocalPass:
         leaves: where gradients of leaves are accumulated.
         deliver: called, while the engine runs, with each received message whose
             gradients are complete.
-        grad_fields: lock held while leaves' ``.grad`` is borrowed.
+        grad_fields: of this worker.
         retain_graph: whether the graph must survive the pass.
         context_id: the context; recv nodes of another one are an error.
 
@@ -82,7 +82,7 @@ class LocalPass:
         sends: Mapping[int, Sequence[SentTensor]],
         leaves: LeafGradients,
         deliver: DeliverGradients,
-        grad_fields: AbstractContextManager[object],
+        grad_fields: GradFields,
         *,
         retain_graph: bool,
     ) -> None:
@@ -98,10 +98,9 @@ class LocalPass:
         self.contributions: _Contributions = {}
         # Nodes of Python functions die with the C++ graph; the edges given to us own it.
         self._owned_edges: list[GradientEdge] = []
+        self._awaited: set[Origin] = set()
         self._delivered: set[Origin] = set()
-        self._to_deliver = 0
         self._finished_leaves: set[Node] = set()
-        self._has_replayed = False
 
     @property
     def waiting_sends(self) -> frozenset[int]:
@@ -145,9 +144,9 @@ class LocalPass:
         region = explore(map(_first_of, start), is_blocked)
         if region.recvs:
             region.recvs = self._undelivered(region.recvs)
+            self._awaited = set(map(origin_of, region.recvs))
         if self._finished_leaves:
             region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
-        self._to_deliver = len(region.recvs)
         held: list[Node] = []
         if region.leaves and accumulation_is_observed(region.leaves):
             if not self._waiting:
@@ -171,11 +170,16 @@ class LocalPass:
         return self._received_behind((edge.node, edge.output_nr) for edge in edges)
 
     def received_gradients(self, origin: Origin, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called by recv nodes as the engine executes them."""
-        if origin not in self._delivered:
-            self._delivered.add(origin)
-            self._to_deliver -= 1
-            self._deliver(origin, list(gradients), not self._to_deliver)
+        """Called by recv nodes as the engine executes them.
+
+        Raises:
+            RuntimeError: another run executes them, which a function or hook of this one started.
+        """
+        if origin not in self._awaited:
+            refuse_plain_backward(origin)
+        self._awaited.remove(origin)
+        self._delivered.add(origin)
+        self._deliver(origin, list(gradients), not self._awaited)
 
     def _contribute(self, edge: Edge, gradient: torch.Tensor) -> None:
         known = self.contributions.get(edge)
@@ -252,7 +256,6 @@ class LocalPass:
         # Only gradients that leave the worker are progress worth computing twice for.
         if not region.recvs:
             return
-        self._has_replayed = True
         with retained_is_kept_on_the_way(self, leading_to(border, region.inner)):
             self._read(start, region, (), retain_graph=True)
 
@@ -284,13 +287,15 @@ class LocalPass:
 
     def _run_accumulating(self, start: _Contributions, region: Region) -> None:
         variables = [leaf.variable for leaf in region.leaves]
-        with self._grad_fields, BorrowedGrads(variables) as borrowed, running(self):
+        used = self._grad_fields.used(variables)
+        with used, BorrowedGrads(variables) as borrowed, running(self):
             torch.autograd.backward(
                 gradient_edges(start),
                 [gradient for gradient, _ in start.values()],
                 retain_graph=self._retain_graph,
-                # What leads only to leaves and messages that are finished has run.
-                inputs=gradient_edges(_ends_of(region)) if self._has_replayed else None,
+                # What leads only to leaves and messages that are finished has run, and with
+                # inputs torch refuses a checkpoint that would run a backward of its own.
+                inputs=gradient_edges(_ends_of(region)),
             )
             gradients = borrowed.take()
         self.contributions.clear()
@@ -299,7 +304,8 @@ class LocalPass:
 
     def _finish_recvs(self, region: Region) -> None:
         for recv in region.recvs:
-            self.received_gradients(origin_of(recv), [None] * len(recv._input_metadata))
+            if recv.origin in self._awaited:
+                self.received_gradients(recv.origin, [None] * len(recv._input_metadata))
 
 
 def _sum(total: torch.Tensor, is_ours: bool, gradient: torch.Tensor) -> torch.Tensor:

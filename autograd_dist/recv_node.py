@@ -48,7 +48,7 @@ class Receive(torch.autograd.Function):
         """Hands the gradients to the distributed backward that executes the node."""
         run = current_run()
         if run is None:
-            _refuse_plain_backward(ctx.origin)
+            refuse_plain_backward(ctx.origin)
         run.received_gradients(ctx.origin, gradients)
         return None, None, None
 
@@ -68,7 +68,12 @@ RecvNode.apply = Receive.backward
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
 
-def _refuse_plain_backward(origin: Origin) -> NoReturn:
+def refuse_plain_backward(origin: Origin) -> NoReturn:
+    """Says that a run that is no part of a pass came to a received tensor.
+
+    Raises:
+        RuntimeError: always.
+    """
     raise RuntimeError(
         "backward() reached a tensor that was received from worker "
         f"{origin.sender} inside autograd context {origin.context_id}; a local backward cannot "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from autograd_dist.borrowed_grads import BorrowedGrads
+from autograd_dist.grad_fields import GradFields
 
 
 class LocalOptimizer:
@@ -24,8 +24,7 @@ class LocalOptimizer:
         parameters: what it optimizes.
         args: its further positional arguments.
         kwargs: its keyword arguments.
-        grad_fields: whoever uses ``.grad`` of parameters on this worker for a
-            purpose of its own holds this lock meanwhile; so do steps.
+        grad_fields: of this worker; a step uses those of its parameters.
 
     Raises:
         TypeError: what was made has no ``step()``.
@@ -37,7 +36,7 @@ class LocalOptimizer:
         parameters: Sequence[torch.Tensor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        grad_fields: AbstractContextManager[object],
+        grad_fields: GradFields,
     ) -> None:
         self.optim = optimizer_class(parameters, *args, **kwargs)
         if not callable(getattr(self.optim, "step", None)):
@@ -52,14 +51,13 @@ class LocalOptimizer:
         Args:
             gradients: by parameter; those of other tensors are ignored.
         """
-        # The lock spans the optimizer's code because that is what it is for: nobody else may
-        # see, or set, the borrowed fields or the optimizer's state in the meantime.
-        with self._grad_fields:
-            parameters = self._parameters()
-            with BorrowedGrads(parameters):
-                for parameter in parameters:
-                    parameter.grad = gradients.get(parameter)
-                self.optim.step()
+        parameters = self._parameters()
+        # Spans the optimizer's code because that is what it is for: nobody else may see, or set,
+        # the borrowed fields, or step with this optimizer's state, in the meantime.
+        with self._grad_fields.used(parameters), BorrowedGrads(parameters):
+            for parameter in parameters:
+                parameter.grad = gradients.get(parameter)
+            self.optim.step()
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = getattr(self.optim, "param_groups", ({"params": self._given},))

@@ -27,12 +27,13 @@ class DistributedOptimizer:
     ``optimizer_class`` for them. A step runs all of them at the same time, each
     with the gradients that its worker has in the given autograd context. Steps
     may be made by several trainers and in several contexts at once: on each
-    worker one runs at a time. No order is promised between them, nor that
-    gradients belong to the latest values of the parameters.
+    worker those that share an optimizer or a parameter run one at a time. No
+    order is promised between them, nor that gradients belong to the latest values
+    of the parameters.
 
     Gradients never pass through ``.grad`` as others see it. An optimizer's hooks
-    run while its worker's lock on ``.grad`` is held, and must not wait for other
-    steps or backward passes on that worker.
+    run while ``.grad`` of its parameters is in use, and must not wait for other
+    steps, or backward passes, of these on that worker.
 
     Args:
         optimizer_class: a subclass of ``torch.optim.Optimizer``, or whatever else makes
@@ -144,5 +145,5 @@ def _make_local_optimizer(
     kwargs: dict[str, Any],
 ) -> rpc.RRef[OwnersOptimizer]:
     values = [rref.local_value() for rref in parameters]
-    lock = autograd_dist.grad_fields()
-    return rpc.RRef(OwnersOptimizer(optimizer_class, values, args, kwargs, lock))
+    fields = autograd_dist.grad_fields()
+    return rpc.RRef(OwnersOptimizer(optimizer_class, values, args, kwargs, fields))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from autograd_dist.backward_passes import BackwardPasses, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_message, encode_ack
 from rpc.errors import RpcError
@@ -42,7 +42,7 @@ class Worker:
         self.caller = self.completions = self
         self.transport = network
         self.contexts = ContextTable(number)
-        self.passes = BackwardPasses(self, self.contexts, nullcontext())  # type: ignore[arg-type]
+        self.passes = BackwardPasses(self, self.contexts, GradFields())  # type: ignore[arg-type]
         self.unreachable: set[int] = set()
 
     def future(self, description: str) -> Future[object]:

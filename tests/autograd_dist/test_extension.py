@@ -17,6 +17,8 @@ from torch.futures import Future as TorchFuture
 import autograd_dist
 import rpc
 from autograd_dist import gradients
+from autograd_dist.contexts import DistAutogradContext
+from autograd_dist.errors import UnknownContextError
 from autograd_dist.wire import EXTENSION_NAME
 from rpc.errors import AgentClosedError, EncodeError
 from rpc.functions import async_execution
@@ -529,6 +531,26 @@ def test_a_handler_that_long_outlives_its_context_does_not_bring_it_back(workers
     assert [debug(worker, "num_autograd_contexts") for worker in workers] == [0, 0, 0]
 
 
+def test_a_context_that_ends_as_a_call_is_made_is_not_left_behind_at_its_callee(
+    workers, monkeypatch
+):
+    extension = workers[1].extensions.load(EXTENSION_NAME)
+    add_worker = DistAutogradContext.add_worker
+
+    def ended_meanwhile(context, worker_id):
+        if worker_id == workers[2].info.id:
+            extension.release(context.context_id)
+        add_worker(context, worker_id)
+
+    workers[1].scaled = lambda x: rpc.rpc_sync("carol", square, (x,))
+    with autograd_dist.context():
+        rpc.rpc_sync("bob", square, (leaf(),))
+        with monkeypatch.context() as patched:
+            patched.setattr(DistAutogradContext, "add_worker", ended_meanwhile)
+            assert rpc.rpc_sync("bob", call_scaled, (leaf(),)).tolist() == [1.0, 4.0]
+    wait_until(lambda: not any(debug(each, "num_autograd_contexts") for each in workers))
+
+
 def call_scaled(x):
     return rpc.current.current_agent().scaled(x)
 
@@ -597,6 +619,18 @@ def test_one_context_is_entered_once_at_a_time(workers):
 def test_unusable_roots_are_refused(workers, roots, error, text):
     with autograd_dist.context() as context_id, pytest.raises(error, match=text):
         autograd_dist.backward(context_id, roots)
+
+
+@pytest.mark.parametrize("roots", [[], [torch.rand(3)]])
+def test_an_unknown_context_is_named_before_its_roots(workers, roots):
+    with pytest.raises(UnknownContextError, match="99"):
+        autograd_dist.backward(99, roots)
+
+
+@pytest.mark.parametrize("context_id", ["1", 1.0, [1], None])
+def test_what_is_no_id_of_a_context_is_refused(workers, context_id):
+    with pytest.raises(TypeError, match=f"context_id: int.*{type(context_id).__name__}"):
+        autograd_dist.get_gradients(context_id)
 
 
 def test_lost_worker_fails_the_pass_at_once(workers):

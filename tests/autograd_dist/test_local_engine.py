@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
 
 from autograd_dist.border import SentTensor
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.gradients import LeafGradients
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.recv_node import Origin, attach_recv
@@ -28,7 +31,7 @@ class Node:
         self.leaves = LeafGradients()
         self.departed = {}
         self.last = []
-        self.lock = threading.RLock()
+        self.grad_fields = GradFields()
 
     def send(self, *tensors):
         self.sends[len(self.sends) + 1] = [SentTensor.of(t) for t in tensors]
@@ -47,7 +50,7 @@ class Node:
             self.sends,
             self.leaves,
             self.depart,
-            self.lock,
+            self.grad_fields,
             retain_graph=retain_graph,
         )
         if roots:
@@ -567,6 +570,72 @@ def test_passes_on_one_parameter_in_many_threads_do_not_mix():
         thread.join()
     for node in nodes:
         assert node.gradient(w).tolist() == [20.0 * (node.context_id + 1)] * 2
+
+
+def test_a_pass_that_waits_while_torch_accumulates_holds_up_none_on_other_leaves():
+    """As where DistributedDataParallel waits for a worker that needs a pass here."""
+    w, v = param(), param()
+    waits, may_end = threading.Event(), threading.Event()
+
+    def wait(_):
+        waits.set()
+        assert may_end.wait(20)
+
+    w.register_post_accumulate_grad_hook(wait)
+    v.register_post_accumulate_grad_hook(lambda _: None)
+    first, second = Node(), Node(context_id=CONTEXT + 1)
+    second.grad_fields = first.grad_fields
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(first.start, (w * 2).sum())
+        assert waits.wait(20)
+        try:
+            threads.submit(second.start, (v * 3).sum()).result(timeout=20)
+        finally:
+            may_end.set()
+        slow.result(timeout=20)
+    assert first.gradient(w).tolist() == [2.0, 2.0]
+    assert second.gradient(v).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_checkpoint_that_runs_a_backward_of_its_own_is_refused(observed):
+    node, w = Node(), param()
+    if observed:
+        w.register_post_accumulate_grad_hook(lambda _: None)
+    y = checkpoint(lambda x: x * w, param(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="heckpoint"):
+        node.start((y * w).sum())
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("in_pass", ["also", "only there"])
+def test_a_backward_that_a_function_starts_cannot_reach_a_received_tensor(in_pass):
+    node, w = Node(), param()
+    (x,) = node.receive(5, torch.ones(2))
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                (x * x).sum().backward()
+            return gradient * 2
+
+    root = Nested.apply(x if in_pass == "also" else w).sum()
+    with pytest.raises(RuntimeError, match="a local backward cannot cross workers"):
+        node.start(root)
+
+
+def test_a_leaf_that_does_not_require_grad_any_more_gets_none():
+    node, w, v = Node(), param(), param()
+    root = (w * v).sum()
+    w.requires_grad_(False)
+    node.start(root)
+    assert node.gradient(w) is None
+    assert node.gradient(v).tolist() == [1.0, 2.0]
 
 
 def test_errors_of_torch_pass_through_unchanged():

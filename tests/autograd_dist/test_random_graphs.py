@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from autograd_dist.border import SentTensor
+from autograd_dist.grad_fields import GradFields
 from autograd_dist.gradients import LeafGradients
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver
@@ -240,7 +240,7 @@ class Network:
     def local_pass(self, worker: int, deliver: Callable[..., None]) -> LocalPass:
         sends, leaves = self.workers[worker].sends, self.workers[worker].leaves
         retain = self.retain_graph
-        return LocalPass(CONTEXT, sends, leaves, deliver, nullcontext(), retain_graph=retain)
+        return LocalPass(CONTEXT, sends, leaves, deliver, GradFields(), retain_graph=retain)
 
     def send(self, driver: PassDriver, to: int, request: Request, payload: object) -> None:
         self.kinds[type(request)] += 1

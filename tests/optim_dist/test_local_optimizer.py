@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from autograd_dist.grad_fields import GradFields
 from optim_dist.local_optimizer import LocalOptimizer, require_usable
+from tests.waiting import until
 
 STEPS = 4
 
@@ -77,7 +78,7 @@ def sparse_gradients(step: int) -> list[torch.Tensor | None]:
 
 
 def make(kind: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> LocalOptimizer:
-    return LocalOptimizer(kind, params, args, kwargs, threading.Lock())
+    return LocalOptimizer(kind, params, args, kwargs, GradFields())
 
 
 def step_locally(
@@ -198,20 +199,27 @@ def test_parameters_added_later_are_stepped_too() -> None:
     torch.testing.assert_close(params[2].detach(), parameters()[2].detach() - 2)
 
 
-def test_the_optimizer_runs_under_the_lock_and_sees_its_own_gradients() -> None:
-    params = parameters()[:1]
-    held = []
+def test_nobody_else_uses_the_gradients_of_its_parameters_during_a_step() -> None:
+    fields, params = GradFields(), parameters()[:1]
+    optimizer = LocalOptimizer(optim.SGD, params, (), {}, fields)
+    other = make(optim.SGD, parameters())
+    order = []
 
-    @contextlib.contextmanager
-    def lock() -> Iterator[None]:
-        held.append("taken")
-        yield
-        held.append("freed")
+    def use() -> None:
+        with fields.used(params):
+            order.append("used")
 
-    optimizer = LocalOptimizer(optim.SGD, params, (), {}, lock())
-    optimizer.optim.register_step_pre_hook(lambda *_: held.append("stepped"))
-    optimizer.step({params[0]: torch.zeros(4, 3)})
-    assert held == ["taken", "stepped", "freed"]
+    with ThreadPoolExecutor(2) as threads:
+
+        def meanwhile(*_: object) -> None:
+            threads.submit(other.step, {}).result(timeout=20)
+            threads.submit(use)
+            until(lambda: fields._waiting == 1)
+            order.append("stepped")
+
+        optimizer.optim.register_step_pre_hook(meanwhile)
+        optimizer.step({params[0]: torch.zeros(4, 3)})
+    assert order == ["stepped", "used"]
 
 
 def test_positional_arguments_reach_the_constructor() -> None:
