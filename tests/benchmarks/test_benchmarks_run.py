@@ -48,7 +48,8 @@ def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> 
 
 def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path) -> None:
     starts = ["--starts", "2", "--rounds", "3"]
-    done = _run("--rows", "empty", "unix", *starts, "--output", str(tmp_path / "numbers"))
+    rows = ["--rows", "empty", "unix", "--columns", "ours"]
+    done = _run(*rows, *starts, "--output", str(tmp_path / "numbers"))
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "numbers.json").read_text())
     assert [row["key"] for row in saved["rows"]] == ["empty", "unix"]

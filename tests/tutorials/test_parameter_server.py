@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 _TRAIN = ROOT / "tutorials" / "parameter_server" / "train.py"
-_FOREVER = "10000"
+_FOREVER = ("--epochs", "10000", "--batch-size", "256")
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def test_the_job_reads_at_least_95_percent_of_the_digits_and_draws_its_curves(
 
 
 def test_a_killed_trainer_ends_the_job_with_an_error_that_names_it(tmp_path: Path) -> None:
-    with _training(tmp_path, "--epochs", _FOREVER) as job:
+    with _training(tmp_path, *_FOREVER) as job:
         job.wait_for_output("epoch 1:")
         ranks = job.ranks()
         os.kill(ranks[2], signal.SIGKILL)
@@ -67,7 +67,7 @@ def test_a_killed_trainer_ends_the_job_with_an_error_that_names_it(tmp_path: Pat
 
 
 def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path) -> None:
-    with _training(tmp_path, "--epochs", _FOREVER, "--trainers", "1") as job:
+    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
         job.wait_for_output("epoch 1:")
         ranks = job.ranks()
         os.kill(ranks[0], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path
 
 
 def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path: Path) -> None:
-    with _training(tmp_path, "--epochs", _FOREVER, "--trainers", "1") as job:
+    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
         job.wait_for_output("epoch 1:")
         ranks = job.ranks()
         os.killpg(job.process.pid, signal.SIGINT)
@@ -98,7 +98,7 @@ def test_ctrl_c_while_processes_still_start_ends_them_too(tmp_path: Path) -> Non
 
 
 def test_no_process_outlives_a_launcher_that_was_killed_outright(tmp_path: Path) -> None:
-    with _training(tmp_path, "--epochs", _FOREVER, "--trainers", "1") as job:
+    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
         job.wait_for_output("epoch 1:")
         ranks = job.ranks()
         job.process.kill()
@@ -126,7 +126,7 @@ def test_ranks_started_by_hand_find_each_other(tmp_path: Path) -> None:
 
 
 def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> None:
-    arguments = ["--epochs", _FOREVER, "--world-size", "2", "--master-port", str(free_port())]
+    arguments = [*_FOREVER, "--world-size", "2", "--master-port", str(free_port())]
     (tmp_path / "trainer").mkdir()
     with (
         _training(tmp_path / "trainer", *arguments, "--rank", "1") as trainer,
@@ -139,7 +139,7 @@ def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> N
 
 
 def test_a_trainer_started_by_hand_names_the_server_it_lost(tmp_path: Path) -> None:
-    arguments = ["--epochs", _FOREVER, "--world-size", "2", "--master-port", str(free_port())]
+    arguments = [*_FOREVER, "--world-size", "2", "--master-port", str(free_port())]
     (tmp_path / "trainer").mkdir()
     with (
         _training(tmp_path / "trainer", *arguments, "--rank", "1") as trainer,
