@@ -67,11 +67,8 @@ _MAX_INLINE_DIMS: Final = 32
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
 
-_NEVER_MEMORY: Final = 2**40
-"""Where a tensor may seem to be whose storage was freed: at as many bytes as it is offset.
-
-Hardly any process has its memory that low; in one that has, tensors are looked at closely.
-"""
+_ANY_OFFSET: Final = 2**40
+"""Bytes that no tensor is offset by. One whose storage was freed seems to lie at its offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +191,7 @@ def pack_tensors(
             raise _without_storage(tensor) from error
         ndim = len(shape)
         if (
-            address > _NEVER_MEMORY
+            (address > _ANY_OFFSET or address > tensor.storage_offset() * tensor.itemsize)
             and ndim <= _MAX_INLINE_DIMS
             and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj()))
         ):
@@ -315,7 +312,7 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
     if ndim > _MAX_INLINE_DIMS:
         return _pack_slot(tensor, flags, size, slots)
     address = tensor.data_ptr()
-    if address < _NEVER_MEMORY:
+    if address < _ANY_OFFSET:
         _check_memory(tensor)
     is_plain = (address or not size) and not tensor.is_neg() and not tensor.is_conj()
     if tensor.is_contiguous():
