@@ -31,9 +31,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError, RpcError
-from rpc.executor import abandon
 from rpc.messages import PROTOCOL_VERSION
-from rpc.store_visits import SECONDS_TO_COME_BACK
+from rpc.store_visits import stays_behind
 from rpc.threads import Thread
 
 T = TypeVar("T")
@@ -48,6 +47,10 @@ _NUMBERS = {
     "master_port": "the TCP port of the group's store",
 }
 _KEY_MARK_DIGITS = 4
+
+_LONGEST_ATTEMPT = 5.0  # seconds; to an address that swallows what it is sent
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_SECONDS_TO_SAY_WHY = 0.1
 
 KEY_MARK = "key_mark"
 """What a record's extras call the mark of the key that its worker was given."""
@@ -187,7 +190,7 @@ def open_store(
         raise BringUpError(
             f"init_method={init_method!r} names a file in a folder that does not exist: {folder!r}"
         )
-    store, rank, _ = _connect(url, init_method, timeout)
+    store, rank, _ = _connect(url, init_method, timeout, _other_host(parts, known_rank))
     _check_rank(rank, size)
     return store, rank, size if size > 0 else None
 
@@ -223,12 +226,34 @@ def _check_rank(rank: int, size: int) -> None:
         raise ValueError(f"rank={rank} must be from 0 to {MAX_RANK}, the highest there can be")
 
 
-def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, int]:
-    wait = timedelta(seconds=timeout)
-    found: tuple[Store, int, int]
+def _other_host(parts: SplitResult, rank: str | None) -> tuple[str, int] | None:
+    """Where another process hosts the store; None if this one does, or torch shall say."""
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank is None or (int(rank) == 0 and not launched):
+        return None
+    host, port = parts.hostname, parts.port
+    if parts.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT") or 0)
+    return (host, port) if host and port and 0 < port < 2**16 else None
+
+
+def _connect(
+    url: str, init_method: str, timeout: float, host: tuple[str, int] | None
+) -> tuple[Store, int, int]:
+    until, given_up = time.monotonic() + timeout, threading.Event()
+
+    def connect() -> tuple[Store, int, int]:
+        seconds = timeout
+        if host is not None:
+            _await_host(host, until - min(_SECONDS_TO_SAY_WHY, timeout / 2), given_up)
+            # torch's attempts end late; such a host has no reason to need more than one.
+            seconds = max(until - time.monotonic(), _FIRST_PAUSE) / 2
+        found: tuple[Store, int, int] = next(rendezvous(url, timeout=timedelta(seconds=seconds)))
+        return found
+
     try:
-        found = within(timeout, lambda: next(rendezvous(url, timeout=wait)))
-    except RuntimeError as error:
+        found = within(timeout, connect, given_up)
+    except (RuntimeError, OSError) as error:
         if "No rendezvous handler" in str(error):
             raise ValueError(
                 f"init_method={init_method!r} has a scheme that is not known; "
@@ -241,8 +266,32 @@ def _connect(url: str, init_method: str, timeout: float) -> tuple[Store, int, in
         ) from error
     except AssertionError as error:
         raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
-    found[0].set_timeout(wait)
+    found[0].set_timeout(timedelta(seconds=timeout))
     return found
+
+
+def _await_host(host: tuple[str, int], until: float, given_up: threading.Event) -> None:
+    """Returns when somebody listens there.
+
+    torch would wait, too, but for up to twice its time, as its pauses grow with it, in C++ that
+    nothing interrupts, and a process that ends meanwhile is aborted; and it would notice late.
+
+    Raises:
+        OSError: nobody did in time, or nobody waits for it any more.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        left = max(until - time.monotonic(), _FIRST_PAUSE)
+        try:
+            socket.create_connection(host, min(left, _LONGEST_ATTEMPT)).close()
+            return
+        except UnicodeError as error:
+            raise OSError(f"{host[0]!r} is no name of a host: {error}") from error
+        except OSError:
+            left = until - time.monotonic()
+            if left <= 0 or given_up.wait(min(pause, left)):
+                raise
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def within(
@@ -299,7 +348,7 @@ def _settle(outcome: Future[T], ask: Callable[[], T], undo: Callable[[], object]
 
 
 def _give_up(asking: threading.Thread, given_up: threading.Event | None) -> None:
-    abandon([asking], time.monotonic() + SECONDS_TO_COME_BACK)
+    stays_behind(asking)
     if given_up is not None:
         given_up.set()
 

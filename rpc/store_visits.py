@@ -3,7 +3,8 @@
 A store's requests give the interpreter lock away. A daemon thread that comes back from
 one after the interpreter has ended is ended by Python in the middle of C++, which aborts
 the process. So a thread that goes there again and again says when it does. Once the
-program's own exit hooks have run it is waited for, and goes there no more.
+program's own exit hooks have run it is waited for, and goes there no more. So is a thread
+that nobody waits for any more, as its request took too long.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Visits:
 
     def __init__(self) -> None:
         self._under_way: set[_Visit] = set()
+        self._left_behind: set[threading.Thread] = set()
         self._over = False
         self._at_exit: weakref.finalize[[], Visits] | None = None
 
@@ -64,12 +66,22 @@ class Visits:
             self._under_way.discard(visit)
             visit.end()
 
+    def left_behind(self, visitor: threading.Thread) -> None:
+        """Has the end wait for a thread that is there for a single time, and says nothing."""
+        self._be_told_of_the_end()
+        for thread in list(self._left_behind):
+            if not thread.is_alive():
+                self._left_behind.discard(thread)
+        self._left_behind.add(visitor)
+
     def end(self, seconds: float = SECONDS_TO_COME_BACK) -> None:
         """Admits nobody more, and waits some ``seconds`` for those who are there."""
         self._over = True
         until = time.monotonic() + seconds
         for visit in list(self._under_way):
             visit.await_end(until)
+        for thread in list(self._left_behind):
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _be_told_of_the_end(self) -> None:
         """By a finalizer: these run after the program's own exit hooks, which may shut down."""
@@ -81,3 +93,6 @@ _of_this_process = Visits()
 
 visit = _of_this_process.one
 """For a block of requests to a store; raises ``ProcessEndsError`` where none may be made."""
+
+stays_behind = _of_this_process.left_behind
+"""Has the end of this process wait for a thread that a store keeps, and nobody waits for."""

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from rpc.errors import FrameError
+from rpc.errors import EncodeError, FrameError
 
 INLINE_LIMIT: Final = 32 * 1024
 """Bytes up to which a CPU tensor travels inside the header.
@@ -66,6 +66,9 @@ _MAX_INLINE_DIMS: Final = 32
 
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
+
+_ANY_OFFSET: Final = 2**40
+"""Bytes that no tensor is offset by. One whose storage was freed seems to lie at its offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,9 @@ def pack_tensors(
     Args:
         tensors: strided, or COO and requiring grad; as the user passed them.
         inline_limit: bytes up to which a CPU tensor becomes part of the table.
+
+    Raises:
+        EncodeError: a tensor's elements are not in memory.
     """
     parts = [_COUNT.pack(len(tensors))]
     slots: list[torch.Tensor] = []
@@ -179,10 +185,13 @@ def pack_tensors(
         # Most tensors are packed right here: a call of ours, and each question that torch
         # is asked, cost more than copying what a small tensor holds. (``numpy()`` would
         # answer most of them at once, but then nobody may resize the user's tensor.)
-        address, shape = tensor.data_ptr(), tensor.shape
+        try:
+            address, shape = tensor.data_ptr(), tensor.shape
+        except RuntimeError as error:
+            raise _without_storage(tensor) from error
         ndim = len(shape)
         if (
-            address
+            (address > _ANY_OFFSET or address > tensor.storage_offset() * tensor.itemsize)
             and ndim <= _MAX_INLINE_DIMS
             and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj()))
         ):
@@ -249,10 +258,40 @@ def _head(flags: int, code: int, shape: tuple[int, ...]) -> bytes:
 def _pack_slot(
     tensor: torch.Tensor, flags: int, inline_limit: int, slots: list[torch.Tensor]
 ) -> bytes:
+    _check_memory(tensor)
     if not tensor.is_contiguous() and _is_expanded(tensor):
         return _pack_expanded(tensor.detach(), flags, inline_limit, slots)
     slots.append(_dense(tensor.detach()))
     return bytes((flags,))
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    """Raises ``EncodeError`` for elements that are not in memory: reading them would crash.
+
+    Those of torch's ``ZeroTensor`` are not either, and need not be.
+    """
+    if not tensor.numel() or tensor.is_meta or tensor._is_zerotensor():
+        return
+    try:
+        storage = tensor.untyped_storage()
+        held = storage.nbytes() if storage.data_ptr() else 0
+    except RuntimeError as error:
+        raise _without_storage(tensor) from error
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    if held < (last + 1) * tensor.itemsize:
+        raise EncodeError(
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot be sent: its "
+            f"storage was freed, or shrunk to {held} of the {(last + 1) * tensor.itemsize} bytes "
+            "that it needs (FSDP frees parameters so between uses); send it while it is filled"
+        )
+
+
+def _without_storage(tensor: torch.Tensor) -> EncodeError:
+    return EncodeError(
+        f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot be sent: it has "
+        "no memory of its own, as inside torch.func.vmap, grad and jvp; send it outside of these"
+    )
 
 
 def _pack_sparse(
@@ -273,6 +312,8 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
     if ndim > _MAX_INLINE_DIMS:
         return _pack_slot(tensor, flags, size, slots)
     address = tensor.data_ptr()
+    if address < _ANY_OFFSET:
+        _check_memory(tensor)
     is_plain = (address or not size) and not tensor.is_neg() and not tensor.is_conj()
     if tensor.is_contiguous():
         if not is_plain:

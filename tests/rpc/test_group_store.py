@@ -1,6 +1,7 @@
 """Records, and stores in this process: threads stand for workers."""
 
 import json
+import math
 import socket
 import threading
 from functools import partial
@@ -162,6 +163,46 @@ class TestOpenStore:
         url = f"tcp://127.0.0.1:{free_port()}"
         with pytest.raises(BringUpError, match=f"{url}.* could not be opened within 0.2 s"):
             group_store.open_store(url, 1, 2, 0.2)
+
+    def test_torch_which_waits_beyond_its_time_is_not_asked_before_a_host_listens(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+        monkeypatch.setattr(group_store, "rendezvous", lambda url, **_: asked.append(url))
+        with pytest.raises(BringUpError, match=r"within 0\.2 s.* refused"):
+            group_store.open_store(f"tcp://127.0.0.1:{free_port()}", 1, 2, 0.2)
+        assert not asked
+
+    @pytest.mark.parametrize("scheme", ["tcp", "env"])
+    def test_a_host_that_comes_late_is_found(
+        self, monkeypatch: pytest.MonkeyPatch, scheme: str
+    ) -> None:
+        port, hosts, connect = free_port(), [], socket.create_connection
+
+        def come_late(*args: Any) -> socket.socket:
+            try:
+                return connect(*args)
+            except ConnectionRefusedError:
+                hosts.append(TCPStore("127.0.0.1", port, None, True, SECONDS))
+                raise
+
+        monkeypatch.setattr(socket, "create_connection", come_late)
+        _launch(monkeypatch, MASTER_PORT=str(port))
+        url = "env://" if scheme == "env" else f"tcp://127.0.0.1:{port}"
+        guest, *_ = group_store.open_store(url, 1, 2, SOON)
+        (host,) = hosts
+        host.set("key", "value")
+        assert guest.get("key") == b"value"
+
+    def test_nobody_waits_for_a_host_that_nobody_waits_for(self) -> None:
+        given_up = threading.Event()
+        given_up.set()
+        with pytest.raises(ConnectionRefusedError):
+            group_store._await_host(("127.0.0.1", free_port()), math.inf, given_up)
+
+    def test_what_cannot_be_the_name_of_a_host_is_named(self) -> None:
+        with pytest.raises(BringUpError, match=r"'a\.\.b' is no name of a host"):
+            group_store.open_store("tcp://a..b:1", 1, 2, SOON)
 
     def test_a_host_that_is_frozen_is_not_waited_for_any_longer(self) -> None:
         with socket.socket() as frozen:

@@ -41,6 +41,14 @@ except rpc.BringUpError:
     pass
 """
 
+_FOUND_NO_HOST = """
+options.bring_up_timeout = 1
+try:
+    rpc.init_rpc("a", rank=1, world_size=2, rpc_backend_options=options)
+except rpc.BringUpError:
+    pass
+"""
+
 
 @contextmanager
 def visitor(visits: Visits, leaves: threading.Event) -> Iterator[None]:
@@ -82,6 +90,21 @@ def test_the_end_does_not_wait_for_ever() -> None:
         assert time.monotonic() - begin < SECONDS / 2
 
 
+def test_the_end_waits_for_who_was_left_behind_however_long_ago() -> None:
+    visits, leaves = Visits(), threading.Event()
+    gone, stays = threading.Thread(target=int), threading.Thread(target=leaves.wait)
+    for thread in (gone, stays):
+        thread.start()
+        visits.left_behind(thread)
+    gone.join()
+    begin = time.monotonic()
+    visits.end(0.1)  # which does not wait for ever either
+    assert 0.1 <= time.monotonic() - begin < SECONDS / 2
+    leaves.set()
+    visits.end(SECONDS)
+    assert not stays.is_alive()
+
+
 def test_nobody_is_admitted_after_the_end() -> None:
     visits = Visits()
     visits.end()
@@ -91,7 +114,9 @@ def test_nobody_is_admitted_after_the_end() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _GAVE_UP_WAITING])
+@pytest.mark.parametrize(
+    "busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _GAVE_UP_WAITING, _FOUND_NO_HOST]
+)
 @pytest.mark.parametrize(
     ("backend", "last_line", "status", "last_words"),
     [

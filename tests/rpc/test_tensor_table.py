@@ -6,6 +6,7 @@ import math
 import random
 import struct
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rpc.errors import FrameError
+from rpc.errors import EncodeError, FrameError
 from rpc.tensor_table import INLINE_LIMIT, pack_tensors, unpack_tensors
 
 DTYPES = [
@@ -242,6 +243,57 @@ def test_empty_tensors_arrive_with_the_strides_that_torch_gives_them(
 ) -> None:
     sent = torch.empty(shape, dtype=dtype)
     assert travel(sent).stride() == sent.stride()
+
+
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize(
+    "freed",
+    [
+        lambda: torch.ones(1000),
+        lambda: torch.ones(100_000),
+        lambda: torch.ones(10)[8:],
+        lambda: torch.ones(100, 100).t(),
+        lambda: torch.ones(1000, 300)[:, ::2],
+        lambda: torch.ones(2).expand(3, 2),
+        lambda: torch.ones(1, 100),
+        lambda: torch.ones(100, requires_grad=True),
+        lambda: nn.Parameter(torch.ones(100_000)),
+        lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    ],
+)
+@pytest.mark.parametrize("limit", [-1, INLINE_LIMIT])
+def test_elements_whose_storage_was_freed_are_refused(
+    freed: Callable[[], Tensor], left: int, limit: int
+) -> None:
+    tensor = freed()
+    if left and tensor.nbytes <= limit:
+        pytest.skip("a small tensor is only looked at closely if all is freed")
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(EncodeError, match=rf"storage was freed, or shrunk to {left} of the \d+ by"):
+        pack_tensors([torch.ones(2), tensor], limit)
+
+
+@pytest.mark.parametrize("limit", [-1, INLINE_LIMIT])
+def test_no_elements_need_no_storage(limit: int) -> None:
+    tensor = torch.ones(3)[3:]
+    tensor.untyped_storage().resize_(0)
+    assert travel(tensor, inline_limit=limit).shape == (0,)
+
+
+@pytest.mark.parametrize("limit", [-1, INLINE_LIMIT])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda pack: torch.func.vmap(pack)(torch.ones(2, 3)),
+        lambda pack: torch.func.grad(pack)(torch.ones(3)),
+        lambda pack: torch.func.functionalize(pack)(torch.ones(3)),
+    ],
+)
+def test_what_a_transform_of_functions_hands_out_is_refused(
+    transform: Callable[[Callable[[Tensor], object]], object], limit: int
+) -> None:
+    with pytest.raises(EncodeError, match="cannot be sent"):
+        transform(lambda tensor: pack_tensors([tensor], limit))
 
 
 def test_the_limit_separates_inline_tensors_from_slots() -> None:
