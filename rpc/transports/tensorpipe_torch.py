@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc.devices import DeviceMap
 from rpc.errors import BringUpError
+from rpc.executor import SECONDS_TO_END, abandon
 from rpc.threads import Thread
 from rpc.transports import turns
 from rpc.transports.tensorpipe_threads import PoolThreads
@@ -48,6 +49,7 @@ _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
 _SECONDS_TO_LET_GO = 2.0
+_SECONDS_TO_UNWIND = 0.5
 
 
 def available() -> bool:
@@ -243,18 +245,33 @@ class TorchAgent:
             with contextlib.suppress(RuntimeError):
                 call.wait()
 
-    def stop(self) -> None:
+    def stop(self, until: float) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped.
 
-        A handler that does not end keeps its thread of torch's, which is then abandoned.
+        Handlers that run on after ``until``, on the monotonic clock, keep their threads, which
+        are abandoned.
         """
         stopping = Thread(target=self._agent.shutdown, name="tensorpipe-stop", daemon=True)
         stopping.start()
-        stopping.join(_SECONDS_TO_STOP)
+        stopping.join(max(0.0, until - time.monotonic()))
+        if not self.threads.in_python():
+            stopping.join(_SECONDS_TO_STOP)
         if stopping.is_alive():
-            _log.error("a handler does not end; torch's threads are abandoned")
+            stuck = len(self.threads.in_python())
+            _log.error("%d handlers on torch's threads do not end, and are abandoned", stuck)
+            self._abandon(stopping)
         self._torch._reset_current_rpc_agent()
         del self._agent
+
+    def _abandon(self, stopping: Thread) -> None:
+        """Leaves torch's threads to what they run, which the end of the process waits for.
+
+        What runs on even then is ended, by a finalizer, as the program's exit hooks come
+        before these. Until its thread is free ``stopping`` keeps torch's agent: destroying
+        one that has threads aborts the process.
+        """
+        abandon([stopping], time.monotonic() + SECONDS_TO_END)
+        weakref.finalize(stopping, _end_handlers, self.threads, weakref.ref(stopping))
 
     def _route(self, name: str, torch_id: int) -> torch_rpc.WorkerInfo:
         route: torch_rpc.WorkerInfo = self._torch.WorkerInfo(name, torch_id)
@@ -264,6 +281,13 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+
+
+def _end_handlers(threads: PoolThreads, stopping: weakref.ref[Thread]) -> None:
+    running = stopping()
+    if running is not None and running.is_alive():  # else its threads are others' by now
+        threads.interrupt()
+        running.join(_SECONDS_TO_UNWIND)
 
 
 class Leaving:

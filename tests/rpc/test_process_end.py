@@ -43,6 +43,34 @@ for _ in range(8):
 sys.exit({status})
 """
 
+_ENDLESS = """
+import threading
+
+begun = threading.Semaphore(0)
+
+def work():
+    begun.release()
+    while True:
+        pass
+"""
+
+_ONE_OF_TWO = """
+import sys, time, rpc, endless
+rank = int(sys.argv[1])
+meet = rpc.{backend}RpcBackendOptions(init_method="file://{store}")
+rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=2, rpc_backend_options=meet)
+if rank == 0:
+    rpc.rpc_async("worker1", endless.work)
+    sys.stdin.read()
+    rpc.shutdown(graceful=False)
+else:
+    endless.begun.acquire()
+    began = time.monotonic()
+    {leave}
+    print(time.monotonic() - began)
+    sys.exit(3)
+"""
+
 _go_on = threading.Event()
 _waiting = threading.Event()
 _outcomes: list[BaseException] = []
@@ -113,3 +141,32 @@ def test_a_process_whose_handlers_run_operators_ends_with_its_own_status(
     )
     assert (ended.returncode, ended.stdout) == (3, ""), ended.stderr
     assert ended.stderr.count("the process of this worker ended") == 8
+
+
+def start(folder: Path, rank: int) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, folder / "main.py", str(rank)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", ["rpc.shutdown(graceful=False)", "pass"])
+@pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
+def test_a_handler_that_never_ends_keeps_neither_shutdown_nor_the_end_of_its_process(
+    backend: str, leave: str, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text(_ENDLESS)
+    (tmp_path / "main.py").write_text(
+        _ONE_OF_TWO.format(backend=backend, store=tmp_path / "store", leave=leave)
+    )
+    caller, called = start(tmp_path, 0), start(tmp_path, 1)
+    out, err = called.communicate(timeout=60)
+    caller.communicate(timeout=60)
+    assert (called.returncode, caller.returncode) == (3, 0), err
+    assert float(out) < 5.0
