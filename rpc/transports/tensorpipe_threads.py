@@ -72,12 +72,17 @@ class PoolThreads:
 
         To be called ``count`` times at once: each waits for the others, so that no thread
         is called twice. One that a handler holds is not waited for long; its state, some
-        20 KB, then stays until the process ends.
+        20 KB, then stays until the process ends. A handler that is there itself can
+        :meth:`meet` the others.
         """
-        self._over = True
         if self._here.kept:
             self._here.kept = False
             self._kept.discard(get_ident())
             _release(_STAY_LOCKED)
+        self.meet()
+
+    def meet(self) -> None:
+        """Waits for those that are let go; the state of the thread that calls stays."""
+        self._over = True
         with contextlib.suppress(threading.BrokenBarrierError):
             self._gate.wait(_SECONDS_TO_MEET)

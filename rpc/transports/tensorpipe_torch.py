@@ -50,6 +50,8 @@ _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
 _SECONDS_TO_LET_GO = 2.0
 _SECONDS_TO_UNWIND = 0.5
+_changing = threading.Lock()
+"""Held while torch's current agent is looked at and taken back."""
 
 
 def available() -> bool:
@@ -97,6 +99,7 @@ class TorchAgent:
         self._ids: dict[str, int] = {}
         self._next_id = SELF_ID + 1
         self._abandoned: list[tuple[torch_rpc.WorkerInfo, Any]] = []
+        _make_way(module)
         if module._is_current_rpc_agent_set():
             raise BringUpError(
                 "torch allows one RPC agent per process and this process already runs one; shut "
@@ -239,8 +242,10 @@ class TorchAgent:
         """
         calls = []
         with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
-            for _ in range(self.threads.count):
+            for _ in range(self.threads.count - self.threads.is_here()):
                 calls.append(self._call_myself(pickle, _SECONDS_TO_LET_GO))
+        if self.threads.is_here():
+            self.threads.meet()
         for call in calls:
             with contextlib.suppress(RuntimeError):
                 call.wait()
@@ -249,19 +254,23 @@ class TorchAgent:
         """Closes every pipe and joins torch's threads; what is under way is dropped.
 
         Handlers that run on after ``until``, on the monotonic clock, keep their threads, which
-        are abandoned.
+        are abandoned; so does, at once, one that calls this.
         """
-        stopping = Thread(target=self._agent.shutdown, name="tensorpipe-stop", daemon=True)
+        stopping = _Stopping(self._torch, self._agent)
         stopping.start()
+        if not self.threads.is_here():
+            self._await_stop(stopping, until)
+        if stopping.is_alive():
+            self._abandon(stopping)
+        del self._agent
+
+    def _await_stop(self, stopping: Thread, until: float) -> None:
         stopping.join(max(0.0, until - time.monotonic()))
         if not self.threads.in_python():
             stopping.join(_SECONDS_TO_STOP)
         if stopping.is_alive():
             stuck = len(self.threads.in_python())
             _log.error("%d handlers on torch's threads do not end, and are abandoned", stuck)
-            self._abandon(stopping)
-        self._torch._reset_current_rpc_agent()
-        del self._agent
 
     def _abandon(self, stopping: Thread) -> None:
         """Leaves torch's threads to what they run, which the end of the process waits for.
@@ -281,6 +290,37 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+
+
+class _Stopping(Thread):
+    """Stops an agent, once all its threads are free.
+
+    Until then it stays torch's current one, which torch asks for as it leaves a handler,
+    unless another one takes its place.
+    """
+
+    def __init__(self, module: Any, agent: Any) -> None:
+        super().__init__(name="tensorpipe-stop", daemon=True)
+        self._torch = module
+        self._agent = agent
+
+    def run(self) -> None:
+        self._agent.shutdown()
+        self.make_way()
+        self._agent = None
+
+    def make_way(self) -> None:
+        """Lets another agent become the current one."""
+        with _changing:
+            is_set = self._torch._is_current_rpc_agent_set()
+            if is_set and self._torch._get_current_rpc_agent() is self._agent:
+                self._torch._reset_current_rpc_agent()
+
+
+def _make_way(module: Any) -> None:
+    for thread in threading.enumerate():
+        if isinstance(thread, _Stopping):
+            thread.make_way()
 
 
 def _end_handlers(threads: PoolThreads, stopping: weakref.ref[Thread]) -> None:
