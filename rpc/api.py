@@ -153,7 +153,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             for no limit.
 
     A handler that is not waited for, and runs on after some tenths of a second, is
-    left to itself; the end of the process waits for it a few seconds.
+    left to itself; the end of the process waits for it a few seconds. Over TENSORPIPE, what
+    is not done even then may be ended by a ``SystemExit`` that is raised in it.
 
     Raises:
         RpcTimeoutError: this worker or others did not finish in time; says what was waited

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import gc
 import os
 import signal
 import sys
@@ -24,11 +23,9 @@ from typing import IO, Any
 from rpc.agent import Agent
 from rpc.current import find_agent
 from rpc.errors import RpcError
-from rpc.threads import Thread
+from rpc.threads import Thread, running_frames
 
 _STOP = b"\0"
-_looking = threading.Lock()
-"""Held while the collector is off for the sake of a look at the threads."""
 
 
 def describe(agent: Agent) -> str:
@@ -193,22 +190,6 @@ def _counts(agent: Agent) -> list[str]:
 def _without_agent() -> str:
     lines = [f"=== process {os.getpid()}: RPC is not initialized ===", *_threads(None)]
     return "\n".join(lines) + "\n"
-
-
-def running_frames() -> dict[int, FrameType]:
-    """What each thread runs, by its ident.
-
-    Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
-    off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.
-    """
-    with _looking:
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
 def _threads(agent: Agent | None) -> Iterator[str]:

@@ -21,6 +21,7 @@ import torch
 
 from rpc import torch_modes
 from rpc.executor import blocking
+from rpc.interrupts import let_in, restore
 from rpc.raising import bare_copy
 from rpc.remote_errors import raisable, retell
 
@@ -153,6 +154,8 @@ class Future(_TorchFuture[T]):
         "_description",
         "_error",
         "_failure",
+        "_gate",
+        "_is_open",
         "_lock",
         "_waiter",
         "_waker",
@@ -177,6 +180,8 @@ class Future(_TorchFuture[T]):
         self.canceller = canceller
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
+        self._is_open = False
+        self._gate: threading.Lock | None = None
         self._lock = RLock()
         self._watched = False
         self._collected = False
@@ -187,8 +192,9 @@ class Future(_TorchFuture[T]):
             if not self.done():
                 with blocking():
                     if self._waiter is None:
-                        return cast(T, torch._C.Future.wait(self))
-                    wait_in_usual_modes(self._waiter, self.done, self._sleep)
+                        self._sleep()
+                    else:
+                        wait_in_usual_modes(self._waiter, self.done, self._sleep)
             return cast(T, torch._C.Future.wait(self))
         finally:
             del self  # the error knows this frame, and must not keep the future alive
@@ -259,7 +265,13 @@ class Future(_TorchFuture[T]):
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value; once."""
-        torch._C.Future.set_result(self, result)
+        if self._watched or self._collected:  # callbacks, which may take long, run at once
+            self._open_gate()
+        try:
+            torch._C.Future.set_result(self, result)
+        finally:
+            if not self._is_open:
+                self._open_gate()
         if self._waker is not None:
             self._waker()
 
@@ -311,9 +323,29 @@ class Future(_TorchFuture[T]):
         yield from bridge
         return cast(T, torch._C.Future.value(self))
 
+    def _open_gate(self) -> None:
+        """In steps that need no lock: who waits looks whether it is open after making it."""
+        if not self._is_open:
+            self._is_open = True
+            if self._gate is not None:
+                self._gate.release()
+
     def _sleep(self) -> None:
-        with contextlib.suppress(Exception):  # raised again when the result is taken
-            torch._C.Future.wait(self)
+        """Until it is all but done; torch's own way to wait keeps signal handlers from running."""
+        with self._lock:
+            gate = self._gate
+            if gate is None:
+                gate = threading.Lock()
+                gate.acquire()
+                self._gate = gate
+            if self._is_open:
+                return
+        before = let_in()
+        try:
+            with gate:  # one after the other, all that wait go through
+                pass
+        finally:
+            restore(before)
 
     def __del__(self) -> None:
         failure = getattr(self, "_failure", None)

@@ -1,4 +1,4 @@
-"""Threads that can be started as long as Python code runs.
+"""Threads that can be started as long as Python code runs, and what each runs.
 
 Owns one way round Python 3.12, which starts none any more once the main module has ended,
 although exit hooks and other threads run on; earlier and later releases do. A call made
@@ -8,11 +8,15 @@ there, or an exit itself, needs them, and the operating system still has them.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
+from types import FrameType
 
 _REFUSED = "at interpreter shutdown"
+_looking = threading.Lock()
+"""Held while the collector is off for the sake of a look at the threads."""
 
 
 class Thread(threading.Thread):
@@ -59,3 +63,19 @@ def _begin(thread: threading.Thread) -> None:
             del starting[thread]
         raise RuntimeError(f"can't start new thread: {os.strerror(failure)}")
     system.pthread_detach(handle)
+
+
+def running_frames() -> dict[int, FrameType]:
+    """What each thread runs, by its ident.
+
+    Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
+    off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.
+    """
+    with _looking:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_enabled:
+                gc.enable()

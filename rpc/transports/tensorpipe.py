@@ -45,6 +45,7 @@ from rpc.errors import (
     BringUpError,
     FrameError,
 )
+from rpc.executor import SECONDS_TO_END
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.late_receipts import LateReceipts
@@ -55,7 +56,7 @@ from rpc.transports.tensorpipe_caller import Caller
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
-from rpc.transports.tensorpipe_parting import Exit, Parting
+from rpc.transports.tensorpipe_parting import Exit, Handlers, Parting
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_sending import Outgoing
 from rpc.transports.tensorpipe_shared import HostMemory
@@ -247,14 +248,17 @@ class TensorPipeTransport:
     def wake(self) -> None:
         """Nothing to do: who waits sleeps in a way of its own."""
 
-    def close(self, flush_seconds: float, handler_seconds: float = 0.0) -> None:
+    def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
         """Leaves the group and joins torch's threads. Requests not replied to are dropped.
 
         Args:
             flush_seconds: how long to wait for peers to take what was sent, and to part.
-            handler_seconds: without effect, as torch waits for what runs on its threads.
+            handler_seconds: what handlers that run on torch's threads get to end in; they
+                are abandoned then.
         """
-        deadline = time.monotonic() + flush_seconds
+        began = time.monotonic()
+        deadline = began + flush_seconds
+        handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
         with self._lock:
             if self._state is not _State.OPEN:
                 return
@@ -267,10 +271,10 @@ class TensorPipeTransport:
         self._loopback.close(deadline)
         self._late.close()
         self._mender.close()
-        self._parting.leave(self._roster, deadline)
+        self._parting.leave(self._roster, deadline, handlers)
         if flush_seconds:  # otherwise the process ends, or never began to take calls
             self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
-        self._agent.stop()
+        self._agent.stop(handlers.until)
         wire.detach(self)
         with self._lock:
             self._state = _State.CLOSED

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.tensorpipe_roster import SHUT_DOWN
@@ -79,6 +79,19 @@ class Exit:
             _log.error("%d messages are still being sent; leaving all the same", self._in_the_way)
 
 
+class Handlers(NamedTuple):
+    """Those on torch's threads: the answer to a call leaves with its thread, and a peer that
+    waits for one does not part.
+
+    Args:
+        until: how long they are waited for, in seconds of the monotonic clock.
+        run: whether there are some.
+    """
+
+    until: float
+    run: Callable[[], object]
+
+
 class Parting:
     """Farewells, said and taken.
 
@@ -107,12 +120,13 @@ class Parting:
         self._caller = caller
         self._report = report
 
-    def leave(self, roster: Roster, deadline: float) -> None:
+    def leave(self, roster: Roster, deadline: float, handlers: Handlers) -> None:
         """Answers everything, says farewell, and waits until nobody reads from us.
 
         Args:
             roster: whom to leave; it takes nobody in any more.
             deadline: how long to wait, in seconds of the monotonic clock.
+            handlers: those on torch's threads.
         """
         with self._lock:
             asked = [(each[0], each[2]) for each in roster.early if each[2] is not None]
@@ -128,7 +142,7 @@ class Parting:
         for link in parting:
             self._caller.say_farewell(link)
         with self._lock:
-            self._exit.wait_until(lambda: all(link.is_finished() for link in links), deadline)
+            self._await_partings(links, deadline, handlers)
             itself = [link for link in links if link.peer.info.id == self._worker_id]
             self._exit.wait_until(lambda: not any(own.calls.under_way for own in itself), deadline)
             lifelines = [lifeline for link in links for lifeline in link.take_lifelines()]
@@ -136,6 +150,16 @@ class Parting:
         with self._lock:
             self._exit.wait_for_senders()
         self._answers.wait(deadline)
+
+    def _await_partings(self, links: list[Link], deadline: float, handlers: Handlers) -> None:
+        """Needs the lock."""
+
+        def have_parted() -> bool:
+            return all(link.is_finished() for link in links)
+
+        early = self._exit.wait_until(have_parted, min(deadline, handlers.until))
+        if not (early or handlers.run()):
+            self._exit.wait_until(have_parted, deadline)
 
     def take_farewell(self, link: Link | None, announced: int, future: AnswerFuture) -> None:
         """A peer leaves: sends it nothing more, and confirms that once all of its is taken.

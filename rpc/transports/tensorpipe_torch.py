@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from rpc.devices import DeviceMap
 from rpc.errors import BringUpError
+from rpc.executor import SECONDS_TO_END, abandon
 from rpc.threads import Thread
 from rpc.transports import turns
 from rpc.transports.tensorpipe_threads import PoolThreads
@@ -48,6 +49,9 @@ _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
 _SECONDS_TO_LET_GO = 2.0
+_SECONDS_TO_UNWIND = 0.5
+_changing = threading.Lock()
+"""Held while torch's current agent is looked at and taken back."""
 
 
 def available() -> bool:
@@ -95,6 +99,7 @@ class TorchAgent:
         self._ids: dict[str, int] = {}
         self._next_id = SELF_ID + 1
         self._abandoned: list[tuple[torch_rpc.WorkerInfo, Any]] = []
+        _make_way(module)
         if module._is_current_rpc_agent_set():
             raise BringUpError(
                 "torch allows one RPC agent per process and this process already runs one; shut "
@@ -237,24 +242,45 @@ class TorchAgent:
         """
         calls = []
         with contextlib.suppress(RuntimeError):  # what is not let go stays, and does no harm
-            for _ in range(self.threads.count):
+            for _ in range(self.threads.count - self.threads.is_here()):
                 calls.append(self._call_myself(pickle, _SECONDS_TO_LET_GO))
+        if self.threads.is_here():
+            self.threads.meet()
         for call in calls:
             with contextlib.suppress(RuntimeError):
                 call.wait()
 
-    def stop(self) -> None:
+    def stop(self, until: float) -> None:
         """Closes every pipe and joins torch's threads; what is under way is dropped.
 
-        A handler that does not end keeps its thread of torch's, which is then abandoned.
+        Handlers that run on after ``until``, on the monotonic clock, keep their threads, which
+        are abandoned; so does, at once, one that calls this.
         """
-        stopping = Thread(target=self._agent.shutdown, name="tensorpipe-stop", daemon=True)
+        stopping = _Stopping(self._torch, self._agent)
         stopping.start()
-        stopping.join(_SECONDS_TO_STOP)
+        if not self.threads.is_here():
+            self._await_stop(stopping, until)
         if stopping.is_alive():
-            _log.error("a handler does not end; torch's threads are abandoned")
-        self._torch._reset_current_rpc_agent()
+            self._abandon(stopping)
         del self._agent
+
+    def _await_stop(self, stopping: Thread, until: float) -> None:
+        stopping.join(max(0.0, until - time.monotonic()))
+        if not self.threads.in_python():
+            stopping.join(_SECONDS_TO_STOP)
+        if stopping.is_alive():
+            stuck = len(self.threads.in_python())
+            _log.error("%d handlers on torch's threads do not end, and are abandoned", stuck)
+
+    def _abandon(self, stopping: Thread) -> None:
+        """Leaves torch's threads to what they run, which the end of the process waits for.
+
+        What runs on even then is ended, by a finalizer, as the program's exit hooks come
+        before these. Until its thread is free ``stopping`` keeps torch's agent: destroying
+        one that has threads aborts the process.
+        """
+        abandon([stopping], time.monotonic() + SECONDS_TO_END)
+        weakref.finalize(stopping, _end_handlers, self.threads, weakref.ref(stopping))
 
     def _route(self, name: str, torch_id: int) -> torch_rpc.WorkerInfo:
         route: torch_rpc.WorkerInfo = self._torch.WorkerInfo(name, torch_id)
@@ -264,6 +290,44 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+
+
+class _Stopping(Thread):
+    """Stops an agent, once all its threads are free.
+
+    Until then it stays torch's current one, which torch asks for as it leaves a handler,
+    unless another one takes its place.
+    """
+
+    def __init__(self, module: Any, agent: Any) -> None:
+        super().__init__(name="tensorpipe-stop", daemon=True)
+        self._torch = module
+        self._agent = agent
+
+    def run(self) -> None:
+        self._agent.shutdown()
+        self.make_way()
+        self._agent = None
+
+    def make_way(self) -> None:
+        """Lets another agent become the current one."""
+        with _changing:
+            is_set = self._torch._is_current_rpc_agent_set()
+            if is_set and self._torch._get_current_rpc_agent() is self._agent:
+                self._torch._reset_current_rpc_agent()
+
+
+def _make_way(module: Any) -> None:
+    for thread in threading.enumerate():
+        if isinstance(thread, _Stopping):
+            thread.make_way()
+
+
+def _end_handlers(threads: PoolThreads, stopping: weakref.ref[Thread]) -> None:
+    running = stopping()
+    if running is not None and running.is_alive():  # else its threads are others' by now
+        threads.interrupt()
+        running.join(_SECONDS_TO_UNWIND)
 
 
 class Leaving:

@@ -106,6 +106,28 @@ def test_a_future_is_completed_once(
     assert not messages(caplog)
 
 
+def test_all_that_wait_are_let_go_before_callbacks_are_over():
+    future: Future[int] = Future()
+    held, end = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def hold(_: object) -> None:
+        held.set()
+        end.wait(SECONDS)
+
+    future.add_done_callback(hold)
+    waiting = [threading.Thread(target=lambda: found.append(future.wait())) for _ in range(3)]
+    completing = threading.Thread(target=future.set_result, args=(7,))
+    for thread in [*waiting, completing]:
+        thread.start()
+    assert held.wait(SECONDS)
+    for thread in waiting:
+        thread.join(SECONDS)
+    assert found == [7, 7, 7]
+    end.set()
+    completing.join()
+
+
 def test_the_value_of_a_future_that_is_not_done_is_an_error_that_says_so():
     with pytest.raises(RuntimeError, match="the call of f is not done"):
         Future(description="the call of f").value()

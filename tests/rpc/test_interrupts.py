@@ -5,15 +5,16 @@ from __future__ import annotations
 import operator
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import pytest
 import torch
 
-from rpc import interrupts
+from rpc import collecting, interrupts
 from rpc.agent import Agent
+from rpc.futures import Future
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
@@ -171,6 +172,47 @@ def test_a_handler_may_make_a_call_while_the_thread_waits_for_another(pair: list
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     alice.rpc_sync("bob", wait_for, (0,))
     assert found == [-1]
+
+
+def wait_for_a_call(alice: Agent) -> None:
+    alice.rpc_async("bob", wait_for, (0,)).wait()
+
+
+def wait_for_what_hangs_on_a_call(alice: Agent) -> None:
+    alice.rpc_async("bob", wait_for, (0,)).then(lambda _: None).wait()
+
+
+def wait_for_all(alice: Agent) -> None:
+    collecting.collect_all([alice.rpc_async("bob", wait_for, (0,))]).wait()
+
+
+def wait_for_what_events_complete(alice: Agent) -> None:
+    future: Future[int] = Future()
+    alice.rpc_async("bob", wait_for, (0,)).add_done_callback(lambda _: future.set_result(1))
+    future.wait()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [wait_for_a_call, wait_for_what_hangs_on_a_call, wait_for_all, wait_for_what_events_complete],
+)
+def test_a_thread_that_waits_for_a_future_is_interrupted(
+    wait: Callable[[Agent], None], pair: list[Agent]
+) -> None:
+    alice, bob = pair
+    events[0].clear()
+    late = threading.Timer(5.0, events[0].set)
+    late.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Alarm):
+            wait(alice)
+        assert not events[0].is_set(), "it ran only when the call was over"
+    finally:
+        late.cancel()
+        late.join()
+        events[0].set()
+    until(lambda: alice.caller.quiet() and bob.callee.quiet())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -43,6 +43,50 @@ for _ in range(8):
 sys.exit({status})
 """
 
+_ENDLESS = """
+import threading, time, rpc
+
+begun = threading.Semaphore(0)
+seconds = 0.0
+
+def work():
+    begun.release()
+    while True:
+        pass
+
+def shut_down():
+    global seconds
+    began = time.monotonic()
+    rpc.shutdown(graceful=False)
+    seconds = time.monotonic() - began
+    begun.release()
+"""
+
+_ONE_OF_TWO = """
+import sys, time, rpc, endless
+rank = int(sys.argv[1])
+meet = rpc.{backend}RpcBackendOptions(init_method="file://{store}")
+rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=2, rpc_backend_options=meet)
+if rank == 0:
+    rpc.rpc_async("worker1", endless.{handler})
+    sys.stdin.read()
+    rpc.shutdown(graceful=False)
+else:
+    endless.begun.acquire()
+    began = time.monotonic()
+    {leave}
+    print(time.monotonic() - began + endless.seconds)
+    sys.exit(3)
+"""
+
+_AGAIN = """
+    rpc.shutdown(graceful=False)
+    meet = type(meet)(init_method=meet.init_method + "_of_another")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=meet)
+    assert rpc.rpc_sync("alone", abs, (-1,)) == 1
+    rpc.shutdown()
+"""
+
 _go_on = threading.Event()
 _waiting = threading.Event()
 _outcomes: list[BaseException] = []
@@ -113,3 +157,47 @@ def test_a_process_whose_handlers_run_operators_ends_with_its_own_status(
     )
     assert (ended.returncode, ended.stdout) == (3, ""), ended.stderr
     assert ended.stderr.count("the process of this worker ended") == 8
+
+
+def start(folder: Path, rank: int) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, folder / "main.py", str(rank)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_two(folder: Path, backend: str, handler: str, leave: str) -> tuple[float, str]:
+    """What the one that is called says of its time, and to stderr."""
+    (folder / "endless.py").write_text(_ENDLESS)
+    (folder / "main.py").write_text(
+        _ONE_OF_TWO.format(backend=backend, store=folder / "store", handler=handler, leave=leave)
+    )
+    caller, called = start(folder, 0), start(folder, 1)
+    out, err = called.communicate(timeout=60)
+    caller.communicate(timeout=60)
+    assert (called.returncode, caller.returncode) == (3, 0), err
+    return float(out), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", [_AGAIN, "pass"])
+@pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
+def test_a_handler_that_never_ends_keeps_neither_shutdown_nor_the_end_of_its_process(
+    backend: str, leave: str, tmp_path: Path
+) -> None:
+    seconds, _ = run_two(tmp_path, backend, "work", leave)
+    assert seconds < 5.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
+def test_a_handler_may_shut_its_worker_down(backend: str, tmp_path: Path) -> None:
+    seconds, err = run_two(tmp_path, backend, "shut_down", "pass")
+    assert seconds < 5.0
+    assert "abandoned" not in err
+    assert "agent is not set" not in err

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from rpc import rendezvous
-from rpc.debug_dump import running_frames
 from rpc.errors import BringUpError
 from rpc.group_store import KEY_MARK, Record, key_mark, our_part
+from rpc.threads import running_frames
 from tests.rpc.stores import SECONDS, SOON, CountingStore, begun, in_turns, outcome, record
 from tests.signals import heeding_interrupts
 from tests.waiting import until

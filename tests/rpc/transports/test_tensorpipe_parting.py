@@ -15,7 +15,7 @@ from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe_ledger import Calls, Served
 from rpc.transports.tensorpipe_links import Link
-from rpc.transports.tensorpipe_parting import Exit, Parting
+from rpc.transports.tensorpipe_parting import Exit, Handlers, Parting
 from rpc.transports.tensorpipe_roster import SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_wire import Envelope
 from rpc.worker_info import WorkerInfo
@@ -84,7 +84,8 @@ def worker() -> Worker:
 @pytest.fixture
 def leaving(worker: Worker) -> Iterator[threading.Thread]:
     deadline = time.monotonic() + WAIT
-    thread = threading.Thread(target=worker.parting.leave, args=(worker.roster, deadline))
+    handlers = Handlers(deadline, set)
+    thread = threading.Thread(target=worker.parting.leave, args=(worker.roster, deadline, handlers))
     yield thread
     thread.join(2 * WAIT)
     assert not thread.is_alive()
@@ -186,6 +187,16 @@ class TestLeaving:
         leaving.join(WAIT)
         assert broken.broken
         assert worker.told.notes == [("waited",)]
+
+    @pytest.mark.parametrize(("running", "seconds"), [({1}, 0.0), (set(), 0.2)])
+    def test_a_peer_that_a_handler_keeps_waiting_is_waited_for_as_long_as_that(
+        self, worker: Worker, running: set[int], seconds: float
+    ) -> None:
+        worker.add(1)
+        began = time.monotonic()
+        handlers = Handlers(began, lambda: running)
+        worker.parting.leave(worker.roster, began + (WAIT if running else seconds), handlers)
+        assert seconds <= time.monotonic() - began < WAIT
 
     def test_calls_to_itself_are_waited_for(
         self, worker: Worker, leaving: threading.Thread
