@@ -270,7 +270,9 @@ class Future(_TorchFuture[T]):
         try:
             torch._C.Future.set_result(self, result)
         finally:
-            if not self._is_open:
+            # Who waits makes a gate and looks whether it is open, in this order.
+            self._is_open = True
+            if self._gate is not None:
                 self._open_gate()
         if self._waker is not None:
             self._waker()
@@ -324,11 +326,11 @@ class Future(_TorchFuture[T]):
         return cast(T, torch._C.Future.value(self))
 
     def _open_gate(self) -> None:
-        """In steps that need no lock: who waits looks whether it is open after making it."""
-        if not self._is_open:
-            self._is_open = True
-            if self._gate is not None:
-                self._gate.release()
+        self._is_open = True
+        with self._lock:
+            gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.release()
 
     def _sleep(self) -> None:
         """Until it is all but done; torch's own way to wait keeps signal handlers from running."""
