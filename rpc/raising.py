@@ -23,6 +23,11 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 _VERSION = sys.version_info[:2]
 _PLAIN_SIZE = Exception.__basicsize__
 
+# An error's class may answer for its attributes as it likes, or raise.
+_traceback_of = vars(BaseException)["__traceback__"].__get__
+_cause_of = vars(BaseException)["__cause__"].__get__
+_context_of = vars(BaseException)["__context__"].__get__
+
 
 def again(error: BaseException) -> BaseException:
     """A copy of a kept error, to be raised; of one that cannot be copied, the error itself."""
@@ -66,8 +71,9 @@ def keep(error: BaseException) -> BaseException:
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
         seen.add(id(each))
-        _forget_variables(each.__traceback__)
-        each = each.__cause__ or each.__context__
+        _forget_variables(_traceback_of(each))
+        cause = _cause_of(each)
+        each = _context_of(each) if cause is None else cause
     return error
 
 

@@ -131,6 +131,15 @@ def test_a_kept_error_lets_go_of_what_its_frames_held() -> None:
     assert [each() for each in held] == [None, None]
 
 
+def test_an_error_that_answers_for_no_attribute_can_be_kept() -> None:
+    class Silent(Exception):
+        def __getattribute__(self, name: str) -> object:
+            raise RuntimeError(f"nobody asks for {name}")
+
+    error = Silent("x")
+    assert keep(error) is error
+
+
 def fail_once_more(error: BaseException) -> None:
     raise error
 
