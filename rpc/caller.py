@@ -442,17 +442,21 @@ class Caller:
         call.sent = len(header) + len(payload)
         if slots:
             call.sent += tensor_bytes(slots)
-        with self._lock:
-            if self._closed is not None:
-                raise AgentClosedError(f"{call.description}: {self._closed}")
-            call.opened_at = now = agent.clock.now()
-            call.to = to.id
-            call.number = call_id = self._table.open(call, to.id, now, call.timeout)
-            self._sent += 1
-            expiry = now + call.timeout
-            rearm = call.timeout > 0 and (self._armed is None or expiry < self._armed)
-            if rearm:  # the pulse must run earlier than it would
-                self._armed = expiry
+        try:
+            with self._lock:
+                if self._closed is not None:
+                    raise AgentClosedError(f"{call.description}: {self._closed}")
+                call.opened_at = now = agent.clock.now()
+                call.to = to.id
+                call.number = call_id = self._table.open(call, to.id, now, call.timeout)
+                self._sent += 1
+                expiry = now + call.timeout
+                rearm = call.timeout > 0 and (self._armed is None or expiry < self._armed)
+                if rearm:  # the pulse must run earlier than it would
+                    self._armed = expiry
+        except AgentClosedError as error:
+            agent.references.unsent(call.loan, str(error))
+            raise
         if rearm:
             agent.pulse.wake()
         try:

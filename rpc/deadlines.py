@@ -7,7 +7,8 @@ translated; inside, a timeout is seconds, and 0 means none.
 from __future__ import annotations
 
 import contextvars
-from typing import Protocol
+import math
+from typing import Protocol, SupportsFloat
 
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import RpcTimeoutError
@@ -43,6 +44,26 @@ def is_over(scope: Scope, now: float) -> bool:
     return scope.cancelled or 0.0 < scope.deadline <= now
 
 
+def seconds_of(value: object, argument: str) -> float:
+    """A time as the user gave it, which may be of any type of real number.
+
+    Args:
+        value: in seconds.
+        argument: what the user calls it.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if isinstance(value, (float, int, SupportsFloat)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+        except Exception:  # of a type's own; a tensor of several elements has it, too
+            pass
+    raise TypeError(f"{argument} must be a number of seconds, but got {value!r}")
+
+
 def effective_timeout(timeout: float, default: float, now: float) -> float:
     """What is left to a call: its own timeout, or its caller's if that ends earlier.
 
@@ -54,7 +75,10 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
 
     Raises:
         RpcTimeoutError: nothing is left, or ``timeout`` is no time.
+        TypeError: it is no number.
     """
+    if type(timeout) is not float:
+        timeout = seconds_of(timeout, "timeout")
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = default
     elif not timeout >= 0:

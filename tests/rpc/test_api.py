@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -87,6 +88,14 @@ def test_a_default_timeout_must_be_a_time(worker: Agent, seconds: float) -> None
     with pytest.raises(ValueError, match=f"rpc_timeout must be >= 0 seconds, but got {seconds}"):
         api._set_rpc_timeout(seconds)
     assert rpc.rpc_sync("there", abs, (-1,)) == 1
+
+
+def test_a_default_timeout_is_a_number_of_any_type(worker: Agent) -> None:
+    api._set_rpc_timeout(Decimal(20))  # type: ignore[arg-type]
+    assert rpc.get_rpc_timeout() == 20.0
+    assert rpc.rpc_sync("there", abs, (-1,)) == 1
+    with pytest.raises(TypeError, match="rpc_timeout must be a number of seconds, but got None"):
+        api._set_rpc_timeout(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

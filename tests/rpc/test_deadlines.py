@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextvars
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
+import torch
 
 from rpc.deadlines import cancelled, effective_timeout, enter
 from rpc.errors import RpcTimeoutError
@@ -38,10 +41,27 @@ def effective(timeout: float, deadline: float = 0.0, now: float = 100.0) -> floa
         (float("inf"), 0),
         (1e300, 0),
         (1e8, 1e8),
+        (Decimal(2), 2.0),
+        (Fraction(5, 2), 2.5),
+        (torch.tensor(3), 3.0),
+        (10**400, 0),
     ],
 )
 def test_a_timeout_is_read_as_torch_reads_it(timeout: float, expected: float):
     assert effective(timeout) == expected
+
+
+@pytest.mark.parametrize("timeout", [None, "3", [1], 1j, torch.ones(2)], ids=str)
+def test_what_is_no_number_is_named(timeout: object):
+    with pytest.raises(TypeError, match="timeout must be a number of seconds, but got ") as refused:
+        effective(timeout)  # type: ignore[arg-type]
+    assert repr(timeout) in str(refused.value)
+
+
+@pytest.mark.parametrize("timeout", [-(10**400), Decimal(-2)])
+def test_a_number_of_any_type_that_is_no_time_is_refused_as_such(timeout: float):
+    with pytest.raises(RpcTimeoutError, match="must be >= 0 seconds"):
+        effective(timeout)
 
 
 def test_a_default_without_limit_is_none():

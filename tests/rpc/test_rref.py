@@ -620,6 +620,35 @@ def test_the_place_of_a_value_whose_request_could_not_be_sent_is_freed(pair: lis
 SHUT_DOWN = r"is stale: it was made or received by worker 'alice' .* which shut down"
 
 
+class Silent(Exception):
+    """Answers for none of its attributes."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError(f"nobody asks for {name}")
+
+
+def fail_silently() -> None:
+    raise Silent("x")
+
+
+def test_a_creation_whose_error_answers_for_nothing_fails_at_once() -> None:
+    with local_group("alice", "bob") as (alice, bob):
+        with pytest.raises(RemoteError, match="Silent"):
+            alice.remote("bob", fail_silently).to_here(SECONDS)
+        assert eventually(lambda: not bob.debug_info()["serving"])
+
+
+def test_what_was_lent_to_a_call_of_a_worker_that_closed_comes_back() -> None:
+    with local_group("alice", "bob") as (alice, _):
+        rref = alice.remote("bob", identity, (5,))
+        assert rref.to_here() == 5
+        before = alice.references.counts()
+        alice.caller.close("this worker shut down")
+        with pytest.raises(AgentClosedError, match="this worker shut down"):
+            alice.rpc_sync("bob", identity, (rref,))
+        assert alice.references.counts() == before
+
+
 @pytest.fixture
 def of_another_session() -> dict[str, RRef[Any]]:
     with local_group("alice", "bob") as (alice, _), as_worker(alice):
