@@ -93,6 +93,26 @@ def test_small_frames_are_not_announced(told: list[str]) -> None:
     assert told == ["sent"]
 
 
+def test_shared_memory_of_a_message_that_cannot_be_sent_is_free_again(told: list[str]) -> None:
+    made = link(told)
+    taken: list[Slot] = []
+    made._pool.take_back = taken.extend  # type: ignore[union-attr,method-assign]
+    with pytest.raises(RuntimeError, match="data pointer"):
+        send_without_memory(made, torch.ones(SHARED_FROM))
+    assert taken == [Slot(1, 4096)]
+    assert "sent" not in told
+
+
+def send_without_memory(made: Link, first: torch.Tensor) -> None:
+    """Sends a tensor, and after it one that looks like any other, but has no memory."""
+
+    def send_both(second: torch.Tensor) -> None:
+        frame = Frame(FrameKind.REQUEST, 1, b"header", b"payload", (first, second))
+        made.send(frame, [look_at(tensor) for tensor in frame.tensors])
+
+    torch.vmap(send_both)(torch.ones(2, SHARED_FROM))
+
+
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:
     made = link(told, shared=False)
     send(made, SHARED_FROM // 4, SHARED_FROM // 4)
