@@ -46,6 +46,10 @@ class Proven:
         self.accept()
         self.sock.close()
 
+    def hang_up(self) -> None:
+        """Ends the connection as if it broke: the other end may try again."""
+        self.sock.close()
+
     def reject(self, reason: str) -> None:
         """Sends the other end away."""
         _send_away(self.sock, reason)

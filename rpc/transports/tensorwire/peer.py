@@ -244,6 +244,7 @@ class RemotePeer:
         name = f"tensorwire-connect-{self.name}"
         thread = Thread(target=self._connect, name=name, daemon=True)
         try:
+            self._machinery.bulk.start()
             thread.start()
         except RuntimeError as error:
             problem = f"worker {self.name!r} cannot be connected to at the moment: {error}"
@@ -371,6 +372,12 @@ class RemotePeer:
 
     def _accept_main(self, proven: Proven) -> None:
         machinery = self._machinery
+        try:
+            machinery.bulk.start()
+        except RuntimeError as error:
+            _log.warning("worker %s cannot be let in at the moment: %s", self.name, error)
+            proven.hang_up()
+            return
         sock, token = proven.sock, proven.hello.token
         shared = sock.family == socket.AF_UNIX
         link = Link(machinery.resources, self.name, self._devices_back, shared=shared)

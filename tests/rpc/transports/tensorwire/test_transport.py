@@ -484,6 +484,44 @@ def test_without_a_thread_to_connect_a_request_is_refused_and_the_next_is_not(
     assert a.lost == []
 
 
+def test_without_a_thread_for_bulk_a_request_is_refused_and_the_next_is_not(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refusing("tensorwire-worker0-bulk"))
+        with pytest.raises(RpcError, match="worker 'worker1' cannot be connected to at the mom"):
+            a.ask(b, b"h")
+    assert a.call(b, b"h").header == b"h"
+    assert b.call(a, b"h").header == b"h"
+    assert a.lost == b.lost == []
+
+
+def test_a_worker_without_a_thread_for_bulk_is_reached_when_it_has_one(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make(Settings(), Settings())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refusing("tensorwire-worker1-bulk"))
+        asked = a.ask(b, b"h")
+        until(lambda: "worker0 cannot be let in at the moment" in caplog.text)
+    assert a.reply(asked).header == b"h"
+    assert b.call(a, b"h").header == b"h"
+    assert a.lost == b.lost == []
+
+
+def refusing(name: str) -> Callable[[threading.Thread], None]:
+    """``Thread.start`` where the thread of that name cannot be started."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == name:
+            refuse(thread)
+        start(thread)
+
+    return start_others
+
+
 def test_a_link_that_cannot_be_made_loses_the_peer_and_leaves_nothing_behind(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
