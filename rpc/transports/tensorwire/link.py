@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -305,14 +305,18 @@ class Link:
     def _assemble(
         self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""
     ) -> Frame:
-        if problem:
-            return self._unreceived(frame, items, problem)
-        try:
-            return self._with_parts(frame, items, arrays)
-        except FrameError:
-            raise
-        except Exception as error:  # a device has no memory left, most likely
-            return self._unreceived(frame, items, f"{type(error).__name__}: {error}")
+        left = iter(items)
+        if not problem:
+            try:
+                return self._with_parts(frame, left, arrays)
+            except FrameError:
+                raise
+            except Exception as error:  # a device has no memory left, most likely
+                problem = f"{type(error).__name__}: {error}"
+        for item in left:
+            if item.place is Place.SHARED:
+                self._array(item, arrays)  # dies at once, which gives its slot back
+        return self._unreceived(frame, items, problem)
 
     def _unreceived(self, frame: Frame, items: list[Item], problem: str) -> Frame:
         """Stands for a message that cannot be taken in, so that its call alone fails.
@@ -327,15 +331,16 @@ class Link:
             raise FrameError(why)
         return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
 
-    def _with_parts(self, frame: Frame, items: list[Item], arrays: dict[int, Array]) -> Frame:
+    def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
+        """The frame with its payload and tensors; what it has claimed is not ``left``."""
         inline = frame.payload
-        first = items[0]
+        first = next(left)
         payload: Buffer
         if first.place is Place.INLINE:
             payload = inline[first.position : first.position + first.nbytes]
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
-        tensors = tuple([self._tensor(inline, item, arrays) for item in items[1:]])
+        tensors = tuple([self._tensor(inline, item, arrays) for item in left])
         return Frame(frame.kind, frame.correlation, frame.header, payload, tensors)
 
     def _tensor(self, inline: Buffer, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
