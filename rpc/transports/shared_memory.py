@@ -83,6 +83,10 @@ class _Segment:
                 return gap.start
         return None
 
+    def give_up(self, position: int) -> None:
+        """Lowers the flag of a slot in the receiver's place, which never hears of it."""
+        self._flags[position // BLOCK] = 0
+
     def collect(self, at_most: int) -> None:
         """Frees the parts whose receivers are done, among the ``at_most`` oldest."""
         flags = self._flags
@@ -174,9 +178,20 @@ class SendPool:
         region = segment.region
         try:
             (copy or self._copy)(region.address + position, address, length)
+        except BaseException:
+            segment.give_up(position)
+            raise
         finally:
             region.give_back()
         return Slot(segment.number, position)
+
+    def take_back(self, slots: list[Slot]) -> None:
+        """Frees slots that were filled for a message that is not sent, after all."""
+        with self._lock:
+            for slot in slots:
+                segment = self._segments.get(slot.segment)
+                if segment is not None:
+                    segment.give_up(slot.position)
 
     def _take(self, length: int) -> tuple[_Segment, int] | None:
         """Called with the lock held; borrows the segment's region."""

@@ -1,7 +1,7 @@
 """Accepts connections and shakes hands with whoever connects, never waiting for anyone.
 
 Every connection that has not proven who it is gets a bounded time and a few
-hundred bytes, and there may be only so many of them. What becomes of a proven
+hundred bytes, and there may be only so many of them; then the oldest goes. What becomes of a proven
 one is the owner's to decide, perhaps later.
 """
 
@@ -27,6 +27,11 @@ from rpc.transports.tensorwire.handshake import (
 from rpc.transports.tensorwire.requests import RequestSide
 
 _MAX_UNPROVEN = 256
+"""Of each listener, so that strangers on the network keep nobody on this host out."""
+_PATIENCE_SECONDS = 1.0
+"""A guest that proved nothing for so long makes room for another."""
+_SILENCE_SECONDS = 5.0
+"""How long a guest may take to say anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class Proven:
         self.accept()
         self.sock.close()
 
+    def hang_up(self) -> None:
+        """Ends the connection as if it broke: the other end may try again."""
+        self.sock.close()
+
     def reject(self, reason: str) -> None:
         """Sends the other end away."""
         _send_away(self.sock, reason)
@@ -53,9 +62,12 @@ class Proven:
 
 @dataclass(slots=True)
 class _Guest:
+    listener: socket.socket
     sock: socket.socket
     side: Acceptor
+    arrived: float
     deadline: float
+    silent: bool = True
 
 
 def _send_away(sock: socket.socket, reason: str) -> None:
@@ -116,9 +128,12 @@ class Door:
         sock.setblocking(False)
         configure(sock)
         side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
-        guest = _Guest(sock, side, time.monotonic() + self._seconds)
+        now = time.monotonic()
+        guest = _Guest(listener, sock, side, now, now + self._seconds)
         with self._lock:
-            crowded = self._closed or len(self._guests) >= _MAX_UNPROVEN
+            others = [each for each in self._guests.values() if each.listener is listener]
+            tarries = len(others) >= _MAX_UNPROVEN and others[0].arrived + _PATIENCE_SECONDS < now
+            crowded = self._closed or (len(others) >= _MAX_UNPROVEN and not tarries)
             if not crowded and self._requests is not None:
                 self._guests[sock.fileno()] = guest
                 # With the lock held: whoever dismisses it, and closes it, takes it out first.
@@ -126,6 +141,8 @@ class Door:
                 self._requests.sweeping = True
         if crowded:
             sock.close()
+        elif tarries:
+            self._dismiss(others[0], None)
 
     def _pause(self, listener: socket.socket) -> None:
         """Stops accepting until the next sweep: there are no descriptors left."""
@@ -140,6 +157,7 @@ class Door:
             if not data:
                 self._dismiss(guest, None)
                 return
+            guest.silent = False
             answer = guest.side.receive(data)
             if answer:
                 guest.sock.send(answer)
@@ -193,11 +211,15 @@ class Door:
         """Dismisses guests that took too long, and accepts again after a pause."""
         now = time.monotonic()
         with self._lock:
-            late = [guest for guest in self._guests.values() if guest.deadline < now]
+            guests = list(self._guests.values())
+            late = [guest for guest in guests if guest.deadline < now]
+            silent = [g for g in guests if g.silent and g.arrived + _SILENCE_SECONDS < now]
             forgotten = [proven for proven, deadline in self._kept if deadline < now]
             self._kept = [entry for entry in self._kept if entry[0] not in forgotten]
         for guest in late:
             self._dismiss(guest, "the handshake took too long")
+        for guest in silent:  # without a word: one that was stopped until now tries again
+            self._dismiss(guest, None)
         for proven in forgotten:
             proven.reject("this worker has not heard of the initiator")
         if self._requests is not None:

@@ -188,14 +188,23 @@ class BulkMover:
         self._closed = False
 
     def add(self, sock: socket.socket, channel: BulkChannel) -> None:
-        """Begins to serve a channel."""
+        """Begins to serve a channel; see :meth:`start`."""
+        self.start()
         descriptor = sock.fileno()
         self._channels[descriptor] = channel
         self._epoll.register(descriptor, select.EPOLLIN)
+
+    def start(self) -> None:
+        """Has the thread run, for good.
+
+        Raises:
+            RuntimeError: there cannot be another thread at the moment.
+        """
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._serve, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
 
     def watch_writable(self, sock: socket.socket, wanted: bool) -> None:
         """Asks that the channel go on sending when its socket takes bytes, or not any more."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -36,7 +36,7 @@ from rpc.transports.frame_table import (
     unpack_table,
 )
 from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import SHARED_FROM, Budget, ReceivedSegments, SendPool
+from rpc.transports.shared_memory import SHARED_FROM, Budget, ReceivedSegments, SendPool, Slot
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap, to_host
 from rpc.transports.tensorwire.framing import (
@@ -81,6 +81,9 @@ class _Draft:
 
     items: list[Item] = field(default_factory=list)
     parts: list[Buffer] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    streams: list[tuple[int, memoryview]] = field(default_factory=list)
+    """Transfers by number, none of which has begun before everything has its place."""
     inline: int = 0
     announced: bool = False
     to_share: int = 0
@@ -157,6 +160,8 @@ class Link:
         if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
             draft = self._draft(frame, looks)
             table = pack_table(draft.items)
+            for number, view in draft.streams:
+                self._stream(number, view)
             if draft.inline >= _PLAIN_BELOW:
                 parts = tuple(draft.parts)
                 main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
@@ -176,9 +181,14 @@ class Link:
         draft = _Draft()
         sizes = (len(frame.payload), *(look.nbytes for look in looks))
         draft.to_share = sum(size for size in sizes if size >= SHARED_FROM)
-        draft.items.append(self._payload_item(draft, frame.payload))
-        for tensor, look in zip(frame.tensors, looks, strict=True):
-            draft.items.append(self._tensor_item(draft, tensor, look))
+        try:
+            draft.items.append(self._payload_item(draft, frame.payload))
+            for tensor, look in zip(frame.tensors, looks, strict=True):
+                draft.items.append(self._tensor_item(draft, tensor, look))
+        except BaseException:
+            if self._pool is not None:
+                self._pool.take_back(draft.slots)
+            raise
         return draft
 
     def _payload_item(self, draft: _Draft, payload: Buffer) -> Item:
@@ -208,17 +218,20 @@ class Link:
             self._copy(target + early, source + early, length - early)
 
     def _road(self, draft: _Draft, data: Source) -> tuple[Place, int, int]:
-        """Sends, copies or inlines the bytes; tells where the peer finds them."""
+        """Copies the bytes or notes what is to be sent; tells where the peer finds them."""
         size = data.size
         if size >= SHARED_FROM and self._pool is not None:
             slot = self._pool.put(data.address, size, partial(self._share, draft))
             draft.to_share -= size
             if slot is not None:
+                draft.slots.append(slot)
                 return Place.SHARED, slot.segment, slot.position
             self._offer_segment(self._pool, size)
         crowded = draft.inline + size > _INLINE_AT_MOST
         if size and self.bulk and (size >= STREAM_FROM or crowded):
-            return Place.STREAM, 0, self._stream(data)
+            number = next(self._transfer_numbers)
+            draft.streams.append((number, data.view()))
+            return Place.STREAM, 0, number
         return Place.INLINE, 0, draft.add_inline(data.view())
 
     def _offer_segment(self, pool: SendPool, length: int) -> None:
@@ -229,15 +242,12 @@ class Link:
                 Outgoing(WireKind.SEGMENT, offer.segment, header, descriptor=offer.descriptor)
             )
 
-    def _stream(self, data: Source) -> int:
-        number = next(self._transfer_numbers)
-        view = data.view()
-        for start in range(0, data.size, _CHUNK_BYTES):
+    def _stream(self, number: int, view: memoryview) -> None:
+        for start in range(0, len(view), _CHUNK_BYTES):
             part = view[start : start + _CHUNK_BYTES]
             sender = self.bulk[next(self._turn) % len(self.bulk)]
-            header = pack_pair(start, data.size)
+            header = pack_pair(start, len(view))
             sender.send(Outgoing(WireKind.CHUNK, number, header, b"", (part,), len(part)))
-        return number
 
     def open(self, frame: Frame, table: bytes) -> Frame | None:
         """Puts a frame's payload and tensors in their places; None while some are still missing.
@@ -295,14 +305,18 @@ class Link:
     def _assemble(
         self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""
     ) -> Frame:
-        if problem:
-            return self._unreceived(frame, items, problem)
-        try:
-            return self._with_parts(frame, items, arrays)
-        except FrameError:
-            raise
-        except Exception as error:  # a device has no memory left, most likely
-            return self._unreceived(frame, items, f"{type(error).__name__}: {error}")
+        left = iter(items)
+        if not problem:
+            try:
+                return self._with_parts(frame, left, arrays)
+            except FrameError:
+                raise
+            except Exception as error:  # a device has no memory left, most likely
+                problem = f"{type(error).__name__}: {error}"
+        for item in left:
+            if item.place is Place.SHARED:
+                self._array(item, arrays)  # dies at once, which gives its slot back
+        return self._unreceived(frame, items, problem)
 
     def _unreceived(self, frame: Frame, items: list[Item], problem: str) -> Frame:
         """Stands for a message that cannot be taken in, so that its call alone fails.
@@ -317,15 +331,16 @@ class Link:
             raise FrameError(why)
         return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
 
-    def _with_parts(self, frame: Frame, items: list[Item], arrays: dict[int, Array]) -> Frame:
+    def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
+        """The frame with its payload and tensors; what it has claimed is not ``left``."""
         inline = frame.payload
-        first = items[0]
+        first = next(left)
         payload: Buffer
         if first.place is Place.INLINE:
             payload = inline[first.position : first.position + first.nbytes]
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
-        tensors = tuple([self._tensor(inline, item, arrays) for item in items[1:]])
+        tensors = tuple([self._tensor(inline, item, arrays) for item in left])
         return Frame(frame.kind, frame.correlation, frame.header, payload, tensors)
 
     def _tensor(self, inline: Buffer, item: Item, arrays: dict[int, Array]) -> torch.Tensor:

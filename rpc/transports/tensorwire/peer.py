@@ -21,8 +21,9 @@ import torch
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
 from rpc.ids import Life
+from rpc.messages import Reply, Status
 from rpc.threads import Thread
-from rpc.transports.base import Frame, FrameKind, Patience, Peer
+from rpc.transports.base import Frame, FrameKind, Patience, Peer, Unreceived
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.frame_table import Look, look_at
 from rpc.transports.late_receipts import LateReceipts
@@ -47,6 +48,8 @@ _MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
+_FAILED = Reply(Status.ERROR).encode()
+"""All that a transport has to say of messages: that of an accepted request nothing will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +154,17 @@ class RemotePeer:
                 self._await_window(frame.correlation, size)
         elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
             self._await_sockets(link)
-        if link is None:
-            self._send_early(frame, looks)
-        elif self._is_in_burst(frame):
-            link.send(frame, looks, self._machinery.replies.flush_soon)
-        else:
-            link.send(frame, looks)
+        try:
+            if link is None:
+                self._send_early(frame, looks)
+            elif self._is_in_burst(frame):
+                link.send(frame, looks, self._machinery.replies.flush_soon)
+            else:
+                link.send(frame, looks)
+        except BaseException:  # a tensor without memory, for instance
+            if frame.kind is FrameKind.REQUEST:
+                self._window.release(frame.correlation)
+            raise
 
     def _is_in_burst(self, frame: Frame) -> bool:
         """Whether a frame is one of many requests in a short time, which may wait for company."""
@@ -220,6 +228,8 @@ class RemotePeer:
     # Opening our link.
 
     def _send_early(self, frame: Frame, looks: tuple[Look, ...]) -> None:
+        for tensor in frame.tensors:
+            tensor.data_ptr()  # raises here, where the caller hears of it, if there is no memory
         with self._lock:
             link = self._outgoing
             if link is None:
@@ -234,6 +244,7 @@ class RemotePeer:
         name = f"tensorwire-connect-{self.name}"
         thread = Thread(target=self._connect, name=name, daemon=True)
         try:
+            self._machinery.bulk.start()
             thread.start()
         except RuntimeError as error:
             problem = f"worker {self.name!r} cannot be connected to at the moment: {error}"
@@ -241,17 +252,17 @@ class RemotePeer:
                 _log.warning("%s", problem)
                 return
             self._early.pop()
-            self._window.release(frame.correlation)
             raise RpcError(problem) from error
         self._connecting = self._connect_thread = thread
 
     def _connect(self) -> None:
         try:
-            connections = self._connector.connect()
-        except ConnectError as error:
+            link = self._make_link(self._connector.connect())
+        except Exception as error:
+            if not isinstance(error, ConnectError):
+                _log.exception("worker %s cannot be connected to", self.name)
             self._connect_ended(f"it cannot be connected to: {error}")
             return
-        link = self._make_link(connections)
         if link is None:
             self._connect_ended("")
             return
@@ -263,8 +274,20 @@ class RemotePeer:
                     self._connecting = None
                     break
             for frame, looks in frames:
-                link.send(frame, looks)
+                try:
+                    link.send(frame, looks)
+                except Exception as error:
+                    self._could_not_leave(frame, error)
         self._settle()
+
+    def _could_not_leave(self, frame: Frame, error: Exception) -> None:
+        """Fails the call of a frame that was accepted; what comes after it goes its way."""
+        problem = f"to worker {self.name!r} could not be sent: {type(error).__name__}: {error}"
+        if frame.kind is FrameKind.NOTICE:
+            _log.error("a notice %s", problem)
+            return
+        why = Unreceived(f"a message {problem}".encode())
+        self._bulk_arrived(Frame(FrameKind.REPLY, frame.correlation, _FAILED, why))
 
     def _connect_ended(self, reason: str) -> None:
         with self._lock:
@@ -292,12 +315,17 @@ class RemotePeer:
             if wanted:
                 self._strands.update({strand.sender: strand for strand in strands})
         if not wanted:
-            for sender in link.senders():
-                sender.close()
-            link.close()
+            self._retire(link, strands)
             return None
-        for strand in reversed(strands):
-            strand.listen()
+        try:
+            for strand in reversed(strands):
+                strand.listen()
+        except BaseException:
+            with self._lock:
+                for strand in strands:
+                    self._strands.pop(strand.sender, None)
+            self._retire(link, strands)
+            raise
         return link
 
     def _sender(
@@ -344,6 +372,12 @@ class RemotePeer:
 
     def _accept_main(self, proven: Proven) -> None:
         machinery = self._machinery
+        try:
+            machinery.bulk.start()
+        except RuntimeError as error:
+            _log.warning("worker %s cannot be let in at the moment: %s", self.name, error)
+            proven.hang_up()
+            return
         sock, token = proven.sock, proven.hello.token
         shared = sock.family == socket.AF_UNIX
         link = Link(machinery.resources, self.name, self._devices_back, shared=shared)

@@ -229,7 +229,10 @@ class RequestSide:
         for descriptor, events in self._lookout.wait(timeout):
             handler = self._handlers.get(descriptor)
             if handler is not None:
-                handler(events)
+                try:
+                    handler(events)
+                except BaseException:  # the baton must not die with this thread
+                    _log.exception("%s: what arrived was not dealt with", self._name)
             elif descriptor == self._bell.descriptor and not self._closed:
                 self._bell.silence()
         if self.sweeping:
@@ -248,7 +251,10 @@ class RequestSide:
                 self._batching_thread = me.ident
         began = time.perf_counter()
         function, argument = work
-        function(argument)
+        try:
+            function(argument)
+        except BaseException:  # the baton must not die with this thread
+            _log.exception("%s: what arrived was not dealt with", self._name)
         self._slow = time.perf_counter() - began > _SLOW_SECONDS
         if self._holder is me:
             with self._lock:

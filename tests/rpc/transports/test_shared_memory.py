@@ -169,6 +169,27 @@ def test_a_segment_that_can_shrink_is_refused(pair: Pair) -> None:
         os.close(descriptor)
 
 
+def test_a_slot_of_a_message_that_is_not_sent_is_free_again(pair: Pair) -> None:
+    pair.extend(16 * MIB)
+    data = bytes(10 * MIB)
+    slot = pair.put(data)
+    assert slot is not None
+    assert pair.put(data) is None
+    pair.pool.take_back([slot])
+    assert pair.put(data) == slot
+
+
+def test_a_slot_that_could_not_be_filled_is_free_again(pair: Pair) -> None:
+    pair.extend(16 * MIB)
+
+    def fail(*_: int) -> None:
+        raise MemoryError("nothing is left")
+
+    with pytest.raises(MemoryError):
+        pair.pool.put(0, 10 * MIB, fail)
+    assert pair.put(bytes(10 * MIB)) is not None
+
+
 def test_a_segment_shorter_than_announced_is_refused(pair: Pair) -> None:
     offer = pair.pool.offer(1000)
     assert offer is not None

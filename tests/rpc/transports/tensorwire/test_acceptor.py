@@ -7,10 +7,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
+from rpc.transports.tensorwire import acceptor
 from rpc.transports.tensorwire.acceptor import Door
 from rpc.transports.tensorwire.handshake import Identity
 from rpc.transports.tensorwire.requests import RequestSide
@@ -50,11 +52,11 @@ def _listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
     return listener
 
 
-def _door(listener: socket.socket) -> Door:
+def _door(*listeners: socket.socket) -> Door:
     def unwanted(_: object) -> None:
         raise AssertionError("nobody has proven anything")
 
-    return Door([listener], b"key", Identity(0, 0), _SECONDS, unwanted)
+    return Door(list(listeners), b"key", Identity(0, 0), _SECONDS, unwanted)
 
 
 @pytest.fixture
@@ -77,6 +79,101 @@ def test_a_door_that_closes_while_a_guest_comes_in_sends_it_away(requests: _Inte
     assert requests.thread is not None
     requests.thread.join(_SECONDS)
     assert not requests.thread.is_alive()
+
+
+class _Told(RequestSide):
+    """Has no threads: the test says when a socket is ready."""
+
+    def __init__(self) -> None:
+        super().__init__("test", lambda: None, DEFAULT_BUSY_POLL_SEC)
+        self.ready: dict[int, Callable[[int], None]] = {}
+
+    def add(self, sock: socket.socket, handler: Callable[[int], None]) -> None:
+        self.ready[sock.fileno()] = handler
+
+    def remove(self, sock: socket.socket) -> None:
+        self.ready.pop(sock.fileno(), None)
+
+
+class _Hall:
+    """A door with two listeners, and a clock that the test sets."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        patched.setattr(acceptor, "_MAX_UNPROVEN", 3)
+        patched.setattr(acceptor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.requests = _Told()
+        self.listeners = [_listener(), _listener()]
+        self.door = _door(*self.listeners)
+        self.door.open(self.requests)
+        self.guests: list[socket.socket] = []
+
+    def enter(self, number: int = 0) -> socket.socket:
+        """Somebody connects to a listener."""
+        guest = socket.socket(socket.AF_UNIX)
+        guest.connect(self.listeners[number].getsockname())
+        guest.settimeout(_SECONDS)
+        self.requests.ready[self.listeners[number].fileno()](0)
+        self.guests.append(guest)
+        return guest
+
+    def inside(self) -> list[bool]:
+        """Which guests have not been sent away."""
+        return [not _is_over(guest) for guest in self.guests]
+
+    def close(self) -> None:
+        self.door.close()
+        self.requests.close()
+        for guest in self.guests:
+            guest.close()
+
+
+def _is_over(guest: socket.socket) -> bool:
+    guest.setblocking(False)
+    try:
+        return guest.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+@pytest.fixture
+def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hall]:
+    made = _Hall(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_where_too_many_are_silent_the_oldest_makes_room(hall: _Hall) -> None:
+    for _ in range(3):
+        hall.enter()
+        hall.now += 0.4
+    hall.enter()
+    assert hall.inside() == [False, True, True, True]
+
+
+def test_those_who_came_just_now_are_not_pushed_out(hall: _Hall) -> None:
+    for _ in range(3):
+        hall.enter()
+        hall.now += 0.1
+    hall.enter()
+    assert hall.inside() == [True, True, True, False]
+
+
+def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(hall: _Hall) -> None:
+    for number in (0, 0, 0, 1):
+        hall.enter(number)
+    assert hall.inside() == [True, True, True, True]
+
+
+def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hall) -> None:
+    hall.enter()
+    talker = hall.enter()
+    talker.send(b"TWhs")
+    _, handler = list(hall.requests.ready.items())[-1]
+    handler(0)
+    hall.now += 6.0
+    hall.door.sweep()
+    assert hall.inside() == [False, True]
 
 
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:

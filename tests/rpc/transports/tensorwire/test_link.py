@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.copying import CopyCrew
-from rpc.transports.frame_table import look_at
+from rpc.transports.frame_table import Item, Place, look_at
 from rpc.transports.shared_memory import SHARED_FROM, Budget, Copy, SendPool, Slot
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.link import Link, Resources
@@ -91,6 +93,47 @@ def test_a_large_payload_is_announced_too(told: list[str]) -> None:
 def test_small_frames_are_not_announced(told: list[str]) -> None:
     send(link(told), 100, SHARED_FROM - 1)
     assert told == ["sent"]
+
+
+def test_shared_memory_of_a_message_that_cannot_be_sent_is_free_again(told: list[str]) -> None:
+    made = link(told)
+    taken: list[Slot] = []
+    made._pool.take_back = taken.extend  # type: ignore[union-attr,method-assign]
+    with pytest.raises(RuntimeError, match="data pointer"):
+        send_without_memory(made, torch.ones(SHARED_FROM))
+    assert taken == [Slot(1, 4096)]
+    assert "sent" not in told
+
+
+@pytest.mark.parametrize("problem", ["no memory for a transfer", ""])
+def test_what_cannot_be_taken_in_gives_its_shared_memory_back(
+    monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    made, claimed = link([]), Counter[int]()
+    monkeypatch.setattr(made._segments, "array", lambda _, at, length: claim(claimed, at, length))
+    tensors = [Item(Place.SHARED, 1, at, 8, torch.int64, (1,), (1,), "") for at in range(4)]
+    tensors[1] = tensors[1]._replace(device="no device of this name")
+    items = [Item(Place.INLINE, 0, 0, 0, None, (), (), ""), *tensors]
+    frame = Frame(FrameKind.REQUEST, 1, b"header", b"")
+    taken_in = made._assemble(frame, items, {}, problem)
+    assert isinstance(taken_in.payload, Unreceived)
+    assert claimed == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def claim(claimed: Counter[int], at: int, length: int) -> bytearray:
+    """Notes that a slot was claimed; what is claimed twice would be given back twice."""
+    claimed[at] += 1
+    return bytearray(length)
+
+
+def send_without_memory(made: Link, first: torch.Tensor) -> None:
+    """Sends a tensor, and after it one that looks like any other, but has no memory."""
+
+    def send_both(second: torch.Tensor) -> None:
+        frame = Frame(FrameKind.REQUEST, 1, b"header", b"payload", (first, second))
+        made.send(frame, [look_at(tensor) for tensor in frame.tensors])
+
+    torch.vmap(send_both)(torch.ones(2, SHARED_FROM))
 
 
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:

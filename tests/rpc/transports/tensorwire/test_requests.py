@@ -93,6 +93,39 @@ def test_many_blocked_deliveries_all_run(side: Side) -> None:
         assert met.acquire(timeout=SECONDS)
 
 
+def test_a_delivery_that_raises_does_not_take_the_baton_along(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise SystemExit("not for this thread")
+
+    done = threading.Event()
+    side.run(fail)
+    side.run(done.set)
+    assert done.wait(SECONDS)
+    assert "not dealt with" in caplog.text
+
+
+def test_a_socket_whose_handler_raises_does_not_take_the_baton_along(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, other = socket.socketpair()
+    done = threading.Event()
+
+    def fail(_: int) -> None:
+        mine.recv(1)
+        side.run(done.set)
+        raise MemoryError("nothing is left")
+
+    side.requests.add(mine, fail)
+    other.send(b"x")
+    assert done.wait(SECONDS)
+    assert "nothing is left" in caplog.text
+    side.requests.remove(mine)
+    mine.close()
+    other.close()
+
+
 class ClosedWhileRead:
     """Reads from a socket that another thread removes and closes at that moment."""
 

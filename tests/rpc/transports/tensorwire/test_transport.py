@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from rpc.errors import (
 )
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
+from rpc.transports.frame_table import Look
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.connector import Connector, Road
@@ -35,6 +36,7 @@ from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.replies import ReplySide
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import SECONDS, Worker, check_that_requests_wait, introduce
@@ -480,6 +482,128 @@ def test_without_a_thread_to_connect_a_request_is_refused_and_the_next_is_not(
     assert a.call(b, b"h").header == b"h"
     b.until(lambda: {frame.header for _, frame in b.received} == {b"waits", b"h"})
     assert a.lost == []
+
+
+def test_without_a_thread_for_bulk_a_request_is_refused_and_the_next_is_not(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refusing("tensorwire-worker0-bulk"))
+        with pytest.raises(RpcError, match="worker 'worker1' cannot be connected to at the mom"):
+            a.ask(b, b"h")
+    assert a.call(b, b"h").header == b"h"
+    assert b.call(a, b"h").header == b"h"
+    assert a.lost == b.lost == []
+
+
+def test_a_worker_without_a_thread_for_bulk_is_reached_when_it_has_one(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make(Settings(), Settings())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refusing("tensorwire-worker1-bulk"))
+        asked = a.ask(b, b"h")
+        until(lambda: "worker0 cannot be let in at the moment" in caplog.text)
+    assert a.reply(asked).header == b"h"
+    assert b.call(a, b"h").header == b"h"
+    assert a.lost == b.lost == []
+
+
+def refusing(name: str) -> Callable[[threading.Thread], None]:
+    """``Thread.start`` where the thread of that name cannot be started."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == name:
+            refuse(thread)
+        start(thread)
+
+    return start_others
+
+
+def test_a_link_that_cannot_be_made_loses_the_peer_and_leaves_nothing_behind(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no watch is left")
+
+    monkeypatch.setattr(ReplySide, "add", full)
+    a.ask(b, b"h")
+    a.until(lambda: bool(a.lost))
+    assert "no watch is left" in a.lost[0][1]
+    with pytest.raises(WorkerLostError, match="no watch is left"):
+        a.notify(b, b"h")
+
+
+# What cannot be sent, although it looked as if it could.
+
+
+def without_memory(use: Callable[[torch.Tensor], object], elements: int = 1 << 16) -> None:
+    """Has a tensor used that looks like any other, but has no memory of its own."""
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.vmap(use)(torch.ones(2, elements))
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["first", "later"])
+def test_a_tensor_without_memory_fails_its_call_alone(make: Maker, early: bool) -> None:
+    a, b = make(Settings(max_bytes_in_flight=1 << 19), Settings())
+    if not early:
+        a.call(b, b"h")
+        until(lambda: link_of(a) is not None)
+    for _ in range(3):
+        without_memory(lambda tensor: a.ask(b, b"h", b"", tensor))
+    assert a.call(b, b"h", b"", torch.ones(1 << 16)).header == b"h"
+    assert a.transport._peers[1]._window.held == 0  # type: ignore[attr-defined]
+    assert a.lost == b.lost == []
+
+
+def test_a_first_frame_that_cannot_leave_fails_its_call_and_no_other(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(), Settings())
+    draft = Link._draft
+
+    def refuse(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
+        if frame.header == b"bad":
+            raise MemoryError("nothing is left")
+        return draft(link, frame, looks)
+
+    monkeypatch.setattr(Link, "_draft", refuse)
+    connect_now = threading.Event()
+    opened = Connector.connect
+    monkeypatch.setattr(
+        Connector, "connect", lambda self: connect_now.wait(SECONDS) and opened(self)
+    )
+    bad, good = (a.ask(b, header, b"", torch.ones(4)) for header in (b"bad", b"good"))
+    a.notify(b, b"bad", torch.ones(4))
+    connect_now.set()
+    payload = a.reply(bad).payload
+    assert isinstance(payload, Unreceived)
+    why = b"a message to worker 'worker1' could not be sent: MemoryError: nothing is left"
+    assert payload == why
+    assert a.reply(good).header == b"good"
+    assert a.transport._peers[1]._window.held == 0  # type: ignore[attr-defined]
+    assert [frame.header for _, frame in b.received] == [b"good"]
+    assert a.lost == b.lost == []
+
+
+def link_of(worker: Worker) -> Link | None:
+    """The link that a worker opened to the worker with id 1."""
+    return worker.transport._peers[1]._outgoing  # type: ignore[attr-defined,no-any-return]
+
+
+def test_nothing_of_a_message_that_cannot_be_sent_arrives(make: Maker) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    large = torch.ones(1 << 19)
+    a.call(b, b"h")
+    until(lambda: link_of(a) is not None)
+    without_memory(lambda tensor: a.ask(b, b"h", b"", large, tensor))
+    a.call(b, b"h", b"", large)  # comes after what was sent before it
+    incoming = b.transport._peers[0]._incoming  # type: ignore[attr-defined]
+    assert incoming._transfers._transfers == {}
 
 
 # Bounds.
