@@ -37,6 +37,7 @@ _UNIX_BULK_CONNECTIONS = 1
 _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
+_BACKLOG_PAUSE_SECONDS = 0.01
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -111,6 +112,7 @@ class Connector:
         self._target = target
         self._open: list[socket.socket] = []
         self._cancelled = threading.Event()
+        self._seconds = 0.0
         self._deadline = 0.0
         self.token = b""
 
@@ -125,18 +127,24 @@ class Connector:
             ConnectError: it could not be done in time.
         """
         target = self._target
-        self._deadline = time.monotonic() + target.seconds
+        left = target.seconds
         problems: list[str] = []
-        if target.use_unix:
+        if target.use_unix:  # has all the time: no packet is swallowed on the way, only a peer slow
+            began = self._allow(left)
             try:
                 return self._open_link(self._roads(local=True)[0], _UNIX_BULK_CONNECTIONS)
             except (OSError, HandshakeError) as error:
                 problems.append(f"Unix socket: {error}")
-        for road in self._roads(local=False):
+            left -= min(left, time.monotonic() - began)
+        roads = self._roads(local=False)
+        for others, road in zip(reversed(range(len(roads))), roads, strict=True):
+            share = left / (others + 1)
+            began = self._allow(share)
             try:
                 connections = self._open_link(road, target.bulk_connections)
             except (OSError, HandshakeError) as error:
                 problems.append(f"{road.where[0]} port {road.where[1]}: {error}")
+                left -= min(share, time.monotonic() - began)
                 continue
             if target.use_unix:
                 _log.warning(
@@ -146,6 +154,12 @@ class Connector:
                 )
             return connections
         raise ConnectError("; ".join(problems) or "it published no address")
+
+    def _allow(self, seconds: float) -> float:
+        """From now on there are so many seconds; returns the time."""
+        now = time.monotonic()
+        self._seconds, self._deadline = seconds, now + seconds
+        return now
 
     def replace(
         self, road: Road, token: bytes, channel: int, attempt: int, received: int, seconds: float
@@ -202,7 +216,7 @@ class Connector:
         raise failed or gone or OSError(errno.EDESTADDRREQ, "it published no address")
 
     def _try(self, road: Road, hello: Hello, seconds: float) -> tuple[socket.socket, int]:
-        self._deadline = time.monotonic() + seconds
+        self._allow(seconds)
         try:
             return self._open_one(road, hello)
         except ConnectionRefusedError:
@@ -239,7 +253,7 @@ class Connector:
                 if not warned:
                     _log.warning("no connection to worker %s yet: %s", self._target.name, error)
                 warned = True
-                self._deadline = time.monotonic() + self._target.seconds
+                self._allow(self._seconds)
 
     def _open_all(self, road: Road, bulk: int) -> Connections:
         token = self.token = os.urandom(TOKEN_BYTES)
@@ -280,7 +294,7 @@ class Connector:
         sock.setblocking(False)
         while (problem := sock.connect_ex(where)) not in (0, errno.EISCONN):
             if problem == errno.EAGAIN:  # a Unix listener whose backlog is full
-                self._await(sock, 0)
+                self._pause()
             elif problem in (errno.EINPROGRESS, errno.EALREADY):
                 self._await(sock, select.POLLOUT)
             else:
@@ -304,14 +318,21 @@ class Connector:
         """Waits until a socket is ready, the attempt is cancelled or time is up."""
         poll = select.poll()
         poll.register(sock, events)
-        while True:
-            left = self._deadline - time.monotonic()
-            if self._cancelled.is_set():
-                raise OSError(errno.ECANCELED, "the transport gave up on it")
-            if left <= 0:
-                raise TimeoutError(f"no answer within {self._target.seconds:g} s")
-            if poll.poll(1000 * min(left, _LOOK_SECONDS)) or not events:
-                return
+        while not poll.poll(1000 * min(self._left(), _LOOK_SECONDS)):
+            pass
+
+    def _pause(self) -> None:
+        """Waits a moment for what nobody tells: such a socket always counts as ready."""
+        self._cancelled.wait(min(self._left(), _BACKLOG_PAUSE_SECONDS))
+
+    def _left(self) -> float:
+        """Seconds that are left; raises if there are none, or the attempt is cancelled."""
+        left = self._deadline - time.monotonic()
+        if self._cancelled.is_set():
+            raise OSError(errno.ECANCELED, "the transport gave up on it")
+        if left <= 0:
+            raise TimeoutError(f"no answer within {self._seconds:.3g} s")
+        return left
 
 
 def _family(host: str) -> socket.AddressFamily:
