@@ -14,8 +14,10 @@ transport's business.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
+import logging
 import os
 import threading
 from bisect import bisect
@@ -24,6 +26,8 @@ from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.regions import Array, Region, array_at, view_of
+
+_log = logging.getLogger(__name__)
 
 Copy = Callable[[int, int, int], None]
 
@@ -35,6 +39,8 @@ _HUGE_PAGE = 2 << 20
 _QUICK_LOOK = 4
 _EVERYTHING = 1 << 30
 TOKEN_BYTES = 16
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Shortages of the moment: what cannot be made now may be later."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -164,6 +170,7 @@ class SendPool:
         self._next = 0
         self._closed = False
         self._failed = False
+        self._told = False
 
     def put(self, address: int, length: int, copy: Copy | None = None) -> Slot | None:
         """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
@@ -226,16 +233,16 @@ class SendPool:
     def _create(self, number: int, size: int) -> Offer | None:
         try:
             descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:
-            self._fail(size)
+        except OSError as error:
+            self._fail(size, error)
             return None
         try:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             region = Region(size, descriptor)
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
-            self._fail(size)
+            self._fail(size, error)
             return None
         segment, token = _Segment(number, region), os.urandom(TOKEN_BYTES)
         _token_of(region)[:] = token
@@ -247,9 +254,13 @@ class SendPool:
         self._discard(segment)
         return None
 
-    def _fail(self, size: int) -> None:
-        self._failed = True
+    def _fail(self, size: int, error: OSError) -> None:
+        self._failed = error.errno not in _PASSING
         self._budget.give_back(size)
+        if self._failed or not self._told:
+            self._told = True
+            until = "from now on" if self._failed else "for now"
+            _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
     def answered(self, number: int, usable: bool) -> None:
         """The peer has mapped segment ``number``, or could not: then none is offered again.

@@ -53,7 +53,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         when_full: what a call does at that bound. Default wait.
         local_paths: use Unix sockets and shared memory on one host. Default True.
         tcp_connections: connections per peer and direction for large tensors. Default 2.
-        max_message_bytes: bound on one message. Default 64 GiB.
+        max_message_bytes: bound on one message, at least 4096. Default 64 GiB.
         busy_poll: seconds, at most 0.01, that a thread which waits for messages looks out for
             them before it sleeps, as long as it often finds some that way. Default 95e-6.
             That is an average: what one wait leaves is there for later ones, up to four

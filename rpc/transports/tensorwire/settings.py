@@ -18,6 +18,8 @@ from rpc.transports.flow import WhenFull
 
 _LONGEST_BUSY_POLL = 0.01
 """Sleeping costs a hundredth of that."""
+_SHORTEST_BOUND = 4096
+"""Bytes that a message may have at least: those by which workers leave have some hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Settings:
         connect_seconds: bound on connecting to a peer, handshake included.
         resume_seconds: how long a connection that broke while both ends live may take to
             be replaced; after that the peer is lost. 0: at once.
-        max_message_bytes: longer messages are refused by sender and receiver.
+        max_message_bytes: longer messages are refused by sender and receiver; at least 4096.
         busy_poll_seconds: how long, on average, a thread that waits for messages looks out
             for them before it sleeps; 0 to sleep at once.
         device_maps: by name of the destination worker, its device for each of
@@ -72,12 +74,14 @@ class Settings:
             raise TypeError(f"group_key must be bytes, not {type(self.group_key).__name__}")
         if self.bind_address is not None and not isinstance(self.bind_address, str):
             raise TypeError(f"bind_address={self.bind_address!r} is not a string")
+        if not isinstance(self.local_paths, bool):
+            raise TypeError(f"local_paths={self.local_paths!r} is neither True nor False")
         if not isinstance(self.when_full, WhenFull):
             raise TypeError(f"when_full={self.when_full!r} is not a WhenFull")
-        _check_whole("shared_memory_bytes", self.shared_memory_bytes, 0)
+        _check_whole("shared_memory", self.shared_memory_bytes, 0)
         _check_whole("max_bytes_in_flight", self.max_bytes_in_flight, 1)
-        _check_whole("bulk_connections", self.bulk_connections, 1)
-        _check_whole("max_message_bytes", self.max_message_bytes, 1)
+        _check_whole("tcp_connections", self.bulk_connections, 1)
+        _check_whole("max_message_bytes", self.max_message_bytes, _SHORTEST_BOUND)
         if not self.connect_seconds > 0:
             raise ValueError(f"connect_seconds={self.connect_seconds} must be above 0")
         _check_seconds("link_resume_timeout", self.resume_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from ctypes import memmove
@@ -54,6 +55,34 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("function", ["memfd_create", "ftruncate"])
+@pytest.mark.parametrize(
+    ("number", "passes", "said"),
+    [(errno.EMFILE, True, "for now"), (errno.ENOMEM, True, "for now"), (errno.EPERM, False, "on")],
+)
+def test_a_shortage_passes_and_anything_else_is_for_good_and_either_is_said_once(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    function: str,
+    number: int,
+    passes: bool,
+    said: str,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "it is refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, function, refuse)
+        assert not pair.extend(MIB)
+        assert not pair.extend(MIB)
+    (record,) = caplog.records
+    assert "it is refused" in record.getMessage()
+    assert record.getMessage().endswith(said)
+    assert pair.extend(MIB) is passes
+    assert pair.budget.take(1 << 30) is not passes  # nothing is charged for what was not made
 
 
 def test_nothing_fits_before_a_segment_is_there_and_answered(pair: Pair) -> None:
