@@ -21,10 +21,11 @@ import logging
 import os
 import threading
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rpc.errors import FrameError
+from rpc.transports.frame_table import Item, Place
 from rpc.transports.regions import Array, Region, array_at, view_of
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,11 @@ class Slot(NamedTuple):
     position: int
 
 
+def slots_in(items: Iterable[Item]) -> list[Slot]:
+    """The slots that parts of a frame are in."""
+    return [Slot(item.segment, item.position) for item in items if item.place is Place.SHARED]
+
+
 class Budget:
     """Counts bytes of shared memory against a bound, for all pools of one worker."""
 
@@ -192,7 +198,7 @@ class SendPool:
             region.give_back()
         return Slot(segment.number, position)
 
-    def take_back(self, slots: list[Slot]) -> None:
+    def take_back(self, slots: Iterable[Slot]) -> None:
         """Frees slots that were filled for a message that is not sent, after all."""
         with self._lock:
             for slot in slots:

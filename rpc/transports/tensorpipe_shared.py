@@ -38,7 +38,14 @@ from rpc.transports.frame_table import (
 )
 from rpc.transports.host import host_identity
 from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import SHARED_FROM, Budget, Offer, ReceivedSegments, SendPool
+from rpc.transports.shared_memory import (
+    SHARED_FROM,
+    Budget,
+    Offer,
+    ReceivedSegments,
+    SendPool,
+    slots_in,
+)
 from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
 
 _log = logging.getLogger(__name__)
@@ -99,7 +106,22 @@ class SharedTensors:
         looks = _looks(frame.tensors)
         if looks is None:
             return frame
-        payload, beside, items = frame.payload, list[torch.Tensor](), list[Item]()
+        items = list[Item]()
+        try:
+            payload, beside = self._place_parts(pool, frame, looks, items)
+        except BaseException:  # a tensor without memory, for instance
+            pool.take_back(slots_in(items))
+            raise
+        if Place.SHARED not in [item.place for item in items]:
+            return frame
+        header = PlacedFrame.join(pack_table(items), frame.header)
+        return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
+
+    def _place_parts(
+        self, pool: SendPool, frame: Frame, looks: list[Look], items: list[Item]
+    ) -> tuple[Payload, list[torch.Tensor]]:
+        """Adds to ``items`` where each part is; returns what is in no slot."""
+        payload, beside = frame.payload, list[torch.Tensor]()
         if len(payload) >= SHARED_FROM:
             at = self._put(pool, source_of_payload(payload))
             items.append(Item(*(at or (Place.INLINE, 0, 0)), len(payload), None, (), (), ""))
@@ -114,10 +136,7 @@ class SharedTensors:
                 at = Place.STREAM, 0, len(beside)
                 beside.append(tensor)
             items.append(Item(*at, look.nbytes, tensor.dtype, look.shape, look.strides, ""))
-        if Place.SHARED not in [item.place for item in items]:
-            return frame
-        header = PlacedFrame.join(pack_table(items), frame.header)
-        return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
+        return payload, beside
 
     def _put(self, pool: SendPool, data: Source) -> tuple[Place, int, int] | None:
         slot = pool.put(data.address, data.size)

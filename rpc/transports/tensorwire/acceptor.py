@@ -1,8 +1,8 @@
 """Accepts connections and shakes hands with whoever connects, never waiting for anyone.
 
 Every connection that has not proven who it is gets a bounded time and a few
-hundred bytes, and there may be only so many of them; then the oldest goes. What becomes of a proven
-one is the owner's to decide, perhaps later.
+hundred bytes, and there may be only so many of them; then the oldest goes. What
+becomes of a proven one is the owner's to decide, perhaps later.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class Door:
         guest = _Guest(listener, sock, side, now, now + self._seconds)
         with self._lock:
             others = [each for each in self._guests.values() if each.listener is listener]
-            tarries = len(others) >= _MAX_UNPROVEN and others[0].arrived + _PATIENCE_SECONDS < now
-            crowded = self._closed or (len(others) >= _MAX_UNPROVEN and not tarries)
+            full = len(others) >= _MAX_UNPROVEN
+            tarries = full and others[0].arrived + _PATIENCE_SECONDS < now
+            crowded = self._closed or (full and not tarries)
             if not crowded and self._requests is not None:
                 self._guests[sock.fileno()] = guest
                 # With the lock held: whoever dismisses it, and closes it, takes it out first.

@@ -36,7 +36,13 @@ from rpc.transports.frame_table import (
     unpack_table,
 )
 from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import SHARED_FROM, Budget, ReceivedSegments, SendPool, Slot
+from rpc.transports.shared_memory import (
+    SHARED_FROM,
+    Budget,
+    ReceivedSegments,
+    SendPool,
+    slots_in,
+)
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap, to_host
 from rpc.transports.tensorwire.framing import (
@@ -81,7 +87,6 @@ class _Draft:
 
     items: list[Item] = field(default_factory=list)
     parts: list[Buffer] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
     streams: list[tuple[int, memoryview]] = field(default_factory=list)
     """Transfers by number, none of which has begun before everything has its place."""
     inline: int = 0
@@ -187,7 +192,7 @@ class Link:
                 draft.items.append(self._tensor_item(draft, tensor, look))
         except BaseException:
             if self._pool is not None:
-                self._pool.take_back(draft.slots)
+                self._pool.take_back(slots_in(draft.items))
             raise
         return draft
 
@@ -224,7 +229,6 @@ class Link:
             slot = self._pool.put(data.address, size, partial(self._share, draft))
             draft.to_share -= size
             if slot is not None:
-                draft.slots.append(slot)
                 return Place.SHARED, slot.segment, slot.position
             self._offer_segment(self._pool, size)
         crowded = draft.inline + size > _INLINE_AT_MOST

@@ -139,6 +139,16 @@ class TestPlacing:
         frame = request(tensor)
         assert pair.prepare().sender.place(frame) is frame
 
+    def test_memory_of_a_message_that_cannot_be_sent_is_free_again(self, pair: Pair) -> None:
+        pair.prepare()
+        large = torch.ones(1 << 18)
+        for _ in range(100):
+            with pytest.raises(RuntimeError, match="data pointer"):  # inside vmap there is none
+                torch.vmap(lambda each: pair.sender.place(request(large, each)))(
+                    torch.ones(2, LARGE)
+                )
+        assert pair.sender.place(request(large)).tensors == ()
+
     def test_what_finds_no_room_goes_beside(self, pair: Pair) -> None:
         pair.prepare()
         third = torch.ones(6 << 18)

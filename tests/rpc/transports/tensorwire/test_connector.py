@@ -56,35 +56,36 @@ class Patient(Connector):
         return super()._left()
 
 
-def test_a_full_backlog_is_waited_for_without_looking_all_the_time() -> None:
+@pytest.fixture
+def full() -> Iterator[str]:
+    """The name of a Unix listener whose backlog is full."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as guest:
         listener.bind("")
         listener.listen(0)
         name = listener.getsockname()
         guest.connect(name)
-        connector = Patient(target(0.3, name[1:].decode()))
-        with pytest.raises(ConnectError, match=r"no answer within 0\.3 s"):
-            connector.connect()
+        yield name[1:].decode()
+
+
+def test_a_full_backlog_is_waited_for_without_looking_all_the_time(full: str) -> None:
+    connector = Patient(target(0.3, full))
+    with pytest.raises(ConnectError, match=r"no answer within 0\.3 s"):
+        connector.connect()
     assert 3 < connector.looks < 40
 
 
-def test_waiting_for_a_full_backlog_can_be_cancelled() -> None:
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as guest:
-        listener.bind("")
-        listener.listen(0)
-        name = listener.getsockname()
-        guest.connect(name)
-        connector = Patient(target(10 * SECONDS, name[1:].decode()))
-        failed: list[ConnectError] = []
+def test_waiting_for_a_full_backlog_can_be_cancelled(full: str) -> None:
+    connector = Patient(target(10 * SECONDS, full))
+    failed: list[ConnectError] = []
 
-        def connect() -> None:
-            with pytest.raises(ConnectError) as raised:
-                connector.connect()
-            failed.append(raised.value)
+    def connect() -> None:
+        with pytest.raises(ConnectError) as raised:
+            connector.connect()
+        failed.append(raised.value)
 
-        connecting = threading.Thread(target=connect)
-        connecting.start()
-        until(lambda: connector.looks > 2)
-        connector.cancel()
-        connecting.join(SECONDS)
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    until(lambda: connector.looks > 2)
+    connector.cancel()
+    connecting.join(SECONDS)
     assert "gave up" in str(failed[0])
