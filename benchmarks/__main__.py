@@ -37,7 +37,7 @@ def main() -> int:
     """Measure, print, save; return the exit status."""
     options = _parse()
     columns = [_column(name, options) for name in options.columns]
-    plan = Plan(options.rounds, options.starts, options.seconds, options.least)
+    plan = Plan(options.rounds, options.starts, options.seconds, options.least, options.forked)
     rows = [ROWS[key] for key in options.rows]
     lines: list[Line] = []
     print(header(options.columns), flush=True)
@@ -96,6 +96,11 @@ def _parse() -> argparse.Namespace:
     )
     add("--seconds", type=float, default=0.25, help="length of a turn (%(default)s)")
     add("--least", type=int, default=3, help="operations in a turn at least (%(default)s)")
+    add(
+        "--forked",
+        action="store_true",
+        help="fork a column's processes from one parent, rather than start each by itself",
+    )
     add(
         "--output",
         type=Path,

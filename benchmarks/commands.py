@@ -1,7 +1,7 @@
-"""What the measuring process says to a member of a group, and what comes back.
+"""What the measuring process says to a group's nursery and its members, and what comes back.
 
-One JSON object per line: commands go to the member's standard input, one answer
-for each comes from its standard output.
+A nursery learns from its command line whom to start. To a member one JSON object per line:
+commands go to its standard input, one answer for each comes from its standard output.
 """
 
 from __future__ import annotations
@@ -51,15 +51,34 @@ class Place:
     size: int
     meeting_file: str
 
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A process to start.
+
+    Args:
+        place: which it is.
+        commands: descriptor that becomes its standard input.
+        answers: descriptor that becomes its standard output.
+        log: file that takes its standard error.
+    """
+
+    place: Place
+    commands: int
+    answers: int
+    log: str
+
     def to_json(self) -> str:
         """Return this as one line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Place:
+    def from_json(cls, text: str) -> Birth:
         """Rebuild what ``to_json`` wrote."""
         fields = json.loads(text)
-        return cls(**fields | {"column": Column(**fields["column"])})
+        place = fields["place"]
+        place = Place(**place | {"column": Column(**place["column"])})
+        return cls(**fields | {"place": place})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.commands import Answer, Column, Command, Place
+from benchmarks.commands import Answer, Birth, Column, Command, Place
 from benchmarks.workloads import PEER_RANK, Row
 
 _SECONDS_TO_LEAVE = 10.0
@@ -38,15 +39,23 @@ class Slice:
 
 
 class Group:
-    """A column's processes. Use it as a context manager; they end with it."""
+    """A column's processes. Use it as a context manager; they end with it.
 
-    def __init__(self, column: Column, size: int) -> None:
+    Args:
+        column: what they measure.
+        size: how many there are.
+        forked: all have one nursery; else each its own, as if somebody had started it by hand.
+    """
+
+    def __init__(self, column: Column, size: int, *, forked: bool = False) -> None:
         self.column = column
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
+        meeting = f"{self._folder.name}/meeting"
         self._members = [
-            _Member(Place(column, rank, size, f"{self._folder.name}/meeting"), self._folder.name)
-            for rank in range(size)
+            _Member(Place(column, rank, size, meeting), self._folder.name) for rank in range(size)
         ]
+        together = [self._members] if forked else [[each] for each in self._members]
+        self._nurseries = [_start_nursery(column, members) for members in together]
 
     def __enter__(self) -> Group:
         try:
@@ -109,12 +118,19 @@ class Group:
             member.ask(command)
 
     def _signal(self, number: signal.Signals) -> None:
-        for member in self._members:
-            member.signal(number)
+        for nursery in self._nurseries:
+            if nursery.poll() is None:
+                os.killpg(nursery.pid, number)  # it leads a group of all that it started
 
     def _end(self, seconds: float = 0.0) -> None:
         for member in self._members:
-            member.end(seconds)
+            member.close()
+        for nursery in self._nurseries:
+            try:
+                nursery.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(nursery.pid, signal.SIGKILL)
+                nursery.wait()
         self._folder.cleanup()
 
 
@@ -122,44 +138,50 @@ class _Member:
     """The near end of one process."""
 
     def __init__(self, place: Place, folder: str) -> None:
-        self._name = f"{place.column.name}, rank {place.rank}"
+        self._place = place
         self._log = Path(folder, f"log{place.rank}")
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.member", place.to_json()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | place.column.environment,
-                start_new_session=True,  # Ctrl-C is for the measuring process alone
-            )
+        commands, write_end = os.pipe()
+        self._commands = os.fdopen(write_end, "w")
+        read_end, answers = os.pipe()
+        self._answers = os.fdopen(read_end)
+        self.birth = Birth(place, commands, answers, str(self._log))
 
     def ask(self, command: Command) -> None:
-        assert self._process.stdin is not None
         try:
-            print(command.to_json(), file=self._process.stdin, flush=True)
+            print(command.to_json(), file=self._commands, flush=True)
         except BrokenPipeError:
             raise self._failure() from None
 
     def answer(self) -> Answer:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise self._failure()
         return Answer.from_json(line)
 
-    def signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def end(self, seconds: float) -> None:
-        with self._process as process:  # closes the pipes and collects the process
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and left something unread
+            self._commands.close()
+        self._answers.close()
 
     def _failure(self) -> MemberFailed:
+        name = f"{self._place.column.name}, rank {self._place.rank}"
         last = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-        return MemberFailed(f"{self._name} ended unexpectedly:\n  " + "\n  ".join(last))
+        return MemberFailed(f"{name} ended unexpectedly:\n  " + "\n  ".join(last))
+
+
+def _start_nursery(column: Column, members: Sequence[_Member]) -> subprocess.Popen[bytes]:
+    births = [member.birth for member in members]
+    theirs = [end for birth in births for end in (birth.commands, birth.answers)]
+    with Path(births[0].log).open("ab") as log:
+        nursery = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.nursery", *(each.to_json() for each in births)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=theirs,
+            env=os.environ | column.environment,
+            start_new_session=True,  # Ctrl-C is for the measuring process alone
+        )
+    for end in theirs:
+        os.close(end)
+    return nursery

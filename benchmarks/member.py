@@ -20,10 +20,10 @@ _WARM_UP_LEAST = 3
 _PR_SET_PDEATHSIG = 1
 
 
-def main(place: Place) -> None:
-    """Serve commands until told to leave, or until nobody is there to give any."""
+def serve(place: Place) -> None:
+    """Obey commands until told to leave, or until nobody is there to give any."""
     answers = _keep_standard_output_for_answers()
-    _die_with_parent()
+    die_with_parent()
     torch.set_num_threads(1)
     api = _join(place)
     operations: dict[str, Operation] = {}
@@ -83,11 +83,7 @@ def _keep_standard_output_for_answers() -> TextIO:
     return cast(TextIO, answers)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A stopped process cannot see that its parent is gone; the kernel can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(Place.from_json(sys.argv[1]))

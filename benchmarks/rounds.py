@@ -28,12 +28,14 @@ class Plan:
         starts: over how many starts of its processes; at most ``rounds``.
         seconds: how long a turn lasts.
         least: how many operations a turn has at least.
+        forked: fork a column's processes from one parent, rather than start each by itself.
     """
 
     rounds: int
     starts: int
     seconds: float
     least: int
+    forked: bool = False
 
     def rounds_of(self, start: int) -> range:
         """The rounds that one of the starts measures."""
@@ -72,15 +74,15 @@ def measure(
         slices: dict[Row, Slices] = {row: {column.name: [] for column in chosen} for row in sharing}
         for start in range(plan.starts):
             with ExitStack() as running:
-                groups = [_start(running, column, size) for column in chosen]
+                groups = [_start(running, column, size, plan.forked) for column in chosen]
                 for row, turns in slices.items():
                     _measure_row(row, groups, plan, start, turns, measured)
         for row, turns in slices.items():
             yield Measured(row, {name: tuple(each) for name, each in turns.items()})
 
 
-def _start(running: ExitStack, column: Column, size: int) -> Group:
-    group = running.enter_context(Group(column, size))
+def _start(running: ExitStack, column: Column, size: int, forked: bool) -> Group:
+    group = running.enter_context(Group(column, size, forked=forked))
     with group.awake():
         return group  # asleep from here on
 

@@ -46,8 +46,9 @@ def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> 
     assert (tmp_path / "numbers.png").stat().st_size > 0
 
 
-def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path) -> None:
-    starts = ["--starts", "2", "--rounds", "3"]
+@pytest.mark.parametrize("how", [["--forked"], []], ids=lambda given: "".join(given) or "apart")
+def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path, how: list[str]) -> None:
+    starts = ["--starts", "2", "--rounds", "3", *how]
     rows = ["--rows", "empty", "unix", "--columns", "ours"]
     done = _run(*rows, *starts, "--output", str(tmp_path / "numbers"))
     assert done.returncode == 0, done.stderr

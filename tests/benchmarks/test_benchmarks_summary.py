@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.commands import Answer, Column, Command, Place
+from benchmarks.commands import Answer, Birth, Column, Command, Place
 from benchmarks.group import Slice
 from benchmarks.report import remarks, table_line
 from benchmarks.rounds import Measured
@@ -80,7 +80,7 @@ _COLUMN = Column("ours", "ours", "TENSORPIPE", {"num_worker_threads": 1}, {"A": 
     [
         Command("measure", "empty", 1, 0.5, 3),
         Answer(0.5, (1, 2, 3)),
-        Place(_COLUMN, 1, 2, "/a/file"),
+        Birth(Place(_COLUMN, 1, 2, "/a/file"), 3, 4, "/a/log"),
     ],
     ids=lambda message: type(message).__name__,
 )

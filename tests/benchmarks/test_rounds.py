@@ -24,7 +24,7 @@ class FakeGroup:
 
     log: list[str]
 
-    def __init__(self, column: Column, size: int) -> None:
+    def __init__(self, column: Column, size: int, *, forked: bool) -> None:
         self.column = column
         self.log.append(f"{column.name} of {size} starts")
         self._number = sum(each == self.log[-1] for each in self.log)
