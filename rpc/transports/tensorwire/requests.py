@@ -6,7 +6,7 @@ is quick. It passes to another thread
 
 - before the holder waits for something (:meth:`RequestSide.about_to_block`),
 - when the *watch* sees one delivery last for some milliseconds,
-- at once, while handlers have been seen to be slow.
+- at once, while handlers have been seen to be better run side by side (``pace``).
 
 A thread that comes back from a handler without the baton queues up for it. So a
 quick request costs no hand-off, and a slow or blocked one delays no other by
@@ -31,6 +31,7 @@ from rpc.threads import Thread
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.pace import QUICK_SECONDS, Pace
 from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.spinning import Lookout
 
@@ -39,7 +40,6 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 _TICK_SECONDS = 0.004
 """Each tick takes the interpreter lock from a handler; at 1 ms the main job lost a tenth."""
 _QUIET_TICKS = 50
-_SLOW_SECONDS = 0.0005
 _EVENTS = 64
 _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
@@ -83,7 +83,7 @@ class RequestSide:
         self._idle: list[_Server] = []
         self._warned = False
         self._threads: set[threading.Thread] = set()
-        self._slow = False
+        self._pace = Pace()
         self._batching_thread = 0
         self._held: dict[Sender, None] = {}
         self._watch_gate: SimpleQueue[None] = SimpleQueue()
@@ -239,7 +239,8 @@ class RequestSide:
             self._sweep()
 
     def _deliver(self, me: _Server, work: Work) -> None:
-        if self._slow:
+        pace = self._pace
+        if pace.apart:
             self._pass_baton(me)
         if self._holder is me:
             self._deliveries += 1
@@ -249,13 +250,16 @@ class RequestSide:
                 self._watch_gate.put(None)
             if self._backlog:
                 self._batching_thread = me.ident
+        computed = time.thread_time() if pace.looking else None
         began = time.perf_counter()
         function, argument = work
         try:
             function(argument)
         except BaseException:  # the baton must not die with this thread
             _log.exception("%s: what arrived was not dealt with", self._name)
-        self._slow = time.perf_counter() - began > _SLOW_SECONDS
+        seconds = time.perf_counter() - began
+        if seconds >= QUICK_SECONDS or pace.looking:
+            pace.took(seconds, None if computed is None else time.thread_time() - computed)
         if self._holder is me:
             with self._lock:
                 if self._holder is me:
@@ -287,7 +291,7 @@ class RequestSide:
         with self._lock:
             if self._delivering != stuck or self._closed:
                 return
-            self._slow = True
+            self._pace.apart = True
             successor = self._next_holder()
         if successor is not None:
             successor.gate.put(None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +79,44 @@ def test_without_another_thread_the_baton_stays_until_there_is_one(
         assert refused.wait(SECONDS)
     assert quick.wait(SECONDS)
     release.set()
+
+
+def compute(seconds: float) -> None:
+    """Keeps the running thread's processor busy for so long."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def threads_of(side: Side, work: Callable[[], object], times: int) -> list[int]:
+    """The threads on which a function ran that was pushed several times at once."""
+    threads: list[int] = []
+    gathered, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        threads.append(threading.get_ident())
+        work()
+
+    side.run(lambda: gathered.wait(SECONDS))
+    for _ in range(times):
+        side.run(run)
+    side.run(done.set)
+    gathered.set()
+    assert done.wait(SECONDS)
+    return threads
+
+
+def test_deliveries_that_compute_a_little_stay_on_one_thread(side: Side) -> None:
+    threads = threads_of(side, lambda: compute(0.001), 40)
+    moves = sum(one != next_ for one, next_ in itertools.pairwise(threads))
+    assert moves <= 10  # a machine that is busy looks like a delivery that is stuck
+
+
+def test_deliveries_that_wait_a_little_run_side_by_side(side: Side) -> None:
+    never = threading.Event()
+    threads = threads_of(side, lambda: never.wait(0.001), 40)
+    moves = sum(one != next_ for one, next_ in itertools.pairwise(threads))
+    assert moves >= 20
 
 
 def test_many_blocked_deliveries_all_run(side: Side) -> None:
