@@ -14,6 +14,7 @@ How processes are kept from outliving each other is ``parameter_server/processes
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -22,10 +23,11 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tutorials.parameter_server.processes import end_with_parent, run_together
+from tutorials.parameter_server.processes import load_for_all, run_together
 
 _over = threading.Event()  # on rank 0: the job is done
 
@@ -66,8 +68,7 @@ def parser(description: str | None, workers: int, output: str) -> argparse.Argum
     hand.add_argument("--rank", type=int, help="which worker this process is; rank 0 drives")
     hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
     hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
-    hand.add_argument("--init-method", help=argparse.SUPPRESS)
-    hand.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    result.set_defaults(init_method=None)
     return result
 
 
@@ -95,24 +96,40 @@ def run(options: argparse.Namespace, job: Job) -> int:
         print(f"this takes at most {job.most} workers", file=sys.stderr)
         return 2
     names = job.names(options.workers)
-    return _run_all(names) if options.rank is None else _run_rank(options, job, names)
+    if options.rank is None:
+        return _run_all(options, job, names)
+    return _run_rank(options, job, names, options.rank)
 
 
-def _run_all(names: Sequence[str]) -> int:
-    specification = sys.modules["__main__"].__spec__
-    assert specification is not None, "start a tutorial with python -m"
+def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
+    load_for_all(_load_for_all)
     with tempfile.TemporaryDirectory(prefix="tutorial_") as folder:
         # The processes find each other through a file here: no port to choose, none to collide.
-        together = ["--supervised", "--init-method", f"file://{folder}/rendezvous"]
-        this = [sys.executable, "-u", "-m", specification.name, *sys.argv[1:], *together]
-        return run_together({name: [*this, "--rank", str(rank)] for rank, name in enumerate(names)})
+        options.init_method = f"file://{folder}/rendezvous"
+        ranks = {n: partial(_run_rank, options, job, names, rank) for rank, n in enumerate(names)}
+        return run_together(ranks)
 
 
-def _run_rank(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
+def _load_for_all() -> None:
+    _load()
+    for name in ("autograd_dist", "optim_dist", "remote_module", "torch._dynamo"):
+        importlib.import_module(name)  # torch's optimizers load the last
+
+
+def _load() -> None:
+    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
+    # thread that computes, whoever starts it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
+    for name in ("torch", "rpc"):
+        importlib.import_module(name)
+
+
+def _run_rank(options: argparse.Namespace, job: Job, names: Sequence[str], rank: int) -> int:
+    options.rank = rank
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if options.supervised:
-        end_with_parent()
+    _load()
     name = names[options.rank]
     try:
         _take_part(options, job, names)
@@ -132,11 +149,7 @@ def _leave_at_once() -> None:
 
 
 def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
-    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
-    # thread that computes, whoever starts it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
-    import torch  # the launcher can do without
+    import torch
 
     import rpc
 

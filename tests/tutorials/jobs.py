@@ -47,14 +47,9 @@ class Job:
         assert re.search(pattern, self.output()), self.output()
 
     def ranks(self) -> dict[int, int]:
-        """The launcher's children: process id by rank."""
-        found = {}
+        """The launcher's children, which it starts in order: process id by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for child in children.read_text().split():
-            arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            if "--rank" in arguments:  # else it is about to become one
-                found[int(arguments[arguments.index("--rank") + 1])] = int(child)
-        return found
+        return {rank: int(child) for rank, child in enumerate(children.read_text().split())}
 
 
 @contextmanager

@@ -97,6 +97,16 @@ def test_ctrl_c_while_processes_still_start_ends_them_too(tmp_path: Path) -> Non
         assert_all_gone(ranks)
 
 
+def test_ctrl_c_before_any_process_starts_ends_the_job(tmp_path: Path) -> None:
+    with _training(tmp_path) as job:
+        maps = Path(f"/proc/{job.process.pid}/maps")
+        wait_until(lambda: "libtorch_cpu" in maps.read_text(), SECONDS_TO_NOTICE, "torch loaded")
+        assert not job.ranks()
+        os.killpg(job.process.pid, signal.SIGINT)
+        assert job.wait(SECONDS_TO_NOTICE) == 128 + signal.SIGINT
+        assert job.output() == "\ninterrupted\n"
+
+
 def test_no_process_outlives_a_launcher_that_was_killed_outright(tmp_path: Path) -> None:
     with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
         job.wait_for_output("epoch 1:")

@@ -11,13 +11,15 @@ about distributed training. Rank 0 is the server, every other rank a trainer.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from processes import end_with_parent, run_together
+from processes import load_for_all, run_together
 
 _DEFAULT_OUTPUT = Path("runs/parameter_server.png")
 
@@ -47,8 +49,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     hand.add_argument("--world-size", type=_positive, help="the server and all trainers")
     hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
     hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
-    hand.add_argument("--init-method", help=argparse.SUPPRESS)
-    hand.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(init_method=None)
     return parser.parse_args(arguments)
 
 
@@ -60,29 +61,33 @@ def _positive(text: str) -> int:
 
 
 def _run_all(options: argparse.Namespace) -> int:
-    world_size = options.trainers + 1
+    load_for_all(_load_for_all)
+    names = ["server", *(f"trainer{rank}" for rank in range(1, options.trainers + 1))]
     with tempfile.TemporaryDirectory(prefix="parameter_server_") as folder:
         # The processes find each other through a file here: no port to choose, none to collide.
-        together = ["--supervised", "--init-method", f"file://{folder}/rendezvous"]
-        together += ["--world-size", str(world_size)]
-        this = [sys.executable, "-u", __file__, *sys.argv[1:], *together]
-        return run_together(
-            {
-                "server" if rank == 0 else f"trainer{rank}": [*this, "--rank", str(rank)]
-                for rank in range(world_size)
-            }
-        )
+        options.init_method = f"file://{folder}/rendezvous"
+        ranks = {n: partial(_run_rank, options, rank, len(names)) for rank, n in enumerate(names)}
+        return run_together(ranks)
+
+
+def _load_for_all() -> None:
+    _load()
+    for name in ("sklearn.datasets", "torch._dynamo"):  # the data; what torch's optimizers load
+        importlib.import_module(name)
+
+
+def _load() -> None:
+    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
+    # thread that computes, whoever starts it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    importlib.import_module("worker")
 
 
 def _run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if options.supervised:
-        end_with_parent()
-    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
-    # thread that computes, whoever starts it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from worker import run_rank  # loads torch, which the launcher can do without
+    _load()
+    from worker import run_rank
 
     return run_rank(options, rank, world_size)
 
