@@ -14,7 +14,6 @@ How processes are kept from outliving each other is ``parameter_server/processes
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -102,7 +101,9 @@ def run(options: argparse.Namespace, job: Job) -> int:
 
 
 def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
-    load_for_all(_load_for_all)
+    _prepare_torch()
+    # torch's optimizers load the last.
+    load_for_all("rpc", "autograd_dist", "optim_dist", "remote_module", "torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="tutorial_") as folder:
         # The processes find each other through a file here: no port to choose, none to collide.
         options.init_method = f"file://{folder}/rendezvous"
@@ -110,26 +111,18 @@ def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int
         return run_together(ranks)
 
 
-def _load_for_all() -> None:
-    _load()
-    for name in ("autograd_dist", "optim_dist", "remote_module", "torch._dynamo"):
-        importlib.import_module(name)  # torch's optimizers load the last
-
-
-def _load() -> None:
+def _prepare_torch() -> None:
     # Several processes share this machine's cores. Said before torch is loaded, it holds on every
     # thread that computes, whoever starts it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
-    for name in ("torch", "rpc"):
-        importlib.import_module(name)
 
 
 def _run_rank(options: argparse.Namespace, job: Job, names: Sequence[str], rank: int) -> int:
     options.rank = rank
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _load()
+    _prepare_torch()
     name = names[options.rank]
     try:
         _take_part(options, job, names)

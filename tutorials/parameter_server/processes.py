@@ -21,6 +21,7 @@ then ends them in order instead of leaving each to die in the middle of somethin
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -56,10 +57,11 @@ class Ended:
         return f"{self.name} ended with status {self.status}"
 
 
-def load_for_all(load: Callable[[], object]) -> None:
-    """Run what imports all that children will use. Ctrl-C ends this process meanwhile."""
+def load_for_all(*modules: str) -> None:
+    """Import what children will use. Ctrl-C ends this process meanwhile."""
     before = [signal.signal(number, _leave) for number in _INTERRUPTS]
-    load()
+    for module in modules:
+        importlib.import_module(module)
     for number, handler in zip(_INTERRUPTS, before, strict=True):
         signal.signal(number, handler)
 

@@ -11,7 +11,6 @@ about distributed training. Rank 0 is the server, every other rank a trainer.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
@@ -61,7 +60,9 @@ def _positive(text: str) -> int:
 
 
 def _run_all(options: argparse.Namespace) -> int:
-    load_for_all(_load_for_all)
+    _limit_threads()
+    # The data's library, which only the server uses, and what torch's optimizers load.
+    load_for_all("worker", "sklearn.datasets", "torch._dynamo")
     names = ["server", *(f"trainer{rank}" for rank in range(1, options.trainers + 1))]
     with tempfile.TemporaryDirectory(prefix="parameter_server_") as folder:
         # The processes find each other through a file here: no port to choose, none to collide.
@@ -70,24 +71,17 @@ def _run_all(options: argparse.Namespace) -> int:
         return run_together(ranks)
 
 
-def _load_for_all() -> None:
-    _load()
-    for name in ("sklearn.datasets", "torch._dynamo"):  # the data; what torch's optimizers load
-        importlib.import_module(name)
-
-
-def _load() -> None:
+def _limit_threads() -> None:
     # Several processes share this machine's cores. Said before torch is loaded, it holds on every
     # thread that computes, whoever starts it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    importlib.import_module("worker")
 
 
 def _run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _load()
-    from worker import run_rank
+    _limit_threads()
+    from worker import run_rank  # loads torch
 
     return run_rank(options, rank, world_size)
 
