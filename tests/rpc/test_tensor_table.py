@@ -302,6 +302,15 @@ def test_the_limit_separates_inline_tensors_from_slots() -> None:
     assert [slot.numel() for slot in slots] == [large.numel()]
 
 
+def test_what_is_too_much_for_one_header_gets_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.tensor_table._INLINE_IN_ALL", 100)
+    sent = [torch.full((10,), float(number)) for number in range(4)]
+    table, slots = pack_tensors(sent)
+    assert [slot.tolist() for slot in slots] == [[2.0] * 10, [3.0] * 10]
+    arrived = unpack_tensors(table, slots).finish()
+    assert [tensor.tolist() for tensor in arrived] == [tensor.tolist() for tensor in sent]
+
+
 def test_tensors_on_other_devices_never_become_bytes() -> None:
     elsewhere = torch.empty(3, device="meta")
     _, (slot,) = pack_tensors([elsewhere])

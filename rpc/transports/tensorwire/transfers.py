@@ -26,6 +26,15 @@ class _Transfer:
     problem: str = ""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A frame that came before some of its transfers."""
+
+    frame: Frame
+    items: list[Item]
+    missing: int
+
+
 class Parcel(NamedTuple):
     """A frame with its table parsed and its transfers, by number, complete.
 
@@ -51,7 +60,7 @@ class Transfers:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._transfers: dict[int, _Transfer] = {}
-        self._waiting: dict[int, tuple[Frame, list[Item]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
 
     def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview | None:
         """Where a chunk is to be received; None for nowhere, as there is no memory for it.
@@ -86,7 +95,8 @@ class Transfers:
             known.missing -= length
             if known.missing or (waiting := self._waiting.pop(transfer, None)) is None:
                 return None
-        return self.frame_received(*waiting)
+            waiting.missing -= 1
+            return None if waiting.missing else self._complete(waiting.frame, waiting.items)
 
     def is_whole(self, transfer: int) -> bool:
         """Whether no chunk of a transfer that began is missing."""
@@ -100,19 +110,25 @@ class Transfers:
         Raises:
             FrameError: the frame and a transfer disagree about a length.
         """
+        waiting = _Waiting(frame, items, 0)
+        with self._lock:
+            for item in items:
+                if item.place is Place.STREAM:
+                    known = self._transfers.get(item.position)
+                    if known is None or known.missing:
+                        waiting.missing += 1
+                        self._waiting[item.position] = waiting
+            return None if waiting.missing else self._complete(frame, items)
+
+    def _complete(self, frame: Frame, items: list[Item]) -> Parcel:
+        """Called with the lock held, when all of its transfers are here."""
         arrays: dict[int, Array] = {}
         problem = ""
-        wanted = [item for item in items if item.place is Place.STREAM]
-        with self._lock:
-            for item in wanted:
-                known = self._transfers.get(item.position)
-                if known is None or known.missing:
-                    self._waiting[item.position] = (frame, items)
-                    return None
-                if known.total != item.nbytes:
+        for item in items:
+            if item.place is Place.STREAM:
+                known = self._transfers.pop(item.position, None)
+                if known is None or known.total != item.nbytes:
                     raise FrameError(f"transfer {item.position} is not {item.nbytes} bytes long")
                 arrays[item.position] = known.array
                 problem = problem or known.problem
-            for item in wanted:
-                self._transfers.pop(item.position, None)
         return Parcel(frame, items, arrays, problem)

@@ -100,3 +100,24 @@ def test_a_frame_for_which_there_is_no_memory_comes_with_what_was_missing(
     assert parcel is not None
     assert parcel.problem == "100 bytes cannot be allocated"
     assert not into._transfers
+
+
+class Looked(dict[int, object]):
+    """Counts how often somebody looks for something."""
+
+    times = 0
+
+    def get(self, key: int, default: object = None) -> object:
+        self.times += 1
+        return super().get(key, default)
+
+
+def test_a_frame_of_many_transfers_is_looked_at_once_for_each() -> None:
+    count = 200
+    into, looked = transfers(), Looked()
+    into._transfers = looked  # type: ignore[assignment]
+    assert into.frame_received(FRAME, [EMPTY, *(streamed(n, 1) for n in range(count))]) is None
+    parcels = [deliver_chunk(into, n, 0, b"x", 1) for n in range(count)]
+    assert parcels[:-1] == [None] * (count - 1)
+    assert parcels[-1] is not None
+    assert looked.times == 2 * count
