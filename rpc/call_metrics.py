@@ -222,7 +222,10 @@ class Book(dict[tuple[MethodName, int], Series]):
 
 def tensor_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the tensors that travel beside header and payload."""
-    return sum([tensor.nbytes for tensor in tensors])
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+    return size
 
 
 def _bounds(bucket: int) -> tuple[float, float]:

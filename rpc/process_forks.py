@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from typing import Final
 
 _logger = logging.getLogger("rpc")
 
@@ -78,6 +79,10 @@ def _tell(hook: Callable[[], None]) -> None:
 
 
 _forks = _Forks()
+FORKING: Final = _forks.forking
+"""The threads that are about to fork; in the child, not empty until members have heard.
+
+Not a function, as it is asked for every tensor that arrives."""
 
 
 def join(member: Member) -> None:
@@ -88,11 +93,6 @@ def join(member: Member) -> None:
 def leave(member: Member) -> None:
     """``member`` hears of no more."""
     _forks.leave(member)
-
-
-def under_way() -> bool:
-    """Whether a thread is about to fork; in the child, whether members have not heard yet."""
-    return bool(_forks.forking)
 
 
 def keep_for_good(inherited: object) -> None:

@@ -8,6 +8,7 @@ tensors whose payload travels inline have no table at all.
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ _DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, n, None) for n in
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _ITEM_SIZES = tuple(0 if dtype is None else dtype.itemsize for dtype in _DTYPES)
 _BYTES = 255
+_LAYOUTS_KEPT = 256
+"""A program's tensors look the same again and again."""
 
 
 class Place(enum.IntEnum):
@@ -92,10 +95,11 @@ def look_at(tensor: torch.Tensor) -> Look:
     shape, strides = tuple(tensor.shape), tensor.stride()
     if len(shape) > _MAX_DIMENSIONS:
         raise EncodeError(f"a tensor of {len(shape)} dimensions cannot be sent; 64 are the most")
-    elements = _dense_elements(shape, strides)
+    elements = tensor.numel() if tensor.is_contiguous() else _dense_elements(shape, strides)
     if elements is None:
         raise EncodeError(f"a tensor of shape {shape} and strides {strides} is not dense")
-    return Look(code, shape, strides, elements * _ITEM_SIZES[code])
+    # Not by its own constructor, which is a function of Python's; the same below.
+    return tuple.__new__(Look, (code, shape, strides, elements * _ITEM_SIZES[code]))
 
 
 def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
@@ -109,18 +113,27 @@ def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | N
     return elements if reach == elements or not elements else None
 
 
-def pack_table(items: list[Item]) -> bytes:
+def payload_row(place: Place, segment: int, position: int, nbytes: int) -> bytes:
+    """The row of a payload."""
+    return _ROW.pack(place, _BYTES, 0, segment, position, nbytes)
+
+
+def tensor_row(place: Place, segment: int, position: int, look: Look, device: str = "") -> bytes:
+    """The row of a tensor."""
+    code, shape, strides, nbytes = look
+    row = _ROW.pack(place, code, len(shape), segment, position, nbytes)
+    return row + _pack_layout(shape, strides, device)
+
+
+@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
+def _pack_layout(shape: tuple[int, ...], strides: tuple[int, ...], device: str) -> bytes:
+    name = device.encode()
+    return _LAYOUTS[len(shape)].pack(*shape, *strides, len(name)) + name
+
+
+def join_rows(rows: list[bytes]) -> bytes:
     """The table section of a frame."""
-    parts = [_COUNT.pack(len(items))]
-    for place, segment, position, nbytes, dtype, shape, strides, device in items:
-        if dtype is None:
-            parts.append(_ROW.pack(place, _BYTES, 0, segment, position, nbytes))
-        else:
-            dimensions, name = len(shape), device.encode()
-            row = (place, _DTYPE_CODES[dtype], dimensions, segment, position, nbytes)
-            parts.append(_ROW.pack(*row))
-            parts.append(_LAYOUTS[dimensions].pack(*shape, *strides, len(name)) + name)
-    return b"".join(parts)
+    return _COUNT.pack(len(rows)) + b"".join(rows)
 
 
 def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
@@ -134,17 +147,28 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
     Raises:
         FrameError: the bytes are not a table, or it claims what cannot be.
     """
+    items: list[Item] = []
+    position, total = _COUNT.size, 0
     try:
         (count,) = _COUNT.unpack_from(table)
-        items: list[Item] = []
-        position, total = _COUNT.size, 0
         for _ in range(count):
-            item, position = _unpack_row(table, position, inline_bytes)
-            total += item.nbytes
-            if (item.dtype is None) != (not items):
+            place, code, dimensions, segment, at, nbytes = _ROW.unpack_from(table, position)
+            position += _ROW.size
+            if place >= len(_PLACES) or dimensions > _MAX_DIMENSIONS:
+                raise FrameError(f"a table row with place {place} and {dimensions} dimensions")
+            if not place and at + nbytes > inline_bytes:
+                raise FrameError("a table row points past the inline section")
+            if (code == _BYTES) is not (not items):
                 raise FrameError("a table must describe one payload, then tensors")
-            items.append(item)
-    except (struct.error, UnicodeDecodeError):
+            layout = _NO_LAYOUT
+            if code != _BYTES:
+                end = position + 16 * dimensions + 1
+                end += table[end - 1]
+                layout = _unpack_layout(code, dimensions, nbytes, table[position:end])
+                position = end
+            total += nbytes
+            items.append(tuple.__new__(Item, (_PLACES[place], segment, at, nbytes, *layout)))
+    except (struct.error, IndexError, UnicodeDecodeError):
         raise FrameError("a frame's table ends early") from None
     if not items or position != len(table):
         raise FrameError("a frame's table has the wrong length")
@@ -153,23 +177,16 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
     return items
 
 
-def _unpack_row(table: bytes, position: int, inline_bytes: int) -> tuple[Item, int]:
-    place, code, dimensions, segment, at, nbytes = _ROW.unpack_from(table, position)
-    position += _ROW.size
-    if place >= len(_PLACES) or dimensions > _MAX_DIMENSIONS:
-        raise FrameError(f"a table row with place {place} and {dimensions} dimensions")
-    if not place and at + nbytes > inline_bytes:
-        raise FrameError("a table row points past the inline section")
-    if code == _BYTES:
-        return Item(_PLACES[place], segment, at, nbytes, None, (), (), ""), position
-    layout = _LAYOUTS[dimensions]
-    sizes = layout.unpack_from(table, position)
-    position += layout.size
+_Layout = tuple[torch.dtype | None, tuple[int, ...], tuple[int, ...], str]
+_NO_LAYOUT: _Layout = (None, (), (), "")
+
+
+@functools.lru_cache(maxsize=_LAYOUTS_KEPT)
+def _unpack_layout(code: int, dimensions: int, nbytes: int, layout: bytes) -> _Layout:
+    """How a tensor of ``nbytes`` looks: dtype, shape, strides and device."""
+    sizes = _LAYOUTS[dimensions].unpack_from(layout)
     shape, strides, length = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
-    device = ""
-    if length:
-        device = table[position : position + length].decode("ascii")
-        position += length
+    device = layout[_LAYOUTS[dimensions].size :].decode("ascii")
     if len(device) != length or code >= len(_DTYPES) or (dtype := _DTYPES[code]) is None:
         raise FrameError(f"a table row with dtype code {code}, unknown to this torch")
     elements = _dense_elements(shape, strides)
@@ -177,7 +194,7 @@ def _unpack_row(table: bytes, position: int, inline_bytes: int) -> tuple[Item, i
         raise FrameError(
             f"a tensor of shape {shape} and strides {strides} does not fill {nbytes} bytes"
         )
-    return Item(_PLACES[place], segment, at, nbytes, dtype, shape, strides, device), position
+    return dtype, shape, strides, device
 
 
 class Source(NamedTuple):

@@ -27,6 +27,8 @@ from rpc import process_forks
 
 _log = logging.getLogger(__name__)
 
+_forking = process_forks.FORKING
+
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _PROT_NONE = 0
@@ -159,8 +161,12 @@ class Region(process_forks.Member):
                 whatever thread that happens; must not block.
         """
         with self._lock:
-            if not self._shared or not process_forks.under_way():
-                return self._lend(offset, length, released)
+            if not (_forking and self._shared):
+                array = _Lent.from_address(self.address + offset)
+                array.region = self
+                array.released = released
+                self._lent[id(array)] = (offset, length)
+                return array
             self._borrowed += 1
         try:
             return self._copied(offset, length)
@@ -168,13 +174,6 @@ class Region(process_forks.Member):
             if released is not None:
                 released()
             self.give_back()
-
-    def _lend(self, offset: int, length: int, released: Callable[[], None] | None) -> Array:
-        array = _Lent.from_address(self.address + offset)
-        array.region = self
-        array.released = released
-        self._lent[id(array)] = (offset, length)
-        return array
 
     def _copied(self, offset: int, length: int) -> Array:
         """The same bytes in a region of their own: a fork has looked already at what is lent."""
@@ -185,17 +184,18 @@ class Region(process_forks.Member):
         return array
 
     def _array_died(self, array: _Lent) -> None:
-        if process_forks.under_way():  # perhaps this is the child already: no locks, nothing shared
+        if _forking:  # perhaps this is the child already: no locks, nothing shared
             self._late.append(array.released)
             self._lent.pop(id(array), None)
-            if not process_forks.under_way():
+            if not _forking:
                 self._settle()
             return
         if array.released is not None and not self._inherited:
             array.released()
         with self._lock:
             self._lent.pop(id(array), None)
-            self._unmap_if_unused()
+            if self._retired:
+                self._unmap_if_unused()
 
     def _settle(self) -> None:
         """Does what waited while a thread forked."""

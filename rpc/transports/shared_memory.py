@@ -22,10 +22,10 @@ import os
 import threading
 from bisect import bisect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from rpc.errors import FrameError
-from rpc.transports.frame_table import Item, Place
 from rpc.transports.regions import Array, Region, array_at, view_of
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ SHARED_FROM = 1 << 15
 _MIN_SEGMENT = 16 << 20
 _HUGE_PAGE = 2 << 20
 _QUICK_LOOK = 4
+_FEW = 2
+"""The receiver of a call's tensors may still hold them when its answer has come."""
 _EVERYTHING = 1 << 30
 TOKEN_BYTES = 16
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -58,9 +60,8 @@ def _token_of(region: Region) -> memoryview:
     return view_of(array_at(region.address + _flag_bytes(region.size)), TOKEN_BYTES)
 
 
-class _Gap(NamedTuple):
-    start: int
-    length: int
+_Gap = tuple[int, int]
+"""Where a free part starts, and its length."""
 
 
 class _Segment:
@@ -76,18 +77,33 @@ class _Segment:
         self.region = region
         self.usable = False
         self._flags = view_of(array_at(region.address), start)
-        self._gaps = [_Gap(start, region.size - start)]
+        self._gaps: list[_Gap] = [(start, region.size - start)]
         self._taken: dict[int, int] = {}
 
     def take(self, length: int) -> int | None:
         """The position of a part of ``length`` bytes, now taken; None if there is none."""
-        for index, gap in enumerate(self._gaps):
-            if gap.length >= length:
-                rest = _Gap(gap.start + length, gap.length - length)
-                self._gaps[index : index + 1] = [rest] if rest.length else []
-                self._taken[gap.start] = length
-                self._flags[gap.start // BLOCK] = 1
-                return gap.start
+        for index, (start, free) in enumerate(self._gaps):
+            if free >= length:
+                self._gaps[index : index + 1] = [(start + length, free - length)][: free > length]
+                self._taken[start] = length
+                self._flags[start // BLOCK] = 1
+                return start
+        return None
+
+    def take_again(self, length: int) -> int | None:
+        """The part whose receiver was done first, where few are taken and it is as long as wanted.
+
+        That is what one call after the other needs, and most quickly found.
+        """
+        taken = self._taken
+        if len(taken) <= _FEW:
+            for position, size in taken.items():
+                if size != length or self._flags[position // BLOCK]:
+                    break
+                del taken[position]
+                taken[position] = length
+                self._flags[position // BLOCK] = 1
+                return position
         return None
 
     def give_up(self, position: int) -> None:
@@ -103,14 +119,14 @@ class _Segment:
 
     def _free(self, start: int, length: int) -> None:
         gaps = self._gaps
-        index = bisect(gaps, (start,))
-        if index < len(gaps) and gaps[index].start == start + length:
-            length += gaps.pop(index).length
-        if index and gaps[index - 1].start + gaps[index - 1].length == start:
+        index = bisect(gaps, (start, 0))
+        if index < len(gaps) and gaps[index][0] == start + length:
+            length += gaps.pop(index)[1]
+        if index and sum(gaps[index - 1]) == start:
             index -= 1
             start, before = gaps.pop(index)
             length += before
-        gaps.insert(index, _Gap(start, length))
+        gaps.insert(index, (start, length))
 
 
 class Slot(NamedTuple):
@@ -118,11 +134,6 @@ class Slot(NamedTuple):
 
     segment: int
     position: int
-
-
-def slots_in(items: Iterable[Item]) -> list[Slot]:
-    """The slots that parts of a frame are in."""
-    return [Slot(item.segment, item.position) for item in items if item.place is Place.SHARED]
 
 
 class Budget:
@@ -174,6 +185,8 @@ class SendPool:
         self._segments: dict[int, _Segment] = {}
         self._usable: list[_Segment] = []
         self._next = 0
+        self._parting: list[_Segment] = []
+        self._copying = 0
         self._closed = False
         self._failed = False
         self._told = False
@@ -184,19 +197,23 @@ class SendPool:
         With ``copy``, that copies them.
         """
         with self._lock:
-            found = self._take(_round_up(length, BLOCK))
-            if found is None:
+            segment, position = self._take(-(-length // BLOCK) * BLOCK)
+            if segment is None:
                 return None
-            segment, position = found
-        region = segment.region
+            self._copying += 1
         try:
-            (copy or self._copy)(region.address + position, address, length)
+            (copy or self._copy)(segment.region.address + position, address, length)
         except BaseException:
             segment.give_up(position)
             raise
         finally:
-            region.give_back()
-        return Slot(segment.number, position)
+            with self._lock:
+                self._copying -= 1
+                ended = self._closed and not self._copying
+            if ended:
+                self._part()
+        # Not by its own constructor, which is a function of Python's.
+        return tuple.__new__(Slot, (segment.number, position))
 
     def take_back(self, slots: Iterable[Slot]) -> None:
         """Frees slots that were filled for a message that is not sent, after all."""
@@ -206,16 +223,20 @@ class SendPool:
                 if segment is not None:
                     segment.give_up(slot.position)
 
-    def _take(self, length: int) -> tuple[_Segment, int] | None:
-        """Called with the lock held; borrows the segment's region."""
+    def _take(self, length: int) -> tuple[_Segment | None, int]:
+        """Called with the lock held."""
         usable = self._usable
+        for segment in usable:
+            position = segment.take_again(length)
+            if position is not None:
+                return segment, position
         for look_at in (_QUICK_LOOK, _EVERYTHING):
             for segment in usable:
                 segment.collect(look_at)
                 position = segment.take(length)
-                if position is not None and segment.region.borrow():
+                if position is not None:
                     return segment, position
-        return None
+        return None, 0
 
     def offer(self, length: int) -> Offer | None:
         """Creates a segment with room for ``length`` bytes; None if there may be none.
@@ -290,9 +311,16 @@ class SendPool:
         """Unmaps all segments, as soon as copies into them have ended."""
         with self._lock:
             self._closed = True
-            segments = list(self._segments.values())
+            self._parting += self._segments.values()
             self._segments.clear()
             self._usable.clear()
+            if self._copying:
+                return
+        self._part()
+
+    def _part(self) -> None:
+        with self._lock:
+            segments, self._parting = self._parting, []
         for segment in segments:
             self._discard(segment)
 
@@ -361,7 +389,8 @@ class ReceivedSegments:
             region, flags, start = found
             if not start <= position <= region.size - length or position % BLOCK or not length:
                 raise FrameError(f"a tensor outside shared segment {number}")
-            return region.array(position, length, lambda: _lower(flags, position // BLOCK))
+            # A function of Python's would take longer than what it does.
+            return region.array(position, length, partial(flags.__setitem__, position // BLOCK, 0))
 
     def close(self) -> None:
         """Unmaps every segment that no tensor lives in; the others follow their tensors."""
@@ -371,7 +400,3 @@ class ReceivedSegments:
             self._received.clear()
         for each in received:
             each.region.retire()
-
-
-def _lower(flags: Array, number: int) -> None:
-    flags[number] = 0

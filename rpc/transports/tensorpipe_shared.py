@@ -29,11 +29,12 @@ from rpc.transports.frame_table import (
     Item,
     Look,
     Place,
-    Source,
+    join_rows,
     look_at,
-    pack_table,
+    payload_row,
     source_of_payload,
     tensor_over,
+    tensor_row,
     unpack_table,
 )
 from rpc.transports.host import host_identity
@@ -44,7 +45,7 @@ from rpc.transports.shared_memory import (
     Offer,
     ReceivedSegments,
     SendPool,
-    slots_in,
+    Slot,
 )
 from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
 
@@ -106,43 +107,56 @@ class SharedTensors:
         looks = _looks(frame.tensors)
         if looks is None:
             return frame
-        items = list[Item]()
+        rows, slots = list[bytes](), list[Slot]()
         try:
-            payload, beside = self._place_parts(pool, frame, looks, items)
+            payload, beside = self._place_parts(pool, frame, looks, rows, slots)
         except BaseException:  # a tensor without memory, for instance
-            pool.take_back(slots_in(items))
+            pool.take_back(slots)
             raise
-        if Place.SHARED not in [item.place for item in items]:
+        if not slots:
             return frame
-        header = PlacedFrame.join(pack_table(items), frame.header)
+        header = PlacedFrame.join(join_rows(rows), frame.header)
         return PlacedFrame(frame.kind, frame.correlation, header, payload, tuple(beside))
 
     def _place_parts(
-        self, pool: SendPool, frame: Frame, looks: list[Look], items: list[Item]
+        self,
+        pool: SendPool,
+        frame: Frame,
+        looks: list[Look],
+        rows: list[bytes],
+        slots: list[Slot],
     ) -> tuple[Payload, list[torch.Tensor]]:
-        """Adds to ``items`` where each part is; returns what is in no slot."""
+        """Adds to ``rows`` where each part is, to ``slots`` what it filled.
+
+        Returns what is in no slot.
+        """
         payload, beside = frame.payload, list[torch.Tensor]()
-        if len(payload) >= SHARED_FROM:
-            at = self._put(pool, source_of_payload(payload))
-            items.append(Item(*(at or (Place.INLINE, 0, 0)), len(payload), None, (), (), ""))
-            payload = b"" if at else payload
+        size, slot = len(payload), None
+        if size >= SHARED_FROM:
+            slot = self._put(pool, *source_of_payload(payload)[:2])
+        if slot is None:
+            rows.append(payload_row(Place.INLINE, 0, 0, size))
         else:
-            items.append(Item(Place.INLINE, 0, 0, len(payload), None, (), (), ""))
+            slots.append(slot)
+            rows.append(payload_row(Place.SHARED, *slot, size))
+            payload = b""
         for tensor, look in zip(frame.tensors, looks, strict=True):
-            at = None
+            slot = None
             if look.nbytes >= SHARED_FROM:
-                at = self._put(pool, Source(tensor.data_ptr(), look.nbytes, tensor))
-            if at is None:
-                at = Place.STREAM, 0, len(beside)
+                slot = self._put(pool, tensor.data_ptr(), look.nbytes)
+            if slot is None:
+                rows.append(tensor_row(Place.STREAM, 0, len(beside), look))
                 beside.append(tensor)
-            items.append(Item(*at, look.nbytes, tensor.dtype, look.shape, look.strides, ""))
+            else:
+                slots.append(slot)
+                rows.append(tensor_row(Place.SHARED, *slot, look))
         return payload, beside
 
-    def _put(self, pool: SendPool, data: Source) -> tuple[Place, int, int] | None:
-        slot = pool.put(data.address, data.size)
+    def _put(self, pool: SendPool, address: int, size: int) -> Slot | None:
+        slot = pool.put(address, size)
         if slot is not None:
-            return Place.SHARED, slot.segment, slot.position
-        offer = pool.offer(data.size)
+            return slot
+        offer = pool.offer(size)
         if offer is not None:
             fields = offer.segment, offer.size, os.getpid(), offer.descriptor, offer.token
             with self._lock:

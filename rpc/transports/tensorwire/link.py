@@ -30,9 +30,11 @@ from rpc.transports.frame_table import (
     Look,
     Place,
     Source,
-    pack_table,
+    join_rows,
+    payload_row,
     source_of_payload,
     tensor_over,
+    tensor_row,
     unpack_table,
 )
 from rpc.transports.regions import Array, view_of
@@ -41,7 +43,7 @@ from rpc.transports.shared_memory import (
     Budget,
     ReceivedSegments,
     SendPool,
-    slots_in,
+    Slot,
 )
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap, to_host
@@ -85,7 +87,9 @@ class Resources:
 class _Draft:
     """A table under construction, with what travels in the frame itself."""
 
-    items: list[Item] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    """What was filled in shared memory."""
     parts: list[Buffer] = field(default_factory=list)
     streams: list[tuple[int, memoryview]] = field(default_factory=list)
     """Transfers by number, none of which has begun before everything has its place."""
@@ -164,7 +168,7 @@ class Link:
         table = b""
         if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
             draft = self._draft(frame, looks)
-            table = pack_table(draft.items)
+            table = join_rows(draft.rows)
             for number, view in draft.streams:
                 self._stream(number, view)
             if draft.inline >= _PLAIN_BELOW:
@@ -184,59 +188,72 @@ class Link:
 
     def _draft(self, frame: Frame, looks: Sequence[Look]) -> _Draft:
         draft = _Draft()
-        sizes = (len(frame.payload), *(look.nbytes for look in looks))
-        draft.to_share = sum(size for size in sizes if size >= SHARED_FROM)
+        payload = frame.payload
+        draft.to_share = len(payload) if len(payload) >= SHARED_FROM else 0
+        for look in looks:
+            if look.nbytes >= SHARED_FROM:
+                draft.to_share += look.nbytes
         try:
-            draft.items.append(self._payload_item(draft, frame.payload))
+            self._add_payload(draft, payload)
             for tensor, look in zip(frame.tensors, looks, strict=True):
-                draft.items.append(self._tensor_item(draft, tensor, look))
+                self._add_tensor(draft, tensor, look)
         except BaseException:
             if self._pool is not None:
-                self._pool.take_back(slots_in(draft.items))
+                self._pool.take_back(draft.slots)
             raise
         return draft
 
-    def _payload_item(self, draft: _Draft, payload: Buffer) -> Item:
+    def _add_payload(self, draft: _Draft, payload: Buffer) -> None:
         size = len(payload)
         if size < SHARED_FROM and type(payload) is bytes:
-            return Item(Place.INLINE, 0, draft.add_inline(payload), size, None, (), (), "")
-        source = source_of_payload(payload)
-        return Item(*self._road(draft, source), source.size, None, (), (), "")
+            if size:
+                draft.parts.append(payload)
+                draft.inline = size
+            draft.rows.append(payload_row(Place.INLINE, 0, 0, size))
+        else:
+            source = source_of_payload(payload)
+            draft.rows.append(payload_row(*self._road(draft, *source), source.size))
 
-    def _tensor_item(self, draft: _Draft, tensor: torch.Tensor, look: Look) -> Item:
+    def _add_tensor(self, draft: _Draft, tensor: torch.Tensor, look: Look) -> None:
         device = ""
         if self._devices.moves_host or not tensor.is_cpu:
             device = self._devices.destination(tensor.device)
             tensor = to_host(tensor)
-        road = self._road(draft, Source(tensor.data_ptr(), look.nbytes, tensor))
-        return Item(*road, look.nbytes, tensor.dtype, look.shape, look.strides, device)
+        road = self._road(draft, tensor.data_ptr(), look.nbytes, tensor)
+        draft.rows.append(tensor_row(*road, look, device))
 
     def _share(self, draft: _Draft, target: int, source: int, length: int) -> None:
         """Copies the next bytes that a frame shares; announces the frame before the last."""
-        early = min(length, max(0, draft.to_share - _LAST_BYTES))
-        if early:
+        early = draft.to_share - _LAST_BYTES
+        if early >= length:
+            self._copy(target, source, length)
+            return
+        if early > 0:
             self._copy(target, source, early)
-        if early < length:
-            if self.announce is not None and not draft.announced:
-                draft.announced = True
-                self.announce()
-            self._copy(target + early, source + early, length - early)
+            target, source, length = target + early, source + early, length - early
+        if self.announce is not None and not draft.announced:
+            draft.announced = True
+            self.announce()
+        self._copy(target, source, length)
 
-    def _road(self, draft: _Draft, data: Source) -> tuple[Place, int, int]:
+    def _road(
+        self, draft: _Draft, address: int, size: int, owner: memoryview | torch.Tensor
+    ) -> tuple[Place, int, int]:
         """Copies the bytes or notes what is to be sent; tells where the peer finds them."""
-        size = data.size
         if size >= SHARED_FROM and self._pool is not None:
-            slot = self._pool.put(data.address, size, partial(self._share, draft))
+            slot = self._pool.put(address, size, partial(self._share, draft))
             draft.to_share -= size
             if slot is not None:
-                return Place.SHARED, slot.segment, slot.position
+                draft.slots.append(slot)
+                return Place.SHARED, *slot
             self._offer_segment(self._pool, size)
+        view = Source(address, size, owner).view()
         crowded = draft.inline + size > _INLINE_AT_MOST
         if size and self.bulk and (size >= STREAM_FROM or crowded):
             number = next(self._transfer_numbers)
-            draft.streams.append((number, data.view()))
+            draft.streams.append((number, view))
             return Place.STREAM, 0, number
-        return Place.INLINE, 0, draft.add_inline(data.view())
+        return Place.INLINE, 0, draft.add_inline(view)
 
     def _offer_segment(self, pool: SendPool, length: int) -> None:
         offer = pool.offer(length)
@@ -264,10 +281,11 @@ class Link:
             FrameError: it is malformed.
         """
         items = unpack_table(table, len(frame.payload), self._limit)
-        if Place.STREAM not in [item.place for item in items]:
-            return self._assemble(frame, items, {})
-        parcel = self._transfers.frame_received(frame, items)
-        return None if parcel is None else self._assemble(*parcel)
+        for item in items:
+            if item.place is Place.STREAM:
+                parcel = self._transfers.frame_received(frame, items)
+                return None if parcel is None else self._assemble(*parcel)
+        return self._assemble(frame, items, {})
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
@@ -344,15 +362,14 @@ class Link:
             payload = inline[first.position : first.position + first.nbytes]
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
-        tensors = tuple([self._tensor(inline, item, arrays) for item in left])
-        return Frame(frame.kind, frame.correlation, frame.header, payload, tensors)
-
-    def _tensor(self, inline: Buffer, item: Item, arrays: dict[int, Array]) -> torch.Tensor:
-        if item.place is Place.INLINE:
-            tensor = tensor_over(inline, item, item.position)
-        else:
-            tensor = tensor_over(self._array(item, arrays), item)
-        return tensor.to(item.device) if item.device else tensor
+        tensors: list[torch.Tensor] = []
+        for item in left:
+            if item.place is Place.INLINE:
+                tensor = tensor_over(inline, item, item.position)
+            else:
+                tensor = tensor_over(self._array(item, arrays), item)
+            tensors.append(tensor.to(item.device) if item.device else tensor)
+        return Frame(frame.kind, frame.correlation, frame.header, payload, tuple(tensors))
 
     def _array(self, item: Item, arrays: dict[int, Array]) -> Array:
         if item.place is Place.SHARED:

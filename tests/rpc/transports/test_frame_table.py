@@ -12,17 +12,32 @@ from hypothesis import strategies as st
 from rpc.errors import EncodeError, FrameError
 from rpc.transports.frame_table import (
     Item,
+    Look,
     Place,
     Source,
+    join_rows,
     look_at,
-    pack_table,
+    payload_row,
     source_of_payload,
     tensor_over,
+    tensor_row,
     unpack_table,
 )
 
 PAYLOAD = Item(Place.INLINE, 0, 0, 10, None, (), (), "")
 MATRIX = Item(Place.SHARED, 3, 4096, 24, torch.float32, (2, 3), (3, 1), "")
+
+
+def row_of(item: Item) -> bytes:
+    place, segment, position, nbytes, dtype, shape, strides, device = item
+    if dtype is None:
+        return payload_row(place, segment, position, nbytes)
+    code = look_at(torch.zeros(16, dtype=torch.uint8).view(dtype)).code
+    return tensor_row(place, segment, position, Look(code, shape, strides, nbytes), device)
+
+
+def pack_table(items: list[Item]) -> bytes:
+    return join_rows([row_of(item) for item in items])
 
 
 @st.composite

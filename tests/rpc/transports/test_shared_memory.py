@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
-from rpc.transports.regions import view_of
+from rpc.transports.regions import array_at, view_of
 from rpc.transports.shared_memory import (
     BLOCK,
     Budget,
@@ -114,8 +114,38 @@ def test_a_slot_is_used_again_only_when_the_receiver_is_done(pair: Pair) -> None
     assert pair.put(data) == first
 
 
+def test_calls_one_after_the_other_take_turns_with_two_slots(pair: Pair) -> None:
+    pair.extend(16 * MIB)
+    data = bytes(MIB)
+    first, held = pair.put(data), []
+    assert first is not None
+    for _ in range(4):
+        held = [pair.segments.array(*first, len(data))]
+        second = pair.put(data)
+        assert second not in (None, first)
+        held.clear()
+        held = [pair.segments.array(*second, len(data))]
+        assert pair.put(data) == first
+        held.clear()
+
+
+def test_memory_that_is_being_filled_is_not_unmapped(pair: Pair) -> None:
+    pair.extend(MIB)
+
+    def close_and_fill(target: int, _source: int, length: int) -> None:
+        pair.pool.close()
+        view_of(array_at(target), length)[:] = b"x" * length
+        assert pair.budget.take(1 << 30) is False
+
+    assert pair.pool.put(0, MIB, close_and_fill) is not None
+    assert pair.budget.take(1 << 30) is True
+
+
+LENGTHS = st.integers(1, 3 * MIB) | st.sampled_from([MIB, 2 * MIB])
+
+
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.integers(0, 5)), max_size=60))
+@given(st.lists(st.tuples(LENGTHS, st.integers(0, 5)), max_size=60))
 def test_slots_never_overlap_and_all_come_back(steps: list[tuple[int, int]]) -> None:
     pair = Pair()
     try:

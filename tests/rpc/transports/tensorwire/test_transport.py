@@ -464,7 +464,7 @@ def test_a_message_for_which_a_device_has_no_memory_says_so_and_no_peer_is_lost(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     b.answer = lambda w, s, f: w.transport.send(s, f._replace(kind=FrameKind.REPLY, tensors=()))
-    monkeypatch.setattr(Link, "_tensor", full)
+    monkeypatch.setattr("rpc.transports.tensorwire.link.tensor_over", full)
     payload = a.call(b, b"header", b"payload", torch.ones(4)).payload
     assert bytes(payload).endswith(b"could not be taken in: OutOfMemoryError: CUDA out of memory")
     assert a.lost == b.lost == []
