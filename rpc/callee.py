@@ -514,7 +514,8 @@ class _Service:
             self.give_up()
             return
         self.failed = True
-        _print_traceback(error, self._agent.info)
+        if not self._ended_by_shutdown(error):
+            _print_traceback(error, self._agent.info)
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
@@ -547,8 +548,15 @@ class _Service:
             f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
         )
 
+    def _ended_by_shutdown(self, error: BaseException) -> bool:
+        """Whether it says only that this worker closes: the caller is to learn that as a loss."""
+        return isinstance(error, AgentClosedError) and self._agent.departure.is_closing
+
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True
+        if self._ended_by_shutdown(error):
+            self._drop_reply(error)
+            return
         self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
 
     def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:

@@ -154,6 +154,11 @@ class Departure:
         """True when workers that go are nothing to warn of."""
         return self._closing or self._machine.phase > Phase.DRAIN
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether this worker closes by now."""
+        return self._closing
+
     def closing(self) -> None:
         """This worker closes, whatever the others do."""
         self._closing = True

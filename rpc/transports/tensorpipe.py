@@ -325,10 +325,11 @@ class TensorPipeTransport:
 
     def _take_uncounted(self, link: Link, envelope: Envelope, payload: bytes) -> None:
         """Takes what came back from a call that carried no frame."""
-        kind, lifeline = envelope.kind, envelope.kind == wire.LIFELINE
+        kind, lifeline = envelope.kind, envelope.kind in (wire.LIFELINE, wire.LEFT)
         with self._lock:
             if lifeline:
                 link.lifeline_ended(payload.decode())
+                link.left |= kind == wire.LEFT
             elif link.mending is not None and kind == wire.RESUMED:
                 link.mending.agree(envelope.attempt, Taken.decode(payload))
             elif link.mending is not None and kind == wire.REFUSED:

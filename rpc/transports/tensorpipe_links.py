@@ -9,7 +9,9 @@ were taken and none of its own calls is under way. When both leave at once their
 farewells cross, and each would wait for the other: the worker with the lower id
 then confirms although its farewell is still out, and says so, and the other
 stays until it has confirmed that one too. Lifelines are not counted: the leaver
-answers them last.
+answers them last. If it has given up waiting for the other by then, as a handler of
+its own does not end and so a call of the other's is not answered, it says so with
+that answer, and the other does not wait for it either.
 """
 
 from __future__ import annotations
@@ -115,6 +117,8 @@ class Link:
     """How many frames it sent before its farewell."""
     parted: bool = False
     """Its farewell was confirmed."""
+    left: bool = False
+    """It closed, whether all was confirmed or not; nothing is answered any more."""
 
     def __post_init__(self) -> None:
         self.life = self.peer.life
@@ -285,7 +289,7 @@ class Link:
 
     def is_finished(self) -> bool:
         """Whether neither side reads from the other any more, if one of them left."""
-        if self.broken:
+        if self.broken or self.left:
             return True
         if self.farewell is not None or (self.said_farewell and not self.confirmed):
             return False

@@ -146,7 +146,7 @@ class Parting:
             itself = [link for link in links if link.peer.info.id == self._worker_id]
             self._exit.wait_until(lambda: not any(own.calls.under_way for own in itself), deadline)
             lifelines = [lifeline for link in links for lifeline in link.take_lifelines()]
-        self._end_lifelines(lifelines)
+        self._end_lifelines(lifelines, wire.LEFT)
         with self._lock:
             self._exit.wait_for_senders()
         self._answers.wait(deadline)
@@ -194,7 +194,7 @@ class Parting:
             lifelines = link.take_lifelines()
             self._exit.hold()
         try:
-            self._end_lifelines(lifelines)
+            self._end_lifelines(lifelines, wire.LIFELINE)
             self.settle(link)
         finally:
             self._exit.release()
@@ -214,6 +214,6 @@ class Parting:
                 self._exit.release()
             self._report(link)
 
-    def _end_lifelines(self, lifelines: list[AnswerFuture]) -> None:
+    def _end_lifelines(self, lifelines: list[AnswerFuture], kind: int) -> None:
         for lifeline in lifelines:
-            self._answers.give_visibly(lifeline, wire.LIFELINE, SHUT_DOWN.encode())
+            self._answers.give_visibly(lifeline, kind, SHUT_DOWN.encode())

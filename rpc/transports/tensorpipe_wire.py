@@ -61,6 +61,8 @@ RESUMED = 34
 """Answer to RESUME: the payload says which calls were taken."""
 FORGOTTEN = 35
 """Answer without a frame: there was a reply, which is kept no more."""
+LEFT = 36
+"""Last answer to LIFELINE: its sender closes, and neither answers nor waits any more."""
 
 TENSOR_PAYLOAD_MIN = 128 * 1024
 """Payloads from this size travel as a tensor, which torch does not copy."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,8 @@ import torch
 
 from rpc import callee, deadlines
 from rpc.agent import Agent
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.current import current_agent
+from rpc.errors import RpcError, RpcTimeoutError, RRefCreationError, WorkerLostError
 from rpc.testing import MemoryHub, connect, local_group
 from rpc.transports.base import Frame, Peer
 from tests import waiting
@@ -227,3 +229,31 @@ def test_a_call_whose_time_is_over_before_it_starts_timed_out_for_its_caller_too
         pytest.raises(RpcTimeoutError, match="RPC ran for more than"),
     ):
         here.rpc_sync("there", abs, (-1,), timeout=60)
+
+
+async def wait_in_a_coroutine() -> None:
+    gates["shutdown"].reached.set()
+    await asyncio.sleep(SECONDS)
+
+
+def wait_for_a_call() -> None:
+    current_agent().rpc_sync("alice", pass_gate, ("shutdown",))
+
+
+@pytest.mark.parametrize("handler", [wait_in_a_coroutine, wait_for_a_call])
+@pytest.mark.parametrize("through", ["rpc_async", "remote"])
+def test_what_a_shutdown_ends_is_a_loss_to_its_caller_and_no_error_of_the_function(
+    pair: list[Agent],
+    handler: Callable[[], object],
+    through: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alice, bob = pair
+    gates.pop("shutdown", None)
+    outcome = getattr(alice, through)("bob", handler)
+    assert gates["shutdown"].reached.wait(SECONDS)
+    bob.shutdown(graceful=False)
+    gates["shutdown"].open.set()
+    with pytest.raises((WorkerLostError, RRefCreationError), match=r"'bob' .*was lost"):
+        outcome.wait() if through == "rpc_async" else outcome.to_here()
+    assert capsys.readouterr().err == ""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+import rpc
 from rpc.agent import Agent
 from rpc.control import Probe, decode_batch
+from rpc.current import current_agent
 from rpc.errors import AgentClosedError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.termination import Phase
 from rpc.testing import MemoryHub, connect
 from rpc.transports.base import Frame, FrameKind
+from tests.rpc.worker_processes import WorkerProcess, join, leave, served
 from tests.waiting import until
 
 SECONDS = 20.0
@@ -184,3 +190,40 @@ def test_a_value_that_a_worker_kept_is_a_leak_though_that_one_has_left() -> None
     assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
     (leak,) = carol.departure.leaks
     assert "used by worker 1" in leak
+
+
+def call_until_lost(to: str) -> None:
+    with pytest.raises(rpc.WorkerLostError):
+        rpc.rpc_sync(to, hold, (0,), timeout=0)
+
+
+def seconds_to_leave(*, graceful: bool, patience: float) -> float:
+    """With that many seconds for what was sent to leave."""
+    agent = current_agent()
+    agent.options = dataclasses.replace(agent.options, flush_seconds=patience)
+    began = time.monotonic()
+    rpc.shutdown(graceful)
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_server")
+@pytest.mark.parametrize("graceful", [True, False])
+@pytest.mark.parametrize("backend", ["TENSORPIPE", "TENSORWIRE"])
+def test_nobody_waits_for_the_answer_of_one_that_left_in_haste(
+    backend: str, graceful: bool, tmp_path: Path
+) -> None:
+    callee, caller = workers = WorkerProcess(), WorkerProcess()
+    for rank, worker in enumerate(workers):
+        worker.begin(join, backend, f"file://{tmp_path / 'store'}", f"worker{rank}", rank, 2)
+    for worker in workers:
+        worker.result()
+    caller.begin(call_until_lost, "worker0")
+    until(lambda: callee.do(served) == 1)
+    callee.begin(leave, graceful=False)
+    caller.result()
+    seconds = caller.do(seconds_to_leave, graceful=graceful, patience=2 * SECONDS)
+    callee.result()
+    for worker in workers:
+        worker.end()
+    assert seconds < SECONDS / 2

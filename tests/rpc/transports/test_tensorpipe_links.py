@@ -131,6 +131,16 @@ class TestCalls:
         assert peer.take_due_confirmation() is not None
         assert peer.is_finished()
 
+    def test_one_that_closed_without_all_answers_is_not_waited_for(self) -> None:
+        peer = link(1, 0)
+        peer.lifeline_open = peer.watched = True
+        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 1, b""))
+        peer.farewell = future()
+        peer.lifeline_ended("it shut down")
+        assert not peer.is_finished()
+        peer.left = True
+        assert peer.is_finished()
+
 
 class TestBursts:
     @staticmethod

@@ -14,7 +14,7 @@ from rpc.transports import tensorpipe_parting
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorpipe_ledger import Calls, Served
-from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_links import CROSSED, Link
 from rpc.transports.tensorpipe_parting import Exit, Handlers, Parting
 from rpc.transports.tensorpipe_roster import SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_wire import Envelope
@@ -173,7 +173,7 @@ class TestLeaving:
         assert worker.told.notes == [
             ("asked", asked, wire.REFUSED, SHUT_DOWN),
             ("farewell", connected.name),
-            ("visibly", lifeline, wire.LIFELINE, SHUT_DOWN.encode()),
+            ("visibly", lifeline, wire.LEFT, SHUT_DOWN.encode()),
             ("waited",),
         ]
         assert not stranger.said_farewell
@@ -197,6 +197,25 @@ class TestLeaving:
         handlers = Handlers(began, lambda: running)
         worker.parting.leave(worker.roster, began + (WAIT if running else seconds), handlers)
         assert seconds <= time.monotonic() - began < WAIT
+
+    def test_one_that_is_left_without_its_answer_hears_that_none_will_come(
+        self, worker: Worker
+    ) -> None:
+        kept_waiting, lifeline = worker.add(1), future()
+        kept_waiting.lifeline = 0, lifeline
+        began = time.monotonic()
+        worker.parting.leave(worker.roster, began + WAIT, Handlers(began, lambda: {1}))
+        assert not kept_waiting.confirmed
+        assert ("visibly", lifeline, wire.LEFT, SHUT_DOWN.encode()) in worker.told.notes
+
+    def test_that_a_farewell_was_confirmed_does_not_end_what_the_other_waits_for(
+        self, worker: Worker
+    ) -> None:
+        peer, lifeline = worker.add(1), future()
+        peer.lifeline = 0, lifeline
+        peer.say_farewell()
+        worker.parting.confirmed(peer, CROSSED)
+        assert worker.told.notes == [("visibly", lifeline, wire.LIFELINE, SHUT_DOWN.encode())]
 
     def test_calls_to_itself_are_waited_for(
         self, worker: Worker, leaving: threading.Thread
