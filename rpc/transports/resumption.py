@@ -28,12 +28,14 @@ from typing import Generic, TypeVar
 from rpc.errors import FrameError
 
 MOST_MESSAGES = 1 << 18
+_MOST_IN_VAIN = 32
+"""On how many connections in a row a message is sent again, if none gets further than it."""
 
 Message = TypeVar("Message")
 
 
 class CannotResumeError(Exception):
-    """Messages that the other end lacks are not remembered any more."""
+    """Messages that the other end lacks are not remembered any more, or never arrive."""
 
 
 class SentMessages(Generic[Message]):
@@ -46,10 +48,12 @@ class SentMessages(Generic[Message]):
         most: how many to remember; 0 for a connection that is not to be resumed.
     """
 
-    __slots__ = ("messages",)
+    __slots__ = ("_arrived", "_in_vain", "messages")
 
     def __init__(self, most: int = MOST_MESSAGES) -> None:
         self.messages: deque[Message] = deque(maxlen=most)
+        self._arrived = -1
+        self._in_vain = 0
 
     def acknowledged(self, sent: int, received: int) -> list[Message]:
         """Forgets what the other end has; returns it.
@@ -69,18 +73,27 @@ class SentMessages(Generic[Message]):
     def missing(self, sent: int, received: int) -> list[Message]:
         """What to send again on a new connection, in order; it stays remembered.
 
+        To be called once for each: what does not get through on many of them is given up.
+
         Args:
             sent: how many messages were ever sent.
             received: how many of them the other end has.
 
         Raises:
-            CannotResumeError: some of it is not remembered, or was never sent.
+            CannotResumeError: some of it is not remembered, was never sent, or does not
+                get through.
         """
         lacking = sent - received
         if not 0 <= lacking <= len(self.messages):
             raise CannotResumeError(
                 f"the other end has {received} messages of {sent}, and the last "
                 f"{len(self.messages)} are remembered"
+            )
+        self._in_vain = self._in_vain + 1 if lacking and received == self._arrived else 0
+        self._arrived = received
+        if self._in_vain > _MOST_IN_VAIN:
+            raise CannotResumeError(
+                f"message {received} did not arrive on any of {self._in_vain} connections"
             )
         return list(self.messages)[len(self.messages) - lacking :]
 

@@ -18,8 +18,10 @@ import errno
 import fcntl
 import itertools
 import logging
+import math
 import os
 import threading
+import time
 from bisect import bisect
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -44,6 +46,8 @@ _EVERYTHING = 1 << 30
 TOKEN_BYTES = 16
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Shortages of the moment: what cannot be made now may be later."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 32.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -176,9 +180,12 @@ class SendPool:
     Args:
         budget: what new segments are charged to.
         copy: copies bytes from one address to another: to which, from which, how many.
+        clock: tells the time in seconds.
     """
 
-    def __init__(self, budget: Budget, copy: Copy) -> None:
+    def __init__(
+        self, budget: Budget, copy: Copy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lock = threading.Lock()
         self._budget = budget
         self._copy = copy
@@ -190,6 +197,9 @@ class SendPool:
         self._closed = False
         self._failed = False
         self._told = False
+        self._clock = clock
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._not_before = -math.inf
 
     def put(self, address: int, length: int, copy: Copy | None = None) -> Slot | None:
         """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
@@ -241,10 +251,12 @@ class SendPool:
     def offer(self, length: int) -> Offer | None:
         """Creates a segment with room for ``length`` bytes; None if there may be none.
 
-        One offer at a time: there is none while another awaits its answer.
+        One offer at a time: there is none while another awaits its answer, nor for a while
+        after one was refused.
         """
         with self._lock:
             waiting = any(not s.usable for s in self._segments.values())
+            waiting = waiting or self._clock() < self._not_before
             if self._closed or self._failed or waiting:
                 return None
             held = sum(s.region.size for s in self._segments.values())
@@ -284,13 +296,21 @@ class SendPool:
     def _fail(self, size: int, error: OSError) -> None:
         self._failed = error.errno not in _PASSING
         self._budget.give_back(size)
-        if self._failed or not self._told:
-            self._told = True
-            until = "from now on" if self._failed else "for now"
+        if until := self._news():
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
-    def answered(self, number: int, usable: bool) -> None:
+    def answered(self, number: int, usable: bool, error: int = 0) -> str:
         """The peer has mapped segment ``number``, or could not: then none is offered again.
+
+        If what it lacks may be there later, one is, after a pause that doubles.
+
+        Args:
+            number: the offer's.
+            usable: it has mapped it.
+            error: why not, as the system's number; 0 if there is none.
+
+        Returns:
+            How long large tensors go without, in words, if that has not been told yet.
 
         Raises:
             FrameError: no such segment was offered.
@@ -301,11 +321,22 @@ class SendPool:
                 raise FrameError(f"an answer about segment {number}, which was not offered")
             if usable:
                 segment.usable = True
+                self._pause = _FIRST_PAUSE_SECONDS
                 self._usable.append(segment)
-                return
-            self._failed = True
+                return ""
+            self._failed = error not in _PASSING
+            self._not_before = self._clock() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
             del self._segments[number]
         self._discard(segment)
+        return self._news()
+
+    def _news(self) -> str:
+        """How long large tensors go without, if that has not been told yet."""
+        if self._told and not self._failed:
+            return ""
+        self._told = True
+        return "from now on" if self._failed else "for now"
 
     def close(self) -> None:
         """Unmaps all segments, as soon as copies into them have ended."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -26,6 +27,8 @@ from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
 from rpc.transports.tensorwire.link import Link
+
+_log = logging.getLogger("rpc.transports.tensorwire")
 
 _EVENTS = 32
 _READS_PER_TURN = 4
@@ -88,6 +91,11 @@ class BulkChannel:
             reason = self._read()
             if reason is not None:
                 self._events.ended(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends as unreadable: dealing with what happened here failed in the middle."""
+        self.garbled = True
+        self._events.ended(f"a bulk connection cannot be served: {type(error).__name__}: {error}")
 
     def _read(self) -> str | None:
         """Reads a few times; returns why the channel is over, if it is."""
@@ -228,7 +236,26 @@ class BulkMover:
             for descriptor, events in self._epoll.poll(-1, _EVENTS):
                 channel = self._channels.get(descriptor)
                 if channel is not None and not self._closed:
-                    channel.handle(events)
+                    self._handle(descriptor, channel, events)
+
+    def _handle(self, descriptor: int, channel: BulkChannel, events: int) -> None:
+        try:
+            channel.handle(events)
+        except BaseException as error:  # the other channels must not end with this one
+            _log.exception("%s: what arrived was not dealt with", self._name)
+            try:
+                channel.fail(error)
+            except BaseException:
+                _log.exception("%s: a channel could not be ended", self._name)
+                self._drop(descriptor, channel)
+
+    def _drop(self, descriptor: int, channel: BulkChannel) -> None:
+        """Serves a channel no more, which would be ready again at once."""
+        if self._channels.get(descriptor) is channel:
+            del self._channels[descriptor]
+            channel.drop_descriptors()
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(descriptor)
 
     def close(self) -> None:
         """Stops; joins the thread."""

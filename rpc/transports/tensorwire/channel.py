@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -30,6 +31,10 @@ _BATCH_FRAMES = 64
 _BATCH_BYTES = 1 << 20
 _BATCH_BUFFERS = 512
 _JOIN_BYTES = 16384
+_OUR_FAULTS = frozenset(
+    {errno.EFAULT, errno.EINVAL, errno.EBADF, errno.EMSGSIZE, errno.ENOTSOCK, errno.EOPNOTSUPP}
+)
+"""Errors of what is sent, not of the connection: on another one they would come again."""
 _GAP = memoryview(b"\0")
 """Stands among the unsent bytes while there is no connection, so that every frame is queued."""
 
@@ -93,6 +98,9 @@ class Sender:
             as the socket takes bytes again, with False when it is not any more.
         remember: how many frames to remember until they are acknowledged; 0 if a
             connection that breaks is not to be replaced.
+
+    Attributes:
+        fault: why what is to be sent can be sent on no connection; empty while it can.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class Sender:
         remember: int = 0,
     ) -> None:
         self.sock = sock
+        self.fault = ""
         self._counter = unsent
         self._watch_writable = watch_writable
         self._role = threading.Lock()
@@ -186,8 +195,8 @@ class Sender:
             sent = self.sock.send(data)
         except BlockingIOError:
             sent = 0
-        except OSError:
-            self._stop()
+        except OSError as error:
+            self._failed(error)
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
@@ -222,8 +231,8 @@ class Sender:
                 sent = self.sock.sendmsg(buffers)
         except BlockingIOError:
             self._wait_writable()
-        except OSError:
-            self._stop()
+        except OSError as error:
+            self._failed(error)
         else:
             self._advance(sent)
 
@@ -287,6 +296,12 @@ class Sender:
         self._watch_writable(False)
         self._blocked = False
         self.flush()
+
+    def _failed(self, error: OSError) -> None:
+        """The system does not send; called in the writing role."""
+        if error.errno in _OUR_FAULTS and not self._closed:
+            self.fault = f"what was to be sent to it cannot be sent: {error.strerror}"
+        self._stop()
 
     def _stop(self) -> None:
         """The connection is gone; the reading half will find out by itself."""

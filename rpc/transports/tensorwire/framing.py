@@ -61,7 +61,8 @@ class WireKind(enum.IntEnum):
     SEGMENT_READY = 18
     """Bulk channels only: the segment ``correlation`` may be used from now on."""
     SEGMENT_REFUSED = 19
-    """Bulk channels only: the segment ``correlation`` cannot be mapped here."""
+    """Bulk channels only: the segment ``correlation`` cannot be mapped here; header: the system's
+    number of the error, or 0."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -259,10 +260,14 @@ class SegmentOffered:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAnswered:
-    """The peer can, or cannot, use ``segment``."""
+    """The peer can, or cannot, use ``segment``.
+
+    Then ``error`` is the number of what it met, by which one may tell whether that passes.
+    """
 
     segment: int
     usable: bool
+    error: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +362,7 @@ class BulkDecoder:
             return Acknowledged(fixed.correlation)
         if fixed.kind == WireKind.SEGMENT:
             return SegmentOffered(fixed.correlation, first)
-        return SegmentAnswered(fixed.correlation, fixed.kind == WireKind.SEGMENT_READY)
+        return SegmentAnswered(fixed.correlation, fixed.kind == WireKind.SEGMENT_READY, first)
 
     def _begin_chunk(self, fixed: _Fixed, offset: int, total: int) -> None:
         if not fixed.inline or offset + fixed.inline > total:

@@ -11,6 +11,7 @@ and ``bulk``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -136,6 +137,7 @@ class Link:
         self._copy = resources.crew.copy
         self._pool = SendPool(resources.budget, resources.crew.copy) if shared else None
         self._segments = ReceivedSegments()
+        self._refused_for: set[int] = set()
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -299,30 +301,44 @@ class Link:
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
         elif isinstance(event, SegmentAnswered) and self._pool is not None:
-            self._pool.answered(event.segment, event.usable)
-            if not event.usable:
+            until = self._pool.answered(event.segment, event.usable, event.error)
+            if until:
                 _log.warning(
-                    "worker %s cannot map shared memory; tensors to it go through sockets",
+                    "worker %s cannot map shared memory; tensors to it go through sockets, %s",
                     self._peer_name,
+                    until,
                 )
         return None
 
     def _map_segment(self, offered: SegmentOffered, sender: Sender, descriptors: list[int]) -> None:
-        answer = WireKind.SEGMENT_REFUSED
-        if descriptors:
-            descriptor = descriptors.pop(0)
-            try:
-                self._segments.add(offered.segment, offered.size, descriptor)
-                answer = WireKind.SEGMENT_READY
-            except OSError as error:
+        answer, number = WireKind.SEGMENT_READY, 0
+        try:
+            self._take_segment(offered, descriptors)
+        except OSError as error:
+            answer, number = WireKind.SEGMENT_REFUSED, error.errno or 0
+            if number not in self._refused_for:
+                self._refused_for.add(number)
                 _log.warning(
                     "shared memory from worker %s cannot be mapped (%s); using sockets",
                     self._peer_name,
                     error,
                 )
-            finally:
-                os.close(descriptor)
-        sender.send(Outgoing(answer, offered.segment, pack_pair(0, 0)))
+        sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
+
+    def _take_segment(self, offered: SegmentOffered, descriptors: list[int]) -> None:
+        """Maps what is offered.
+
+        Raises:
+            OSError: it cannot be mapped, or its descriptor did not arrive: the system drops
+                those for which a process has no room.
+        """
+        if not descriptors:
+            raise OSError(errno.EMFILE, "its file did not arrive; too many are open, most likely")
+        descriptor = descriptors.pop(0)
+        try:
+            self._segments.add(offered.segment, offered.size, descriptor)
+        finally:
+            os.close(descriptor)
 
     def _assemble(
         self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""

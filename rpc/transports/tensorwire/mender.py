@@ -55,7 +55,7 @@ class Mender:
 
     def broke(self, strand: Strand, reason: str) -> bool:
         """Takes charge of a strand whose connection was read to its end; False if it does not."""
-        if not self._seconds or strand.reader.garbled:
+        if not self._seconds or strand.reader.garbled or strand.sender.fault:
             return False
         strand.sender.stop()
         with self._changed:

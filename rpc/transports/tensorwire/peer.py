@@ -504,6 +504,7 @@ class RemotePeer:
         if strand is None:
             return
         strand.ignore(sender.sock)
+        reason = sender.fault or reason
         if not self._mender.broke(strand, reason):
             self._given_up(strand, reason)
 

@@ -123,6 +123,33 @@ def test_what_is_beyond_the_bound_cannot_be_sent_again() -> None:
     assert memory.forget() == []
 
 
+def resumptions(memory: SentMessages[int], sent: int, received: int) -> int:
+    """How often in a row a connection may take another's place, a thousand times at most."""
+    for count in range(1000):
+        try:
+            memory.missing(sent, received)
+        except CannotResumeError:
+            return count
+    return 1000
+
+
+def test_what_arrives_on_no_connection_is_not_sent_for_ever() -> None:
+    memory: SentMessages[int] = SentMessages()
+    memory.messages.extend(range(5))
+    assert 10 <= resumptions(memory, 5, 2) <= 100
+    with pytest.raises(CannotResumeError, match="message 2 did not arrive on any of"):
+        memory.missing(5, 2)
+
+
+def test_connections_that_take_something_further_may_break_without_end() -> None:
+    memory: SentMessages[int] = SentMessages()
+    memory.messages.extend(range(1000))
+    for received in range(1000):
+        for _ in range(10):
+            memory.missing(1000, received)
+    assert resumptions(memory, 1000, 1000) == 1000, "nothing is missing"
+
+
 def test_a_connection_that_is_not_to_be_resumed_costs_no_memory() -> None:
     memory: SentMessages[int] = SentMessages(0)
     memory.messages.append(0)

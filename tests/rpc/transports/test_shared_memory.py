@@ -30,7 +30,8 @@ class Pair:
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
-        self.pool = SendPool(self.budget, memmove)
+        self.now = 0.0
+        self.pool = SendPool(self.budget, memmove, lambda: self.now)
         self.segments = ReceivedSegments()
 
     def extend(self, length: int) -> bool:
@@ -194,6 +195,52 @@ def test_after_a_refusal_nothing_is_offered_any_more(pair: Pair) -> None:
     assert pair.pool.offer(1000) is None
     assert pair.put(b"x") is None
     assert pair.budget.take(1 << 30)
+
+
+def refuse(pair: Pair, error: int) -> str:
+    """Refuses the offer that must be made now; returns what is to be told."""
+    offer = pair.pool.offer(1000)
+    assert offer is not None
+    os.close(offer.descriptor)
+    return pair.pool.answered(offer.segment, False, error)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_refusal_for_a_shortage_holds_for_a_while_and_is_told_once(
+    pair: Pair, error: int
+) -> None:
+    assert refuse(pair, error) == "for now"
+    for pause in (1, 2, 4, 8, 16, 32, 32):
+        assert pair.pool.offer(1000) is None
+        pair.now += pause - 0.5
+        assert pair.pool.offer(1000) is None
+        pair.now += 0.5
+        assert refuse(pair, error) == ""
+    assert pair.budget.take(1 << 30)
+    pair.budget.give_back(1 << 30)
+    pair.now += 32
+    assert pair.extend(1000)
+    assert pair.put(b"hello") is not None
+
+
+def test_after_a_segment_was_taken_the_next_refusal_holds_as_shortly_as_the_first(
+    pair: Pair,
+) -> None:
+    for _ in range(3):
+        refuse(pair, errno.ENOMEM)
+        pair.now += 32
+    assert pair.extend(1000)
+    refuse(pair, errno.ENOMEM)
+    pair.now += 1
+    assert pair.extend(1000)
+
+
+def test_a_refusal_for_good_is_told_although_a_shortage_was(pair: Pair) -> None:
+    assert refuse(pair, errno.ENOMEM) == "for now"
+    pair.now += 1
+    assert refuse(pair, errno.EPERM) == "from now on"
+    pair.now += 1000
+    assert pair.pool.offer(1000) is None
 
 
 @pytest.mark.parametrize("number", [0, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -164,6 +165,50 @@ def test_waiting_for_the_socket_ends_when_the_bytes_have_left(wire: Wire) -> Non
     wire.sender.writable()
     waiter.join(10)
     assert done.is_set()
+
+
+class Refusing:
+    """A socket that sends nothing, for the given reason."""
+
+    def __init__(self, sock: socket.socket, error: int) -> None:
+        self._sock, self._error = sock, error
+
+    def send(self, _: object) -> int:
+        raise OSError(self._error, os.strerror(self._error))
+
+    sendmsg = send
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (errno.EFAULT, "what was to be sent to it cannot be sent: Bad address"),
+        (errno.EINVAL, "what was to be sent to it cannot be sent: Invalid argument"),
+        (errno.EPIPE, ""),
+        (errno.ETIMEDOUT, ""),
+        (errno.ENOBUFS, ""),
+    ],
+)
+def test_what_can_be_sent_on_no_connection_is_told_from_a_connection_that_broke(
+    wire: Wire, size: int, error: int, why: str
+) -> None:
+    wire.sender.sock = Refusing(wire.sender.sock, error)  # type: ignore[assignment]
+    if size == 1:
+        wire.sender.send_small(1, 0, b"h", b"", b"x")
+    else:
+        wire.sender.send(Outgoing(1, 0, b"h", b"", (b"x" * size,), size))
+    assert wire.sender.fault == why
+    assert wire.unsent.count == 0
+
+
+def test_what_is_sent_after_the_end_is_no_fault(wire: Wire) -> None:
+    wire.sender.close()
+    wire.sender.send_small(1, 0, b"h", b"", b"x")
+    assert wire.sender.fault == ""
 
 
 class Replaceable(Wire):

@@ -290,11 +290,13 @@ def test_messages_about_segments_are_told_apart() -> None:
         about_segment(WireKind.SEGMENT, 3, 0, 4096)
         + about_segment(WireKind.SEGMENT_READY, 4, 1, 0)
         + about_segment(WireKind.SEGMENT_REFUSED, 5, 2, 0)
+        + about_segment(WireKind.SEGMENT_REFUSED, 6, 3, 24)
     )
     assert _Bulk().feed(wire, 50) == [
         SegmentOffered(3, 4096),
         SegmentAnswered(4, True),
         SegmentAnswered(5, False),
+        SegmentAnswered(6, False, 24),
     ]
 
 

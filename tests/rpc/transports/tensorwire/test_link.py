@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 
 import pytest
@@ -10,8 +12,17 @@ import torch
 from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import Item, Place, look_at
-from rpc.transports.shared_memory import SHARED_FROM, Budget, Copy, SendPool, Slot
+from rpc.transports.shared_memory import (
+    SHARED_FROM,
+    Budget,
+    Copy,
+    ReceivedSegments,
+    SendPool,
+    Slot,
+)
+from rpc.transports.tensorwire.channel import Outgoing
 from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.framing import SegmentOffered, WireKind, pack_pair
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
@@ -134,6 +145,49 @@ def send_without_memory(made: Link, first: torch.Tensor) -> None:
         made.send(frame, [look_at(tensor) for tensor in frame.tensors])
 
     torch.vmap(send_both)(torch.ones(2, SHARED_FROM))
+
+
+class Bulk:
+    """The writing half of a bulk channel; keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Outgoing] = []
+
+    def send(self, frame: Outgoing) -> None:
+        self.sent.append(frame)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EPERM])
+def test_a_segment_that_cannot_be_mapped_is_refused_with_the_reason_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    made, bulk = link([]), Bulk()
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, "it is refused")
+
+    monkeypatch.setattr(ReceivedSegments, "add", refuse)
+    for number in (3, 4):
+        descriptor = os.memfd_create("test")
+        made.bulk_event(SegmentOffered(number, 4096), bulk, [descriptor])  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)
+    answers = [(frame.kind, frame.correlation, frame.header) for frame in bulk.sent]
+    refused = WireKind.SEGMENT_REFUSED
+    assert answers == [(refused, 3, pack_pair(error, 0)), (refused, 4, pack_pair(error, 0))]
+    (record,) = caplog.records
+    assert "it is refused" in record.getMessage()
+
+
+def test_a_segment_whose_descriptor_got_lost_is_refused_for_want_of_descriptors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, bulk = link([]), Bulk()
+    made.bulk_event(SegmentOffered(3, 4096), bulk, [])  # type: ignore[arg-type]
+    (answer,) = bulk.sent
+    assert (answer.kind, answer.correlation) == (WireKind.SEGMENT_REFUSED, 3)
+    assert answer.header == pack_pair(errno.EMFILE, 0)
+    assert "its file did not arrive" in caplog.text
 
 
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +239,23 @@ def test_a_worker_that_was_removed_hears_so_when_it_comes_back(make: Maker) -> N
     a.until(lambda: bool(a.lost))
     assert "no member any more" in a.lost[0][1]
     assert b.lost == []
+
+
+@pytest.mark.parametrize("settings", ROADS[1:])
+def test_a_worker_is_lost_to_which_memory_is_sent_that_cannot_be_read(
+    make: Maker, settings: Settings, tmp_path: Path
+) -> None:
+    """A file that became shorter after it was mapped, of which the system cannot send the end."""
+    a, b = make(settings, settings)
+    a.call(b, b"h")
+    file = tmp_path / "tensor"
+    file.write_bytes(bytes(8 << 20))
+    tensor = torch.from_file(str(file), shared=True, size=2 << 20)
+    os.truncate(file, 4096)
+    a.ask(b, b"h", b"", tensor)
+    for worker in (a, b):
+        worker.until(lambda worker=worker: bool(worker.lost))
+    assert "what was to be sent to it cannot be sent: Bad address" in a.lost[0][1]
 
 
 def test_without_a_bound_a_break_is_a_loss_at_once(make: Maker) -> None:

@@ -29,6 +29,7 @@ from rpc.errors import (
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
 from rpc.transports.frame_table import Look
+from rpc.transports.shared_memory import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.connector import Connector, Road
@@ -368,6 +369,32 @@ def test_a_full_pool_falls_back_to_the_socket(make: Maker) -> None:
     assert all(set(found[number].tolist()) == {float(number)} for number in range(20))
     roads = {is_mapped(tensor) for tensor in found.values()}
     assert roads == {True, False}
+
+
+def test_shared_memory_that_the_receiver_lacked_the_means_for_is_used_when_it_has_them(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rpc.transports.shared_memory._FIRST_PAUSE_SECONDS", 0.001)
+    add, refused = ReceivedSegments.add, itertools.count(1)
+
+    def lack(self: ReceivedSegments, *arguments: Any) -> None:
+        if next(refused) <= 4:
+            raise OSError(errno.ENOMEM, "nothing is left")
+        add(self, *arguments)
+
+    monkeypatch.setattr(ReceivedSegments, "add", lack)
+    a, b = make(Settings(), Settings())
+    large = torch.ones(1 << 18)
+
+    def is_shared() -> bool:
+        b.received.clear()
+        a.call(b, b"h", b"", large)
+        return is_mapped(b.received[0][1].tensors[0])
+
+    until(is_shared)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "worker1 cannot map shared memory" in line]) == 1
+    assert a.lost == b.lost == []
 
 
 def test_small_calls_overtake_a_large_one_over_tcp(make: Maker) -> None:
