@@ -52,7 +52,7 @@ from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
 _log = logging.getLogger(__name__)
 
 _OFFER = struct.Struct("<QQii16s")
-_ANSWER = struct.Struct("<Q?")
+_ANSWER = struct.Struct("<Q?i")
 _ANY_SIZE = 1 << 62
 _FILES = "/proc/{}/fd/{}"
 
@@ -93,6 +93,7 @@ class SharedTensors:
         self._peer_name = peer_name
         self._pool = pool
         self._segments = ReceivedSegments()
+        self._refused_for: set[int] = set()
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
@@ -181,15 +182,16 @@ class SharedTensors:
         Raises:
             FrameError: it was offered no such thing.
         """
-        number, usable = _unpack(_ANSWER, answer)
+        number, usable, error = _unpack(_ANSWER, answer)
         pool = self._pool
         if self._take_back() is None or pool is None:
             return
-        pool.answered(number, usable)
-        if not usable:
+        until = pool.answered(number, usable, error)
+        if until:
             _log.warning(
-                "worker %s cannot map shared memory; tensors to it go through torch",
+                "worker %s cannot map shared memory; tensors to it go through torch, %s",
                 self._peer_name,
+                until,
             )
 
     def _take_back(self) -> Offer | None:
@@ -209,7 +211,7 @@ class SharedTensors:
             FrameError: it is no offer.
         """
         number, size, process, descriptor, token = _unpack(_OFFER, offer)
-        path, usable = _FILES.format(process, descriptor), False
+        path, usable, problem = _FILES.format(process, descriptor), False, 0
         try:
             found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
@@ -218,12 +220,15 @@ class SharedTensors:
             finally:
                 os.close(found)
         except (OSError, FrameError) as error:
-            _log.warning(
-                "shared memory from worker %s cannot be mapped (%s); using torch",
-                self._peer_name,
-                error,
-            )
-        return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable))
+            problem = getattr(error, "errno", None) or 0
+            if problem not in self._refused_for:
+                self._refused_for.add(problem)
+                _log.warning(
+                    "shared memory from worker %s cannot be mapped (%s); using torch",
+                    self._peer_name,
+                    error,
+                )
+        return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable, problem))
 
     def open(self, frame: PlacedFrame) -> Frame:
         """The frame as it was before :meth:`place`, in the shared memory.

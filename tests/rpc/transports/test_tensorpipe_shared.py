@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -210,6 +211,27 @@ class TestHandingOver:
         assert pair.sender.place(frame) is frame
         assert not pair.sender.has_offer
 
+    def test_a_receiver_that_is_short_of_descriptors_is_asked_again_later(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def none_left(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        now = [0.0]
+        monkeypatch.setattr(pair.sender._pool, "_clock", lambda: now[0])
+        frame = request(torch.ones(LARGE))
+        for now[0] in (0.0, 10.0):
+            pair.sender.place(frame)
+            with monkeypatch.context() as short:
+                short.setattr("rpc.transports.tensorpipe_shared.os.open", none_left)
+                pair.offer()
+            assert pair.sender.place(frame) is frame
+            assert not pair.sender.has_offer
+        assert [record.args[0] for record in caplog.records] == ["peer", "peer"]
+        now[0] = 20.0
+        pair.prepare()
+        assert type(pair.sender.place(frame)) is PlacedFrame
+
     def test_no_descriptor_stays_open(self, pair: Pair) -> None:
         before = os.listdir("/proc/self/fd")
         pair.prepare()
@@ -233,7 +255,7 @@ class TestWhatIsMalformed:
     @given(st.binary(max_size=60))
     def test_bytes_that_are_no_offer_and_no_answer(self, data: bytes) -> None:
         pair = Pair()
-        for take, size in ((pair.receiver.map, OFFER.size), (pair.sender.answered, 9)):
+        for take, size in ((pair.receiver.map, OFFER.size), (pair.sender.answered, 13)):
             if len(data) != size:
                 with pytest.raises(FrameError, match="bytes about shared memory"):
                     take(data)
