@@ -173,7 +173,7 @@ class Region(process_forks.Member):
         finally:
             if released is not None:
                 released()
-            self.give_back()
+            self._give_back()
 
     def _copied(self, offset: int, length: int) -> Array:
         """The same bytes in a region of their own: a fork has looked already at what is lent."""
@@ -208,18 +208,10 @@ class Region(process_forks.Member):
                 break
             if released is not None:
                 released()
-        self.give_back()
+        self._give_back()
 
-    def borrow(self) -> bool:
-        """Keeps the region mapped until :meth:`give_back`; False if it is retired."""
-        with self._lock:
-            if self._retired:
-                return False
-            self._borrowed += 1
-            return True
-
-    def give_back(self) -> None:
-        """Ends a :meth:`borrow`."""
+    def _give_back(self) -> None:
+        """Ends what kept the region mapped."""
         with self._lock:
             self._borrowed -= 1
             self._unmap_if_unused()
@@ -252,7 +244,7 @@ class Region(process_forks.Member):
         except OSError as error:
             _log.warning("a forked child must not touch the tensors received: %s", error)
         finally:
-            self.give_back()
+            self._give_back()
 
     def _twin(self, lent: list[tuple[int, int]]) -> int:
         """Private memory like this region, where only what is lent was ever touched."""

@@ -156,17 +156,6 @@ def test_what_is_in_use_survives_closing() -> None:
     assert not mapped(address)
 
 
-def test_a_region_stays_mapped_while_borrowed() -> None:
-    region = Region(8192)
-    address = region.address
-    assert region.borrow()
-    region.retire()
-    assert not region.borrow()
-    assert mapped(address)
-    region.give_back()
-    assert not mapped(address)
-
-
 def test_a_region_that_cannot_be_is_refused_and_leaves_nothing() -> None:
     before = mappings()
     with pytest.raises(OSError, match="mmap of"):
