@@ -154,7 +154,10 @@ class Callee:
         if is_first:
             self._let_go_in_time()
         for waiter in waiters or [service]:
-            waiter.answer(outcome)
+            if waiter is service:
+                waiter.answer(outcome)
+            else:
+                tracing.apart(waiter.answer, outcome)
 
     def _let_go_in_time(self) -> None:
         """Frees the outcomes of such requests that are over, and comes back for the others."""

@@ -19,11 +19,11 @@ import struct
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -45,6 +45,8 @@ from rpc.trace_view import chrome_trace
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.worker_info import WorkerInfo
+
+T = TypeVar("T")
 
 MAX_RECORDS = 100_000
 """Calls, and handlers, that one worker records for one trace; more are only counted."""
@@ -166,6 +168,13 @@ def served(arrived: float, replied: float, failed: bool) -> None:
     if place is not None and place.handler is not None:
         record = place.handler
         record.arrived, record.replied, record.failed = arrived, replied, failed
+
+
+def apart(function: Callable[[T], None], argument: T) -> None:
+    """Calls what is no part of the handler that runs here, and so not of its record."""
+    context = contextvars.copy_context()
+    context.run(_place.set, None)
+    context.run(function, argument)
 
 
 class Tracing:

@@ -60,6 +60,11 @@ def ask_carol(value: int) -> Any:
     return rpc.rpc_async("carol", identity, (value,))
 
 
+@rpc.functions.idempotent
+def wait_patiently() -> None:
+    wait_at_the_gate()
+
+
 def add_up(count: int) -> torch.Tensor:
     total = torch.zeros(4)
     for _ in range(count):
@@ -146,6 +151,20 @@ class TestRecording:
         call, handler = pair_of(found, "bob", "carol")
         assert asked.running < call.begun < asked.returned
         assert handler.encoded < asked.encoded < asked.replied
+
+    def test_attempts_that_waited_for_the_first_leave_its_record_as_it_was(
+        self, group: Group
+    ) -> None:
+        gate.clear()
+        often = rpc.Retry(attempts=1000, backoff=0.01, attempt_timeout=0.05)
+        with trace_to_the_end(group) as found:
+            future = rpc.rpc_async("bob", wait_patiently, retry=often)
+            until(lambda: len(group[1].callee.serving()) >= 3)
+            gate.set()
+            future.wait()
+        (handler,) = of(found, "bob").handlers
+        assert handler.arrived <= handler.started < handler.running
+        assert handler.ran < handler.encoded <= handler.replied
 
     def test_messages_of_extensions_are_followed_too(self, group: Group) -> None:
         leaf = torch.ones(2, requires_grad=True)
