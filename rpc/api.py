@@ -20,7 +20,12 @@ from torch._C._distributed_c10d import Store
 
 from rpc import collecting, deadlines, interrupts, leftovers, torch_contexts
 from rpc.agent import Agent, Destination
-from rpc.backend_registry import BackendType, init_backend, ours
+from rpc.backend_registry import (
+    BackendType,
+    construct_rpc_backend_options,
+    init_backend,
+    ours,
+)
 from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.call_metrics import Snapshot
 from rpc.constants import (
@@ -111,7 +116,7 @@ def init_rpc(
     world_size = None if world_size is None else _whole_number("world_size", world_size)
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
-    options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
+    options = rpc_backend_options or construct_rpc_backend_options(chosen)
     with joining():
         found = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
         store, rank, size = found
