@@ -241,6 +241,8 @@ class RetriedSink:
             self.send()
         except _TRANSIENT as error:
             self.failed(error)
+        if self._cancelled:  # while it was encoded, when there was nothing to give up yet
+            self._agent.caller.cancel_where(lambda sink: leads_to(sink, self))
 
     def send(self) -> None:
         """Begins an attempt; raises what keeps its request from leaving."""
@@ -295,9 +297,11 @@ class RetriedSink:
         except Exception as error:
             self.end(error)
 
-    def end(self, error: Exception) -> None:
-        """There will be no further attempt: tells so, unless the outcome was told before."""
-        self._last().failed(error)
+    def end(self, error: Exception) -> bool:
+        """There will be no further attempt: tells so. False if the outcome was told before."""
+        sink = self._last()
+        sink.failed(error)
+        return not isinstance(sink, _Nobody)
 
     def _last(self) -> Sink:
         """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
@@ -309,13 +313,15 @@ class RetriedSink:
         return sink
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Gives up, also between two attempts."""
+        """Gives up, also between two attempts; False if the call is over."""
         self._cancelled = True
         caller, expired = self._agent.caller, self.expired
-        if not caller.cancel_where(lambda sink: leads_to(sink, self)):
-            self.end(CallCancelledError("the call was cancelled by its caller"))
-            if expired is not None:
-                caller.tell_cancelled([expired])
+        if caller.cancel_where(lambda sink: leads_to(sink, self)):
+            return True
+        if not self.end(CallCancelledError("the call was cancelled by its caller")):
+            return False
+        if expired is not None:
+            caller.tell_cancelled([expired])
         return True
 
 

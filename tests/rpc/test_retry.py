@@ -33,8 +33,15 @@ class TestRetry:
 
     @pytest.mark.parametrize(
         ("argument", "value"),
-        [("attempts", "3"), ("attempts", 2.5), ("attempts", True), ("attempts", None)]
-        + [("backoff", "1"), ("factor", None), ("attempt_timeout", "1")],
+        [
+            ("attempts", "3"),
+            ("attempts", 2.5),
+            ("attempts", True),
+            ("attempts", None),
+            ("backoff", "1"),
+            ("factor", None),
+            ("attempt_timeout", "1"),
+        ],
     )
     def test_what_is_no_number_is_named_with_its_value(self, argument: str, value: Any) -> None:
         with pytest.raises(TypeError, match=f"Retry: {argument}={value!r} is a .*, not a"):
