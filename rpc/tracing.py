@@ -386,6 +386,7 @@ def trace(
         The trace, which can be looked at when the block is over.
 
     Raises:
+        TypeError: ``path`` is no path.
         NotInitializedError: there is no RPC.
         RuntimeError: this context is in a trace already.
 
@@ -394,6 +395,9 @@ def trace(
         with rpc.tracing.trace("step.json", operators=True):
             train_step()
     """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        # A number would be a descriptor, of whatever file or socket, to write to and close.
+        raise TypeError(f"path={path!r} is a {type(path).__name__}, not the path of a file")
     agent = current_agent()
     if _place.get() is not None:
         raise RuntimeError("a trace is being recorded here already")

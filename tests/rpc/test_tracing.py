@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import operator
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -388,6 +389,16 @@ class _Shifted(MonotonicClock):
 def test_metadata_that_is_too_short_is_refused(group: Group) -> None:
     with pytest.raises(FrameError, match="trace metadata"):
         Tracing(group[0]).incoming_request(1, b"short", [])
+
+
+def test_what_is_no_path_is_refused_before_anything_is_recorded(group: Group) -> None:
+    descriptor: Any = os.open(os.devnull, os.O_WRONLY)
+    with (
+        pytest.raises(TypeError, match=r"path=.* is a int, not the path of a file"),
+        trace(descriptor),
+    ):
+        pass
+    os.close(descriptor)
 
 
 def test_without_rpc_there_is_nothing_to_trace() -> None:
