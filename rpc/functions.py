@@ -61,6 +61,8 @@ def idempotent(fn: Callable[P, T]) -> Callable[P, T]:
     """
     try:
         fn._rpc_idempotent = True  # type: ignore[attr-defined]
+        if isinstance(fn, staticmethod | classmethod):  # looked up in its class it is the inner one
+            fn.__func__._rpc_idempotent = True
     except (AttributeError, TypeError):
         raise TypeError(
             f"{fn!r} cannot be marked as idempotent; wrap it in a function of your own"

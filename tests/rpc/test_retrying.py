@@ -268,6 +268,28 @@ def test_only_idempotent_functions_can_be_retried(pair: Pair) -> None:
         rpc.rpc_sync("bob", double, (1,), retry=3)  # type: ignore[arg-type]
 
 
+class Shelf:
+    @rpc.functions.idempotent
+    @staticmethod
+    def static(number: int) -> int:
+        return number + 1
+
+    @rpc.functions.idempotent
+    @classmethod
+    def of_class(cls, number: int) -> int:
+        return number + 2
+
+    @staticmethod
+    @rpc.functions.idempotent
+    def inner(number: int) -> int:
+        return number + 3
+
+
+def test_the_mark_may_be_outside_of_what_makes_a_static_method(pair: Pair) -> None:
+    functions = (Shelf.static, Shelf.of_class, Shelf.inner)
+    assert [rpc.rpc_sync("bob", each, (1,), retry=THREE) for each in functions] == [2, 3, 4]
+
+
 def test_builtins_cannot_be_declared_idempotent() -> None:
     with pytest.raises(TypeError, match="wrap it"):
         rpc.functions.idempotent(operator.add)
