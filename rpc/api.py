@@ -328,11 +328,16 @@ def workers(prefix: str | None = None) -> list[WorkerInfo]:
     Args:
         prefix: only those whose name begins with it; default all.
 
+    Raises:
+        TypeError: ``prefix`` is no text.
+
     Example::
 
         for trainer in rpc.workers("trainer"):
             rpc.rpc_async(trainer, start)
     """
+    if not isinstance(prefix, str | None):
+        raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}, not a str")
     living = current_agent().get_worker_infos()
     return [worker for worker in living if worker.name.startswith(prefix or "")]
 

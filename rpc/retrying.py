@@ -241,7 +241,11 @@ class RetriedSink:
             self.send()
         except _TRANSIENT as error:
             self.failed(error)
-        if self._cancelled:  # while it was encoded, when there was nothing to give up yet
+        self._give_up_if_cancelled()
+
+    def _give_up_if_cancelled(self) -> None:
+        """That may come while a request is encoded, when there is nothing to give up yet."""
+        if self._cancelled:
             self._agent.caller.cancel_where(lambda sink: leads_to(sink, self))
 
     def send(self) -> None:

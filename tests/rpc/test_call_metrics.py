@@ -310,6 +310,11 @@ class TestHistogram:
         assert histogram.quantile(0.9) == BUCKET_BOUNDS[3]
         assert math.isnan(Histogram((0,) * 25, 0.0).quantile(0.5))
 
+    @pytest.mark.parametrize("fraction", [99, -0.1, math.nan])
+    def test_a_quantile_is_of_a_fraction(self, fraction: float) -> None:
+        with pytest.raises(ValueError, match=rf"fraction={fraction} must be from 0 to 1"):
+            Histogram((1,) * 25, 1.0).quantile(fraction)
+
 
 class TestBook:
     def test_the_number_of_series_is_bounded(self) -> None:
