@@ -35,7 +35,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.extension_set import Scopes, leave
+from rpc.extension_set import Scopes, leave, require_answer
 from rpc.holdings import Adopted
 from rpc.ids import GlobalId, Life
 from rpc.messages import Extensions, Operation, Reply, Request, Status
@@ -456,6 +456,7 @@ class _Service:
         body, *tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, tensors)
+        require_answer(extension.name, answer)
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:
