@@ -58,6 +58,7 @@ from rpc.internal import (
 from rpc.membership_events import MembershipEvent
 from rpc.options import RpcBackendOptions
 from rpc.retry import Retry
+from rpc.retrying import require_retriable
 from rpc.rref import RRef
 from rpc.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
@@ -225,7 +226,7 @@ def rpc_sync(
         total = rpc.rpc_sync("server", torch.add, args=(a, b))
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout, retry)
     return result
 
@@ -245,7 +246,7 @@ def rpc_async(
     timeout; its arguments are taken then.
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     future = current_agent().rpc_async(to, func, args, kwargs, timeout, retry)
     collected: list[torch.futures.Future[Any]] | None = getattr(
         _thread_local_var, "future_list", None
@@ -282,7 +283,7 @@ def remote(
         y = model.rpc_sync().forward(x)
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     if isinstance(func, torch.jit.ScriptFunction):
         check_arguments(func, args or (), kwargs or {})
     return current_agent().remote(to, func, args, kwargs, timeout, retry)
@@ -419,8 +420,13 @@ def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
 
 
 def _serialized(
-    func: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    retry: Retry | None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
+    if retry is not None:
+        require_retriable(func, retry)  # what is sent in its place can always be retried
     call = PythonUDF(func, tuple(args or ()), kwargs or {})
     run = run_serialized_async if is_async_execution(func) else run_serialized
     return run, serialize_call(_default_pickler, call), None

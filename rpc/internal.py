@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc import codec
-from rpc.functions import async_execution
+from rpc.functions import async_execution, idempotent
 from rpc.remote_errors import refuse_as_torch_does
 from rpc.simple_values import Reference
 
@@ -115,10 +115,14 @@ def serialize_call(
         _leaving.reset(outer)
 
 
+@idempotent
 def run_serialized(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
 ) -> Any:
-    """At the callee: runs a call that a pickler of the program's own serialized."""
+    """At the callee: runs a call that a pickler of the program's own serialized.
+
+    It bears the mark for ``retry=``; whether the function does, its caller looked.
+    """
     outer = _arrived.set(references)
     try:
         call = deserialize(binary_data, tensor_table)
@@ -131,6 +135,7 @@ def run_serialized(
         raise
 
 
+@idempotent
 @async_execution
 def run_serialized_async(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()

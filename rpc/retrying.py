@@ -117,7 +117,7 @@ class Retries:
             TypeError: ``retry`` is none.
             ValueError: the function is not marked as idempotent.
         """
-        _require_retriable(call, retry)
+        require_retriable(call.func, retry)
         tried = self._new(call, timeout, retry, sink)
         try:
             tried.attempt()
@@ -140,7 +140,7 @@ class Retries:
         Raises:
             RpcError: the first request could not be sent.
         """
-        _require_retriable(call, retry)
+        require_retriable(call.func, retry)
         agent = self._agent
         owner = agent.find(call.to, timeout)
         limit = agent.timeout_of(timeout)
@@ -329,12 +329,18 @@ class RetriedSink:
         return True
 
 
-def _require_retriable(call: RetriedCall, retry: Retry) -> None:
+def require_retriable(func: object, retry: object) -> None:
+    """Refuses what cannot be tried again.
+
+    Raises:
+        TypeError: ``retry`` is none.
+        ValueError: the function is not marked as idempotent.
+    """
     if not isinstance(retry, Retry):
         raise TypeError(f"retry must be a rpc.Retry, but got {retry!r}")
-    if not is_idempotent(call.func):
+    if not is_idempotent(func):
         raise ValueError(
-            f"{call.func!r} cannot be called with retry: mark it with "
+            f"{func!r} cannot be called with retry: mark it with "
             "rpc.functions.idempotent if it does no harm to run it more than once"
         )
 

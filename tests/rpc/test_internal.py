@@ -11,7 +11,7 @@ import torch
 import rpc
 from rpc import api, internal
 from rpc.agent import Agent
-from rpc.functions import async_execution
+from rpc.functions import async_execution, idempotent
 from rpc.testing import as_worker, local_group
 
 
@@ -85,6 +85,27 @@ def test_calls_are_serialized_by_the_pickler_in_use(alice: Agent):
         assert rpc.remote("bob", max, ([1, 2],), {"key": operator.neg}).to_here() == 1
     assert rpc.rpc_sync("bob", operator.sub, (3, 1)) == 2
     assert pickler.functions == [operator.sub, _async_add, max]
+
+
+@idempotent
+def _negate(number: int) -> int:
+    return -number
+
+
+@idempotent
+@async_execution
+def _double(number: int) -> torch.futures.Future[int]:
+    return _async_add(number, number)
+
+
+def test_calls_are_tried_again_past_the_pickler_in_use(alice: Agent):
+    again = rpc.Retry()
+    with api._use_rpc_pickler(_Counting()):
+        assert rpc.rpc_sync("bob", _negate, (3,), retry=again) == -3
+        assert rpc.rpc_async("bob", _double, (3,), retry=again).wait() == 6
+        assert rpc.remote("bob", _negate, (3,), retry=again).to_here() == -3
+        with pytest.raises(ValueError, match=r"sub.* cannot be called with retry"):
+            rpc.rpc_sync("bob", operator.sub, (3, 1), retry=again)
 
 
 def _read(first: rpc.RRef[int], more: dict[str, list[rpc.RRef[int]]]) -> list[object]:
