@@ -51,6 +51,7 @@ from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
     _InternalRPCPickler,
+    require_pickler,
     run_serialized,
     run_serialized_async,
     serialize_call,
@@ -410,8 +411,13 @@ def _wait_all() -> Iterator[None]:
 
 @contextmanager
 def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
-    """Serializes the calls of this process with ``rpc_pickler`` inside the block."""
+    """Serializes the calls of this process with ``rpc_pickler`` inside the block.
+
+    Raises:
+        TypeError: it has no methods ``serialize`` and ``deserialize``, or is a class.
+    """
     global _default_pickler
+    require_pickler(rpc_pickler)
     _default_pickler = rpc_pickler
     try:
         yield
