@@ -520,7 +520,7 @@ class _Service:
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
-        if self.cancelled and isinstance(error, asyncio.CancelledError):
+        if self.cancelled and issubclass(type(error), asyncio.CancelledError):
             self.give_up()
             return
         self.failed = True
@@ -560,7 +560,8 @@ class _Service:
 
     def _ended_by_shutdown(self, error: BaseException) -> bool:
         """Whether it says only that this worker closes: the caller is to learn that as a loss."""
-        return isinstance(error, AgentClosedError) and self._agent.departure.is_closing
+        # Of its type: an error's class may answer for its attributes, or raise.
+        return issubclass(type(error), AgentClosedError) and self._agent.departure.is_closing
 
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True
