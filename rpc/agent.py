@@ -49,7 +49,7 @@ from rpc.pulse import Pulse
 from rpc.reference_keeper import ReferenceKeeper
 from rpc.retry import Retry
 from rpc.retrying import RetriedCall, Retries
-from rpc.rref import RRef
+from rpc.rref import RRef, call_method
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Patience, Peer, Transport
@@ -328,8 +328,7 @@ class Agent(process_forks.Member):
             )
         if profiling.wanted():
             return profiling.rpc_async(self, to, func, args, kwargs, timeout)
-        name = getattr(func, "__qualname__", None) or repr(func)
-        future = self.caller.future(f"the call of {name} on {to}")
+        future = self.caller.future(_described(to, func, args))
         try:
             sink = FutureSink(future, self.completions)
             membership = self.membership
@@ -587,6 +586,15 @@ class Agent(process_forks.Member):
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""
         self.departure.activity_changed()
+
+
+def _described(to: Destination, func: object, args: Sequence[Any] | None) -> str:
+    """A call, for the log line about a failure that nobody looked at."""
+    if func is call_method and args:
+        name = f"RRef.{args[1]}"
+    else:
+        name = getattr(func, "__qualname__", None) or repr(func)
+    return f"the call of {name} on {to.name if isinstance(to, WorkerInfo) else to}"
 
 
 def _require_callable(func: object) -> None:

@@ -20,7 +20,12 @@ from torch._C._distributed_c10d import Store
 
 from rpc import collecting, deadlines, interrupts, leftovers, torch_contexts
 from rpc.agent import Agent, Destination
-from rpc.backend_registry import BackendType, init_backend, ours
+from rpc.backend_registry import (
+    BackendType,
+    construct_rpc_backend_options,
+    init_backend,
+    ours,
+)
 from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.call_metrics import Snapshot
 from rpc.constants import (
@@ -46,6 +51,7 @@ from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
     _InternalRPCPickler,
+    require_pickler,
     run_serialized,
     run_serialized_async,
     serialize_call,
@@ -53,6 +59,7 @@ from rpc.internal import (
 from rpc.membership_events import MembershipEvent
 from rpc.options import RpcBackendOptions
 from rpc.retry import Retry
+from rpc.retrying import require_retriable
 from rpc.rref import RRef
 from rpc.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
@@ -111,7 +118,7 @@ def init_rpc(
     world_size = None if world_size is None else _whole_number("world_size", world_size)
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
-    options = rpc_backend_options or chosen.value.construct_rpc_backend_options_handler()
+    options = rpc_backend_options or construct_rpc_backend_options(chosen)
     with joining():
         found = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
         store, rank, size = found
@@ -220,7 +227,7 @@ def rpc_sync(
         total = rpc.rpc_sync("server", torch.add, args=(a, b))
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout, retry)
     return result
 
@@ -240,7 +247,7 @@ def rpc_async(
     timeout; its arguments are taken then.
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     future = current_agent().rpc_async(to, func, args, kwargs, timeout, retry)
     collected: list[torch.futures.Future[Any]] | None = getattr(
         _thread_local_var, "future_list", None
@@ -277,7 +284,7 @@ def remote(
         y = model.rpc_sync().forward(x)
     """
     if _default_pickler is not _internal_rpc_pickler:
-        func, args, kwargs = _serialized(func, args, kwargs)
+        func, args, kwargs = _serialized(func, args, kwargs, retry)
     if isinstance(func, torch.jit.ScriptFunction):
         check_arguments(func, args or (), kwargs or {})
     return current_agent().remote(to, func, args, kwargs, timeout, retry)
@@ -323,11 +330,16 @@ def workers(prefix: str | None = None) -> list[WorkerInfo]:
     Args:
         prefix: only those whose name begins with it; default all.
 
+    Raises:
+        TypeError: ``prefix`` is no text.
+
     Example::
 
         for trainer in rpc.workers("trainer"):
             rpc.rpc_async(trainer, start)
     """
+    if not isinstance(prefix, str | None):
+        raise TypeError(f"prefix={prefix!r} is a {type(prefix).__name__}, not a str")
     living = current_agent().get_worker_infos()
     return [worker for worker in living if worker.name.startswith(prefix or "")]
 
@@ -399,8 +411,13 @@ def _wait_all() -> Iterator[None]:
 
 @contextmanager
 def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
-    """Serializes the calls of this process with ``rpc_pickler`` inside the block."""
+    """Serializes the calls of this process with ``rpc_pickler`` inside the block.
+
+    Raises:
+        TypeError: it has no methods ``serialize`` and ``deserialize``, or is a class.
+    """
     global _default_pickler
+    require_pickler(rpc_pickler)
     _default_pickler = rpc_pickler
     try:
         yield
@@ -409,8 +426,13 @@ def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
 
 
 def _serialized(
-    func: Callable[..., Any], args: Sequence[Any] | None, kwargs: dict[str, Any] | None
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    retry: Retry | None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
+    if retry is not None:
+        require_retriable(func, retry)  # what is sent in its place can always be retried
     call = PythonUDF(func, tuple(args or ()), kwargs or {})
     run = run_serialized_async if is_async_execution(func) else run_serialized
     return run, serialize_call(_default_pickler, call), None

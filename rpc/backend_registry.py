@@ -125,12 +125,31 @@ def register_backend(
             rpc_backend_options``; returns the agent.
 
     Raises:
+        TypeError: the name is no text, or a handler cannot be called.
+        ValueError: the name is empty.
         RuntimeError: the name is taken.
     """
+    _require_name(backend_name)
+    _require_callable(
+        "construct_rpc_backend_options_handler", construct_rpc_backend_options_handler
+    )
+    _require_callable("init_backend_handler", init_backend_handler)
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     return add_once(backend_name, value)
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"backend_name={name!r} is a {type(name).__name__}, not a str")
+    if not name:
+        raise ValueError("backend_name is empty; a backend is chosen by it")
+
+
+def _require_callable(argument: str, handler: object) -> None:
+    if not callable(handler):
+        raise TypeError(f"{argument}={handler!r} cannot be called; give a function")
 
 
 def add_once(backend_name: str, value: BackendValue) -> BackendType:
@@ -144,9 +163,17 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """Makes the options of a backend; ``kwargs`` are its own."""
-    make = ours(backend).value.construct_rpc_backend_options_handler
-    return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+    """Makes the options of a backend; ``kwargs`` are its own.
+
+    Raises:
+        TypeError: ``backend`` is none, or what it makes are no options.
+    """
+    backend = ours(backend)
+    make = backend.value.construct_rpc_backend_options_handler
+    made: object = make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+    if not isinstance(made, RpcBackendOptions):
+        raise _not_returned("construct_rpc_backend_options", backend, made, "RpcBackendOptions")
+    return made
 
 
 def init_backend(
@@ -157,11 +184,28 @@ def init_backend(
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
-    """Forms the group over ``backend`` and returns this worker's agent."""
-    return ours(backend).value.init_backend_handler(
+    """Forms the group over ``backend`` and returns this worker's agent.
+
+    Raises:
+        TypeError: ``backend`` is none, or what it returns is no agent.
+    """
+    from rpc.agent import Agent
+
+    backend = ours(backend)
+    made: object = backend.value.init_backend_handler(
         store=store,
         name=name,
         rank=rank,
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
+    )
+    if not isinstance(made, Agent):
+        raise _not_returned("init_backend", backend, made, "rpc.RpcAgent")
+    return made
+
+
+def _not_returned(handler: str, backend: BackendType, made: object, wanted: str) -> TypeError:
+    return TypeError(
+        f"the {handler}_handler of {backend!r} must return an instance of {wanted}, but "
+        f"returned {made!r}"
     )

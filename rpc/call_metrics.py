@@ -62,7 +62,12 @@ class Histogram:
 
         Args:
             fraction: 0.5 for the median, 0.99 for the 99th percentile.
+
+        Raises:
+            ValueError: ``fraction`` is not from 0 to 1.
         """
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"fraction={fraction!r} must be from 0 to 1: 0.99, not 99")
         rank = fraction * self.count
         below = 0
         for index, count in enumerate(self.counts):

@@ -35,11 +35,11 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.extension_set import Scopes, leave
+from rpc.extension_set import Scopes, leave, require_answer
 from rpc.holdings import Adopted
 from rpc.ids import GlobalId, Life
 from rpc.messages import Extensions, Operation, Reply, Request, Status
-from rpc.method_names import MethodName, method_name, text_of
+from rpc.method_names import UNDECODED, MethodName, announced_name, method_name, text_of
 from rpc.observation import profiler_enabled, run_handler, traced
 from rpc.raising import keep
 from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
-_UNKNOWN_METHOD = "(undecoded)"
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _SECONDS_TO_LET_GO = 5.0
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
@@ -154,7 +153,10 @@ class Callee:
         if is_first:
             self._let_go_in_time()
         for waiter in waiters or [service]:
-            waiter.answer(outcome)
+            if waiter is service:
+                waiter.answer(outcome)
+            else:
+                tracing.apart(waiter.answer, outcome)
 
     def _let_go_in_time(self) -> None:
         """Frees the outcomes of such requests that are over, and comes back for the others."""
@@ -172,7 +174,7 @@ class Callee:
         with self._lock:
             since = self._serving.pop(service, now)
             self._handled += 1
-            series = self._book[service.method, service.sender]
+            series = self._book[service.name, service.sender]
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
@@ -200,7 +202,7 @@ class Callee:
         """The requests served, by method and peer."""
         peer = self._agent.group.peer
         with self._lock:
-            rows = [(self._book[s.method, s.sender], 0) for s in self._serving]
+            rows = [(self._book[s.name, s.sender], 0) for s in self._serving]
             return self._book.read(rows, lambda i: peer(i).info.name)
 
     def serving(self) -> list[dict[str, Any]]:
@@ -211,7 +213,7 @@ class Callee:
         return [
             {
                 "operation": s.request.operation.name,
-                "call": text_of(s.method),
+                "call": text_of(s.name),
                 "from": s.sender,
                 "age": now - since,
             }
@@ -223,6 +225,7 @@ class Callee:
 class _Outcome:
     """How a function ended; of one that made a value for a reference, what is told of it."""
 
+    method: MethodName
     result: object
     error: BaseException | None
 
@@ -263,7 +266,7 @@ class _Service:
         self._caller = caller
         self.sender = caller.worker
         self.request = request
-        self.method: MethodName = _UNKNOWN_METHOD
+        self.method: MethodName = UNDECODED
         self.received = len(header) + len(payload)
         if tensors:
             self.received += tensor_bytes(tensors)
@@ -274,6 +277,11 @@ class _Service:
         self.cancelled = False
         self.orphaned = False
         self._stop: Callable[[], None] | None = None
+
+    @property
+    def name(self) -> MethodName:
+        """The name of what it asks for, if that is known yet."""
+        return announced_name(self.request) if self.method is UNDECODED else self.method
 
     def is_one_of(self, sender: int, correlations: Collection[int]) -> bool:
         """True if this serves one of a worker's requests."""
@@ -343,6 +351,7 @@ class _Service:
 
     def answer(self, outcome: _Outcome) -> None:
         """Replies with what a function returned or raised, maybe for another request."""
+        self.method = outcome.method
         if outcome.error is not None:
             self._reply_error(outcome.error)
             return
@@ -447,6 +456,7 @@ class _Service:
         body, *tensors = self._unpack(adopted, None)
         extension = self._agent.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, tensors)
+        require_answer(extension.name, answer)
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:
@@ -461,7 +471,7 @@ class _Service:
                 self._agent.references.created(self._creates, result)
                 result = encode_constant(result)  # all that outlives the reference
             if self.number:
-                self._callee.ended_once(self, _Outcome(result, None))
+                self._callee.ended_once(self, _Outcome(self.method, result, None))
             elif self._creates is not None:
                 self._reply_created(result)
             else:
@@ -510,7 +520,7 @@ class _Service:
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
-        if self.cancelled and isinstance(error, asyncio.CancelledError):
+        if self.cancelled and issubclass(type(error), asyncio.CancelledError):
             self.give_up()
             return
         self.failed = True
@@ -521,11 +531,11 @@ class _Service:
         if self._creates is not None:
             self._agent.references.creation_raised(self._creates, raisable(error))
             if self.number:
-                self._callee.ended_once(self, _Outcome(b"", None))
+                self._callee.ended_once(self, _Outcome(self.method, b"", None))
             else:
                 self._send_quietly(Reply(Status.OK))
         elif self.number:
-            self._callee.ended_once(self, _Outcome(None, error))
+            self._callee.ended_once(self, _Outcome(self.method, None, error))
         else:
             self._reply_error(error)
 
@@ -535,14 +545,14 @@ class _Service:
         if self._creates is not None:
             self._agent.references.creation_raised(self._creates, error)
         if self.number:
-            self._callee.ended_once(self, _Outcome(None, error))
+            self._callee.ended_once(self, _Outcome(self.method, None, error))
         else:
             self._reply_error(error)
 
     def _why_given_up(self) -> RpcError:
         """What the caller raises if it hears of this before it gives up itself."""
         if self.cancelled:
-            return CallCancelledError(f"{text_of(self.method)} was cancelled by its caller")
+            return CallCancelledError(f"{text_of(self.name)} was cancelled by its caller")
         limit = f"{self.request.timeout * 1000:g}"
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
@@ -550,7 +560,8 @@ class _Service:
 
     def _ended_by_shutdown(self, error: BaseException) -> bool:
         """Whether it says only that this worker closes: the caller is to learn that as a loss."""
-        return isinstance(error, AgentClosedError) and self._agent.departure.is_closing
+        # Of its type: an error's class may answer for its attributes, or raise.
+        return issubclass(type(error), AgentClosedError) and self._agent.departure.is_closing
 
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True

@@ -68,7 +68,9 @@ def install_debug_signal(
         file: where to write; default the standard error stream.
 
     Raises:
-        ValueError: this is not the main thread, or there is no such signal.
+        TypeError: ``signal_number`` is no whole number.
+        ValueError: this is not the main thread, there is no such signal, or the system
+            lets no program handle it.
         RpcError: this system has no ``SIGUSR1``.
 
     Example::
@@ -79,6 +81,9 @@ def install_debug_signal(
         signal_number = getattr(signal, "SIGUSR1", None)
         if signal_number is None:
             raise RpcError("this system has no SIGUSR1; choose another signal_number")
+    if not isinstance(signal_number, int):
+        kind = type(signal_number).__name__
+        raise TypeError(f"signal_number={signal_number!r} is a {kind}, not a whole number")
     return DebugSignal(signal_number, file)
 
 
@@ -101,9 +106,11 @@ class DebugSignal:
         self._thread = Thread(target=self._serve, name="rpc-debug-signal", daemon=True)
         try:
             self._handler_before: Any = signal.signal(signal_number, self._received)
-        except BaseException:
+        except BaseException as error:
             os.close(self._read)
             os.close(self._write)
+            if isinstance(error, OSError):
+                raise ValueError(f"signal {signal_number} cannot be handled: {error}") from error
             raise
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if self._fd_before != -1:

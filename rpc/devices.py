@@ -66,8 +66,14 @@ def as_device_map(device_map: Mapping[Any, DeviceLike]) -> DeviceMap:
     """Normalizes a map from source to target devices.
 
     Raises:
+        TypeError: if it is no map.
         ValueError: if two sources share a target.
     """
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"device_map={device_map!r} is a {type(device_map).__name__}, not a map of this "
+            "worker's devices to the other's, such as {'cuda:0': 'cuda:1'}"
+        )
     forward: DeviceMap = {}
     backward: DeviceMap = {}
     for key, value in device_map.items():

@@ -95,6 +95,7 @@ class ExtensionSet:
             for extension in self.all():
                 data = extension.outgoing_request(to, tensors)
                 if data is not None:
+                    _require_bytes(extension.name, "outgoing_request", data)
                     found.append((extension.name, data))
             _require_whole(severed, found)
             return tuple(found)
@@ -112,6 +113,7 @@ class ExtensionSet:
             for name, sent in request:
                 data = self.load(name).outgoing_reply(to, sent, tensors)
                 if data is not None:
+                    _require_bytes(name, "outgoing_reply", data)
                     found.append((name, data))
             return tuple(found)
 
@@ -125,7 +127,11 @@ class ExtensionSet:
 
         def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             for name, data in request:
-                tensors, scope = self.load(name).incoming_request(sender, data, tensors)
+                count = len(tensors)
+                answer = self.load(name).incoming_request(sender, data, tensors)
+                _require_pair(name, answer)
+                tensors, scope = answer
+                _require_as_many(name, "incoming_request", tensors, count)
                 scope.__enter__()
                 scopes.append(scope)
             return tensors
@@ -138,8 +144,9 @@ class ExtensionSet:
 
         def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             for name, data in reply:
-                extension = self.load(name)
+                extension, count = self.load(name), len(tensors)
                 tensors = extension.incoming_reply(sender, sent.get(name, b""), data, tensors)
+                _require_as_many(name, "incoming_reply", tensors, count)
             return tensors
 
         return replace
@@ -158,6 +165,38 @@ def leave(scopes: Scopes, error: BaseException | None) -> None:
     finally:
         if scopes:
             leave(scopes, error)
+
+
+def _require_bytes(extension: str, hook: str, answer: object) -> None:
+    if not isinstance(answer, bytes):
+        raise _not_returned(extension, hook, answer, "bytes or None")
+
+
+def _require_pair(extension: str, answer: object) -> None:
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        wanted = "a pair of tensors and a context manager"
+        raise _not_returned(extension, "incoming_request", answer, wanted)
+
+
+def _require_as_many(extension: str, hook: str, answer: object, count: int) -> None:
+    if not isinstance(answer, list | tuple) or len(answer) != count:
+        raise _not_returned(extension, hook, answer, f"a list of {count} tensors, as it was given")
+
+
+def _not_returned(extension: str, hook: str, answer: object, wanted: str) -> TypeError:
+    return TypeError(
+        f"{hook} of the extension {extension!r} must return {wanted}, but returned {answer!r}"
+    )
+
+
+def require_answer(extension: str, answer: object) -> None:
+    """Refuses what ``on_message`` must not return.
+
+    Raises:
+        TypeError: it is no answer, nor a future of one.
+    """
+    if not isinstance(answer, bytes | tuple | torch._C.Future):
+        raise _not_returned(extension, "on_message", answer, "bytes, a tuple, or a future of these")
 
 
 def _require_whole(severed: type[torch.Tensor] | None, riding: Iterable[tuple[str, bytes]]) -> None:

@@ -26,12 +26,20 @@ def async_execution(
         fn: must return a ``torch.futures.Future``; anything else fails the call
             with ``RuntimeError``.
 
+    Raises:
+        TypeError: ``fn`` cannot be called, as a ``classmethod`` object cannot.
+
     Example::
 
         @rpc.functions.async_execution
         def add_chained(to, x, y, z):
             return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda f: f.wait() + z)
     """
+    if not callable(fn):
+        raise TypeError(
+            f"{fn!r} cannot be marked as async_execution, as it cannot be called; "
+            "mark a function, inside of classmethod"
+        )
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[T]:
@@ -61,6 +69,8 @@ def idempotent(fn: Callable[P, T]) -> Callable[P, T]:
     """
     try:
         fn._rpc_idempotent = True  # type: ignore[attr-defined]
+        if isinstance(fn, staticmethod | classmethod):  # looked up in its class it is the inner one
+            fn.__func__._rpc_idempotent = True  # type: ignore[attr-defined]
     except (AttributeError, TypeError):
         raise TypeError(
             f"{fn!r} cannot be marked as idempotent; wrap it in a function of your own"

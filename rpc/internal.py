@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc import codec
-from rpc.functions import async_execution
+from rpc.functions import async_execution, idempotent
 from rpc.remote_errors import refuse_as_torch_does
 from rpc.simple_values import Reference
 
@@ -99,6 +99,19 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
+def require_pickler(pickler: object) -> None:
+    """Refuses what cannot serialize calls.
+
+    Raises:
+        TypeError: it has no methods ``serialize`` and ``deserialize``, or is a class.
+    """
+    methods = (getattr(pickler, name, None) for name in ("serialize", "deserialize"))
+    if isinstance(pickler, type) or not all(map(callable, methods)):
+        raise TypeError(
+            f"rpc_pickler={pickler!r} must be an object with the methods serialize and deserialize"
+        )
+
+
 def serialize_call(
     pickler: _InternalRPCPickler, call: PythonUDF
 ) -> tuple[bytes, list[torch.Tensor], list[Reference]]:
@@ -110,15 +123,32 @@ def serialize_call(
     references: list[Reference] = []
     outer = _leaving.set(references)
     try:
-        return *pickler.serialize(call), references
+        found: object = pickler.serialize(call)
     finally:
         _leaving.reset(outer)
+    return *_serialized_by(pickler, found), references
 
 
+def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Tensor]]:
+    """What a pickler's ``serialize`` returned, if it is what it must return."""
+    if isinstance(found, tuple) and len(found) == 2:
+        data, tensors = found
+        if isinstance(data, bytes | bytearray) and isinstance(tensors, list | tuple):
+            return bytes(data), [*tensors]
+    raise TypeError(
+        f"serialize() of the pickler {pickler!r} must return bytes and a list of tensors, but "
+        f"returned {found!r}"
+    )
+
+
+@idempotent
 def run_serialized(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
 ) -> Any:
-    """At the callee: runs a call that a pickler of the program's own serialized."""
+    """At the callee: runs a call that a pickler of the program's own serialized.
+
+    It bears the mark for ``retry=``; whether the function does, its caller looked.
+    """
     outer = _arrived.set(references)
     try:
         call = deserialize(binary_data, tensor_table)
@@ -131,6 +161,7 @@ def run_serialized(
         raise
 
 
+@idempotent
 @async_execution
 def run_serialized_async(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()

@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rpc import codec
+from rpc.messages import Operation, Request
 from rpc.rref import call_method
 
 MethodName = bytes | str
 """A method's name, or, to save time, how the codec names a function that is found by name."""
+
+UNDECODED = "(undecoded)"
+"""What a call is called whose name is only in its payload, which nobody has looked at."""
 
 _TORCH_FUNCTIONS = "_VariableFunctionsClass."
 
@@ -30,6 +35,19 @@ def method_name(func: object, args: Sequence[Any]) -> str:
     except AttributeError:
         return type(func).__qualname__
     return name if type(name) is str else type(func).__qualname__
+
+
+def announced_name(request: Request) -> MethodName:
+    """The name of what a request asks for, as far as its header tells."""
+    if request.operation is Operation.FETCH:
+        return "to_here"
+    if request.operation is Operation.EXTENSION:
+        return f"{request.target.decode(errors='replace')} message"
+    if request.operation is Operation.METHOD:
+        return f"RRef.{request.function.decode(errors='replace')}"
+    if not request.function or request.function == codec.name_of(call_method):
+        return UNDECODED
+    return request.function
 
 
 def text_of(name: MethodName) -> str:

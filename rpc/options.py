@@ -261,6 +261,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     @device_maps.setter
     def device_maps(self, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]]) -> None:
+        _require_map("device_maps", device_maps, "a map from workers' names to their device maps")
         self._device_maps = {to: as_device_map(each) for to, each in device_maps.items()}
 
     @property
@@ -302,6 +303,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             ValueError: if one is not a CUDA device.
         """
         self.devices = list(devices)
+
+
+def _require_map(argument: str, value: object, wanted: str) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong_type(argument, value, wanted)
 
 
 def _seconds(argument: str, value: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Final, Generic, TypeVar
 
 from rpc.errors import FrameError
@@ -48,6 +49,7 @@ class Retry:
             left of the call's timeout.
 
     Raises:
+        TypeError: an argument is no number, or ``attempts`` no whole one.
         ValueError: a number is out of range.
 
     Example::
@@ -61,10 +63,20 @@ class Retry:
     attempt_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        _require_number("attempts", self.attempts, Integral, "a whole number")
+        _require_number("backoff", self.backoff, Real, "a number of seconds")
+        _require_number("factor", self.factor, Real, "a number")
+        if self.attempt_timeout is not None:
+            _require_number("attempt_timeout", self.attempt_timeout, Real, "a number of seconds")
         if self.attempts < 1 or not self.backoff >= 0 or not self.factor >= 1:
             raise ValueError(f"{self}: attempts and factor must be 1 or more, backoff 0 or more")
         if self.attempt_timeout is not None and not self.attempt_timeout > 0:
             raise ValueError(f"{self}: attempt_timeout must be above 0")
+
+
+def _require_number(argument: str, value: object, kind: type[object], wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"Retry: {argument}={value!r} is a {type(value).__name__}, not {wanted}")
 
 
 class Attempts:

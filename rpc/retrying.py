@@ -117,7 +117,7 @@ class Retries:
             TypeError: ``retry`` is none.
             ValueError: the function is not marked as idempotent.
         """
-        _require_retriable(call, retry)
+        require_retriable(call.func, retry)
         tried = self._new(call, timeout, retry, sink)
         try:
             tried.attempt()
@@ -140,7 +140,7 @@ class Retries:
         Raises:
             RpcError: the first request could not be sent.
         """
-        _require_retriable(call, retry)
+        require_retriable(call.func, retry)
         agent = self._agent
         owner = agent.find(call.to, timeout)
         limit = agent.timeout_of(timeout)
@@ -241,6 +241,12 @@ class RetriedSink:
             self.send()
         except _TRANSIENT as error:
             self.failed(error)
+        self._give_up_if_cancelled()
+
+    def _give_up_if_cancelled(self) -> None:
+        """That may come while a request is encoded, when there is nothing to give up yet."""
+        if self._cancelled:
+            self._agent.caller.cancel_where(lambda sink: leads_to(sink, self))
 
     def send(self) -> None:
         """Begins an attempt; raises what keeps its request from leaving."""
@@ -295,9 +301,11 @@ class RetriedSink:
         except Exception as error:
             self.end(error)
 
-    def end(self, error: Exception) -> None:
-        """There will be no further attempt: tells so, unless the outcome was told before."""
-        self._last().failed(error)
+    def end(self, error: Exception) -> bool:
+        """There will be no further attempt: tells so. False if the outcome was told before."""
+        sink = self._last()
+        sink.failed(error)
+        return not isinstance(sink, _Nobody)
 
     def _last(self) -> Sink:
         """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
@@ -309,22 +317,30 @@ class RetriedSink:
         return sink
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Gives up, also between two attempts."""
+        """Gives up, also between two attempts; False if the call is over."""
         self._cancelled = True
         caller, expired = self._agent.caller, self.expired
-        if not caller.cancel_where(lambda sink: leads_to(sink, self)):
-            self.end(CallCancelledError("the call was cancelled by its caller"))
-            if expired is not None:
-                caller.tell_cancelled([expired])
+        if caller.cancel_where(lambda sink: leads_to(sink, self)):
+            return True
+        if not self.end(CallCancelledError("the call was cancelled by its caller")):
+            return False
+        if expired is not None:
+            caller.tell_cancelled([expired])
         return True
 
 
-def _require_retriable(call: RetriedCall, retry: Retry) -> None:
+def require_retriable(func: object, retry: object) -> None:
+    """Refuses what cannot be tried again.
+
+    Raises:
+        TypeError: ``retry`` is none.
+        ValueError: the function is not marked as idempotent.
+    """
     if not isinstance(retry, Retry):
         raise TypeError(f"retry must be a rpc.Retry, but got {retry!r}")
-    if not is_idempotent(call.func):
+    if not is_idempotent(func):
         raise ValueError(
-            f"{call.func!r} cannot be called with retry: mark it with "
+            f"{func!r} cannot be called with retry: mark it with "
             "rpc.functions.idempotent if it does no harm to run it more than once"
         )
 

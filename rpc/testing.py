@@ -65,6 +65,9 @@ def connect(
     transport: Callable[[], Transport] | None = None,
 ) -> list[Agent]:
     """Starts one agent per name, all connected to each other; see :func:`local_group`."""
+    _require_different(names)
+    if not isinstance(options, AgentOptions | None):
+        raise TypeError(f"options={options!r} are a {type(options).__name__}, not AgentOptions")
     hub = hub or MemoryHub(clock)
     make = transport or hub.transport
     make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
@@ -81,6 +84,12 @@ def connect(
     return agents
 
 
+def _require_different(names: tuple[str, ...]) -> None:
+    twice = sorted({repr(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"each worker needs a name of its own, but {', '.join(twice)} is repeated")
+
+
 @contextlib.contextmanager
 def local_group(
     *names: str,
@@ -92,12 +101,16 @@ def local_group(
     """A group of agents for the length of a ``with`` block, shut down at its end.
 
     Args:
-        names: of the workers; their ids count from 0.
+        names: of the workers, all different; their ids count from 0.
         hub: the network, if faults are wanted.
         clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
         options: of every agent; with a ``liveness_timeout`` they watch each other.
         transport: makes a transport for each worker, such as ``TensorWireTransport``;
             default through ``hub``.
+
+    Raises:
+        TypeError: ``options`` are of another kind, such as those of ``init_rpc``.
+        ValueError: a name is given twice.
     """
     agents = connect(*names, hub=hub, clock=clock, options=options, transport=transport)
     try:

@@ -19,11 +19,11 @@ import struct
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -45,6 +45,8 @@ from rpc.trace_view import chrome_trace
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.worker_info import WorkerInfo
+
+T = TypeVar("T")
 
 MAX_RECORDS = 100_000
 """Calls, and handlers, that one worker records for one trace; more are only counted."""
@@ -166,6 +168,13 @@ def served(arrived: float, replied: float, failed: bool) -> None:
     if place is not None and place.handler is not None:
         record = place.handler
         record.arrived, record.replied, record.failed = arrived, replied, failed
+
+
+def apart(function: Callable[[T], None], argument: T) -> None:
+    """Calls what is no part of the handler that runs here, and so not of its record."""
+    context = contextvars.copy_context()
+    context.run(_place.set, None)
+    context.run(function, argument)
 
 
 class Tracing:
@@ -377,6 +386,7 @@ def trace(
         The trace, which can be looked at when the block is over.
 
     Raises:
+        TypeError: ``path`` is no path.
         NotInitializedError: there is no RPC.
         RuntimeError: this context is in a trace already.
 
@@ -385,6 +395,9 @@ def trace(
         with rpc.tracing.trace("step.json", operators=True):
             train_step()
     """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        # A number would be a descriptor, of whatever file or socket, to write to and close.
+        raise TypeError(f"path={path!r} is a {type(path).__name__}, not the path of a file")
     agent = current_agent()
     if _place.get() is not None:
         raise RuntimeError("a trace is being recorded here already")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import math
 import operator
 import threading
@@ -750,3 +751,16 @@ def test_programs_of_the_original_ask_the_agent_for_its_map_of_devices(
             patched.setattr(here, "transport", maps)
             assert here._get_device_map("there") == known
             assert here._get_device_map("here") == {}
+
+
+def test_a_method_that_failed_and_nobody_looked_at_is_logged_by_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with local_group("alice", "bob") as (alice, _), as_worker(alice):
+        rref = alice.remote("bob", list, ([1],))
+        future = rref.rpc_async().index(2)
+        until(future.done)
+        del future, rref
+        until(lambda: gc.collect() >= 0 and bool(caplog.records))
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == ["the call of RRef.index on bob failed and nobody looked"]

@@ -169,6 +169,13 @@ def test_a_function_may_require_that_this_process_is_a_worker(worker: Agent) -> 
         how_many(3)
 
 
+def test_a_prefix_of_names_is_text(worker: Agent) -> None:
+    assert [each.name for each in rpc.workers("the")] == ["there"]
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="prefix=5 is a int, not a str"):
+        rpc.workers(wrong)
+
+
 def test_all_that_the_original_makes_public_is_there_once_rpc_is_imported() -> None:
     missing = [name for name in torch.distributed.rpc.__all__ if not hasattr(rpc, name)]
     assert not missing

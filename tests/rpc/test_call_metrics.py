@@ -14,7 +14,7 @@ import torch
 
 import rpc
 from rpc import codec
-from rpc.agent import Agent
+from rpc.agent import Agent, AgentOptions
 from rpc.call_metrics import (
     BUCKET_BOUNDS,
     MAX_SERIES,
@@ -26,7 +26,7 @@ from rpc.call_metrics import (
     Series,
     Snapshot,
 )
-from rpc.errors import EncodeError, RpcTimeoutError, WorkerLostError
+from rpc.errors import CallCancelledError, EncodeError, RpcTimeoutError, WorkerLostError
 from rpc.method_names import method_name, operator_name, text_of
 from rpc.rref import RRef, call_method
 from rpc.sinks import WaitingCaller
@@ -61,6 +61,11 @@ def gate() -> threading.Event:
     gates.reached.clear()
     gates.gate.clear()
     return gates.gate
+
+
+@rpc.functions.idempotent
+def wait_patiently() -> None:
+    wait_at_the_gate()
 
 
 async def double(value: int) -> int:
@@ -153,6 +158,38 @@ class TestCounting:
             until(lambda: row(alice.metrics().made, "wait_at_the_gate").bytes_in > 0)
             made = row(alice.metrics().made, "wait_at_the_gate")
             assert (made.calls, made.latency.count, made.bytes_in) == (1, 1, replied)
+
+    def test_every_attempt_is_served_under_the_name_of_the_function(
+        self, gate: threading.Event
+    ) -> None:
+        often = rpc.Retry(attempts=1000, backoff=0.01, attempt_timeout=0.05)
+        with local_group("alice", "bob") as (alice, bob):
+            future = alice.rpc_async("bob", wait_patiently, retry=often)
+            until(lambda: len(bob.callee.serving()) >= 3)
+            assert {each["call"] for each in bob.callee.serving()} == {"wait_patiently"}
+            gate.set()
+            future.wait()
+            until(lambda: not bob.callee.serving())
+            assert [each.method for each in bob.metrics().served] == ["wait_patiently"]
+
+    def test_what_waits_for_a_thread_is_served_under_its_name(self, gate: threading.Event) -> None:
+        one = AgentOptions(num_worker_threads=1)
+        with local_group("alice", "bob", options=one) as (alice, bob):
+            value = alice.remote("bob", Counter)
+            first = alice.rpc_async("bob", wait_at_the_gate)
+            assert gates.reached.wait(20)
+            calls = [alice.rpc_async("bob", identity, (1,)), value.rpc_async().increment(2)]
+            until(lambda: len(bob.callee.serving()) == 3)
+            names = {each["call"] for each in bob.callee.serving()}
+            assert names == {"wait_at_the_gate", "identity", "RRef.increment"}
+            assert calls[0].cancel()
+            until(lambda: any(each.cancelled for each in bob.callee._serving))
+            gate.set()
+            with pytest.raises(CallCancelledError):
+                calls[0].wait()
+            assert served(bob, "identity", 1).errors == {ErrorKind.REMOTE: 1}
+            torch.futures.wait_all([first, calls[1]])
+            del value
 
     def test_calls_of_a_lost_worker_are_lost(self, gate: threading.Event) -> None:
         with local_group("alice", "bob") as (alice, bob):
@@ -272,6 +309,11 @@ class TestHistogram:
         assert BUCKET_BOUNDS[9] <= histogram.quantile(0.99) <= BUCKET_BOUNDS[10]
         assert histogram.quantile(0.9) == BUCKET_BOUNDS[3]
         assert math.isnan(Histogram((0,) * 25, 0.0).quantile(0.5))
+
+    @pytest.mark.parametrize("fraction", [99, -0.1, math.nan])
+    def test_a_quantile_is_of_a_fraction(self, fraction: float) -> None:
+        with pytest.raises(ValueError, match=rf"fraction={fraction} must be from 0 to 1"):
+            Histogram((1,) * 25, 1.0).quantile(fraction)
 
 
 class TestBook:

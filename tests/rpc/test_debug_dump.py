@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,13 @@ class TestSignal:
             assert signal.getsignal(signal.SIGUSR1) == installed._received
         assert signal.getsignal(signal.SIGUSR1) == before
         assert signal.set_wakeup_fd(-1) == -1
+
+    def test_a_signal_that_cannot_be_handled_is_named(self) -> None:
+        wrong: Any = "USR1"
+        with pytest.raises(TypeError, match="signal_number='USR1' is a str"):
+            install_debug_signal(wrong)
+        with pytest.raises(ValueError, match=f"signal {int(signal.SIGKILL)} cannot be handled"):
+            install_debug_signal(int(signal.SIGKILL))
 
     def test_only_the_main_thread_can_install_it(self) -> None:
         errors: list[BaseException] = []

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import TracebackType
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
+from rpc.agent import Agent
 from rpc.extension_set import Scopes, leave
+from rpc.testing import local_group
 
 
 class Scope:
@@ -48,3 +54,78 @@ def test_all_scopes_are_left_though_one_raises() -> None:
     with pytest.raises(ValueError, match="no"):
         leave(scopes, None)
     assert [row[0] for row in left] == ["second", "first"]  # type: ignore[index]
+
+
+class Answering:
+    """An extension whose hooks return what is wanted, but for one."""
+
+    name: ClassVar[str] = __name__
+    wrong: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, agent: Agent) -> None: ...
+
+    def outgoing_request(self, to: int, tensors: object) -> Any:
+        return self.wrong.get("outgoing_request", b"q")
+
+    def incoming_request(self, sender: int, metadata: bytes, tensors: object) -> Any:
+        return self.wrong.get("incoming_request", (tensors, nullcontext()))
+
+    def outgoing_reply(self, to: int, request_metadata: bytes, tensors: object) -> Any:
+        return self.wrong.get("outgoing_reply", b"r")
+
+    def incoming_reply(self, sender: int, request: bytes, reply: bytes, tensors: object) -> Any:
+        return self.wrong.get("incoming_reply", tensors)
+
+    def on_message(self, sender: int, body: bytes, tensors: object) -> Any:
+        return self.wrong.get("on_message", b"a")
+
+    def on_worker_lost(self, worker_id: int, reason: str) -> None: ...
+
+    def debug_info(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+RPC_EXTENSION = Answering
+
+
+def add_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Agent]]:
+    with local_group("alice", "bob") as agents:
+        agents[0].extensions.load(__name__)
+        yield agents
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "wanted"),
+    [
+        ("outgoing_request", "text", "bytes or None"),
+        ("incoming_request", None, "a pair of tensors and a context manager"),
+        ("incoming_request", ([], nullcontext()), "a list of 1 tensors"),
+        ("outgoing_reply", 5, "bytes or None"),
+        ("incoming_reply", None, "a list of 1 tensors"),
+        ("incoming_reply", [], "a list of 1 tensors"),
+    ],
+)
+def test_a_hook_that_returns_what_it_must_not_is_named(
+    pair: list[Agent], hook: str, answer: object, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.ones(2)
+    assert pair[0].rpc_sync("bob", add_one, (tensor,)).tolist() == [2, 2]
+    monkeypatch.setitem(Answering.wrong, hook, answer)
+    with pytest.raises(TypeError, match=f"{hook} of the extension .* must return {wanted}"):
+        pair[0].rpc_sync("bob", add_one, (tensor,))
+
+
+def test_an_answer_to_a_message_is_bytes(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair[0].send_extension_message(1, __name__, b"").wait() == b"a"
+    monkeypatch.setitem(Answering.wrong, "on_message", "text")
+    with pytest.raises(TypeError, match=r"on_message of the extension .* must return bytes"):
+        pair[0].send_extension_message(1, __name__, b"").wait()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,12 @@ def test_anything_but_a_future_fails_the_call():
         pytest.raises(RuntimeError, match=r"must return a torch.futures.Future object"),
     ):
         rpc.rpc_sync("bob", wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, None, classmethod(len)])
+def test_what_cannot_be_called_cannot_be_marked_as_asynchronous(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{re.escape(repr(wrong))} cannot be marked"):
+        async_execution(wrong)
 
 
 def test_a_torchscript_function_can_be_marked_and_is_sent_by_name():

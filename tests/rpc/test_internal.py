@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import rpc
 from rpc import api, internal
 from rpc.agent import Agent
-from rpc.functions import async_execution
+from rpc.functions import async_execution, idempotent
 from rpc.testing import as_worker, local_group
 
 
@@ -85,6 +86,52 @@ def test_calls_are_serialized_by_the_pickler_in_use(alice: Agent):
         assert rpc.remote("bob", max, ([1, 2],), {"key": operator.neg}).to_here() == 1
     assert rpc.rpc_sync("bob", operator.sub, (3, 1)) == 2
     assert pickler.functions == [operator.sub, _async_add, max]
+
+
+@idempotent
+def _negate(number: int) -> int:
+    return -number
+
+
+@idempotent
+@async_execution
+def _double(number: int) -> torch.futures.Future[int]:
+    return _async_add(number, number)
+
+
+def test_calls_are_tried_again_past_the_pickler_in_use(alice: Agent):
+    again = rpc.Retry()
+    with api._use_rpc_pickler(_Counting()):
+        assert rpc.rpc_sync("bob", _negate, (3,), retry=again) == -3
+        assert rpc.rpc_async("bob", _double, (3,), retry=again).wait() == 6
+        assert rpc.remote("bob", _negate, (3,), retry=again).to_here() == -3
+        with pytest.raises(ValueError, match=r"sub.* cannot be called with retry"):
+            rpc.rpc_sync("bob", operator.sub, (3, 1), retry=again)
+
+
+class _Returning(internal._InternalRPCPickler):
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
+        found: tuple[bytes, list[torch.Tensor]] = self.found
+        return found
+
+
+@pytest.mark.parametrize("found", [None, 5, (b"",), ("text", []), (b"", None)])
+def test_a_pickler_that_returns_what_it_must_not_is_named(alice: Agent, found: object):
+    with (
+        api._use_rpc_pickler(_Returning(found)),
+        pytest.raises(TypeError, match=r"_Returning .* must return bytes and a list of tensors"),
+    ):
+        rpc.rpc_sync("bob", operator.sub, (3, 1))
+
+
+@pytest.mark.parametrize("wrong", [None, 5, internal._InternalRPCPickler])
+def test_what_is_no_pickler_is_not_used(alice: Agent, wrong: Any):
+    with pytest.raises(TypeError, match="methods serialize and"), api._use_rpc_pickler(wrong):
+        pass
+    assert rpc.rpc_sync("bob", operator.sub, (3, 1)) == 2
 
 
 def _read(first: rpc.RRef[int], more: dict[str, list[rpc.RRef[int]]]) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,13 @@ class TestDeviceMaps:
     def test_two_sources_cannot_share_a_target(self) -> None:
         with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
             TensorPipeRpcBackendOptions(device_maps={"b": {0: 1, 2: 1}})
+
+    def test_what_is_no_map_is_named(self) -> None:
+        wrong: Any = "cuda:0"
+        with pytest.raises(TypeError, match="device_maps='cuda:0' is a str, not a map from"):
+            TensorPipeRpcBackendOptions(device_maps=wrong)
+        with pytest.raises(TypeError, match="device_map='cuda:0' is a str, not a map of"):
+            TensorPipeRpcBackendOptions(device_maps={"b": wrong})
 
     def test_a_source_cannot_have_two_targets(self) -> None:
         options = TensorPipeRpcBackendOptions(device_maps={"b": {0: 1}})

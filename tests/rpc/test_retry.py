@@ -6,8 +6,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rpc.errors import FrameError
@@ -28,6 +30,25 @@ class TestRetry:
     def test_numbers_that_make_no_sense_are_refused(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be"):
             Retry(**wrong)
+
+    @pytest.mark.parametrize(
+        ("argument", "value"),
+        [
+            ("attempts", "3"),
+            ("attempts", 2.5),
+            ("attempts", True),
+            ("attempts", None),
+            ("backoff", "1"),
+            ("factor", None),
+            ("attempt_timeout", "1"),
+        ],
+    )
+    def test_what_is_no_number_is_named_with_its_value(self, argument: str, value: Any) -> None:
+        with pytest.raises(TypeError, match=f"Retry: {argument}={value!r} is a .*, not a"):
+            Retry(**{argument: value})
+
+    def test_numbers_may_be_of_any_type(self) -> None:
+        Retry(np.int64(3), Fraction(1, 2), np.float32(1.5), 1)
 
 
 class TestAttempts:

@@ -219,11 +219,75 @@ def test_it_can_be_cancelled_between_two_attempts(pair: Pair) -> None:
         future.wait()
 
 
+class CancelsWhenSentAgain:
+    """An argument during whose second encoding the call is cancelled."""
+
+    times = 0
+    future: ClassVar[rpc.Future[None]]
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        CancelsWhenSentAgain.times += 1
+        if self.times == 2:
+            assert self.future.cancel()
+        return int, (4,)
+
+
+@rpc.functions.idempotent
+def wait_until_cancelled(number: int) -> None:
+    if not waiting.eventually(rpc.cancelled, 5):
+        runs.append(number)
+
+
+def test_one_that_is_cancelled_while_it_is_encoded_again_is_not_wanted(pair: Pair) -> None:
+    CancelsWhenSentAgain.times = 0
+    pair.script.requests = 1
+    argument = CancelsWhenSentAgain()
+    future = rpc.rpc_async("bob", wait_until_cancelled, (argument,), retry=THREE)
+    CancelsWhenSentAgain.future = future
+    pair.until(future.done)
+    with pytest.raises(rpc.CallCancelledError):
+        future.wait()
+    waiting.until(lambda: pair.script.seen == 2 and not pair.bob.callee.serving())
+    assert (runs, CancelsWhenSentAgain.times) == ([], 2)
+    del CancelsWhenSentAgain.future
+
+
+def test_one_that_is_over_cannot_be_cancelled_any_more(pair: Pair) -> None:
+    future = rpc.rpc_async("bob", double, (4,), retry=THREE)
+    canceller = future.canceller
+    pair.until(future.done)
+    assert canceller is not None
+    assert not canceller(future)
+    assert future.wait() == 8
+
+
 def test_only_idempotent_functions_can_be_retried(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"functions\.idempotent"):
         rpc.rpc_sync("bob", operator.add, (1, 2), retry=THREE)
     with pytest.raises(TypeError, match=r"rpc\.Retry"):
         rpc.rpc_sync("bob", double, (1,), retry=3)  # type: ignore[arg-type]
+
+
+class Shelf:
+    @rpc.functions.idempotent
+    @staticmethod
+    def static(number: int) -> int:
+        return number + 1
+
+    @rpc.functions.idempotent
+    @classmethod
+    def of_class(cls, number: int) -> int:
+        return number + 2
+
+    @staticmethod
+    @rpc.functions.idempotent
+    def inner(number: int) -> int:
+        return number + 3
+
+
+def test_the_mark_may_be_outside_of_what_makes_a_static_method(pair: Pair) -> None:
+    functions = (Shelf.static, Shelf.of_class, Shelf.inner)
+    assert [rpc.rpc_sync("bob", each, (1,), retry=THREE) for each in functions] == [2, 3, 4]
 
 
 def test_builtins_cannot_be_declared_idempotent() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import operator
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -58,6 +59,11 @@ async def doze(value: int) -> int:
 @async_execution
 def ask_carol(value: int) -> Any:
     return rpc.rpc_async("carol", identity, (value,))
+
+
+@rpc.functions.idempotent
+def wait_patiently() -> None:
+    wait_at_the_gate()
 
 
 def add_up(count: int) -> torch.Tensor:
@@ -146,6 +152,20 @@ class TestRecording:
         call, handler = pair_of(found, "bob", "carol")
         assert asked.running < call.begun < asked.returned
         assert handler.encoded < asked.encoded < asked.replied
+
+    def test_attempts_that_waited_for_the_first_leave_its_record_as_it_was(
+        self, group: Group
+    ) -> None:
+        gate.clear()
+        often = rpc.Retry(attempts=1000, backoff=0.01, attempt_timeout=0.05)
+        with trace_to_the_end(group) as found:
+            future = rpc.rpc_async("bob", wait_patiently, retry=often)
+            until(lambda: len(group[1].callee.serving()) >= 3)
+            gate.set()
+            future.wait()
+        (handler,) = of(found, "bob").handlers
+        assert handler.arrived <= handler.started < handler.running
+        assert handler.ran < handler.encoded <= handler.replied
 
     def test_messages_of_extensions_are_followed_too(self, group: Group) -> None:
         leaf = torch.ones(2, requires_grad=True)
@@ -369,6 +389,16 @@ class _Shifted(MonotonicClock):
 def test_metadata_that_is_too_short_is_refused(group: Group) -> None:
     with pytest.raises(FrameError, match="trace metadata"):
         Tracing(group[0]).incoming_request(1, b"short", [])
+
+
+def test_what_is_no_path_is_refused_before_anything_is_recorded(group: Group) -> None:
+    descriptor: Any = os.open(os.devnull, os.O_WRONLY)
+    with (
+        pytest.raises(TypeError, match=r"path=.* is a int, not the path of a file"),
+        trace(descriptor),
+    ):
+        pass
+    os.close(descriptor)
 
 
 def test_without_rpc_there_is_nothing_to_trace() -> None:
