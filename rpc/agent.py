@@ -52,7 +52,7 @@ from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef, call_method
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
-from rpc.transports.base import Frame, FrameKind, MapsDevices, Patience, Peer, Transport
+from rpc.transports.base import Announces, Frame, FrameKind, MapsDevices, Patience, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
 from rpc.watch import Watch
 from rpc.worker_info import WorkerInfo, may_exist
@@ -117,6 +117,7 @@ class Agent(process_forks.Member):
         self.info = info
         self.life = Life(info.id, incarnation)
         self.transport = transport
+        self.announce = transport.announce if isinstance(transport, Announces) else None
         self.host_moves = transport.host_moves if isinstance(transport, MapsDevices) else ()
         self.clock = clock or MonotonicClock()
         self.rpc_timeout = self.options.rpc_timeout
@@ -277,6 +278,7 @@ class Agent(process_forks.Member):
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
         process_forks.keep_for_good(self)
         self.transport = InheritedTransport(self.info.name, self.transport)
+        self.announce = None
         forked_from(self)
 
     # --- What user programs ask

@@ -506,6 +506,12 @@ class _Service:
         attach = None
         if self.request.extensions:
             attach = agent.extensions.attach_reply(self.sender, self.request.extensions)
+        if agent.announce is not None and (
+            attach is not None
+            or self.request.operation is Operation.EXTENSION
+            or packing.takes_long(result)
+        ):
+            agent.announce(self.sender, FrameKind.REPLY)
         packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
         reply = Reply(
             Status.OK, packed.plain, packed.extensions, packed.loan.table, packed.tensor_table

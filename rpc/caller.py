@@ -181,6 +181,8 @@ class Caller:
         limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
         peer = to.id
         attach = agent.extensions.attach_request(peer) if extended else None
+        if agent.announce is not None and (attach is not None or packing.takes_long(value)):
+            agent.announce(peer, FrameKind.REQUEST)
         packed = packing.pack(value, peer, agent.references, attach, borrow=True)
         loan = packed.loan
         if through is not None:
@@ -230,6 +232,9 @@ class Caller:
     def _message(
         self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
     ) -> None:
+        announce = self._agent.announce
+        if announce is not None:
+            announce(to.id, FrameKind.REQUEST)
         packed = packing.pack(value, to.id, self._agent.references, None, borrow=True)
         riding = tracing.riding()
         name = f"{extension} message"

@@ -21,6 +21,8 @@ from rpc.reference_keeper import ReferenceKeeper
 from rpc.transports.base import Unreceived
 
 _NONE_INLINE = -1
+_MANY = tensor_table.INLINE_LIMIT // 4
+"""Elements of a tensor that is unlikely to travel inside a header."""
 
 Attach = Callable[[Sequence[torch.Tensor], type[torch.Tensor] | None], Extensions]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -66,6 +68,16 @@ def pack(
     loan = keeper.lend(references, to, borrow=borrow)
     # Not by its own constructor, which is a function of Python's.
     return tuple.__new__(Packed, (payload, plain, extensions, loan, table, slots))
+
+
+def takes_long(value: object) -> bool:
+    """Whether ``value`` is a large tensor, or a tuple with one; a guess, but a quick one."""
+    if type(value) is not tuple:
+        return type(value) is torch.Tensor and value.numel() > _MANY
+    for each in value:  # noqa: SIM110 - a generator would take longer than this does
+        if type(each) is torch.Tensor and each.numel() > _MANY:
+            return True
+    return False
 
 
 def unpack(

@@ -105,12 +105,14 @@ def refusals() -> dict[str, str]:
     made = rpc.remote("worker1", full, (1.0, 3))
     made.to_here()
     future = rpc.rpc_async("worker1", full, (1.0, 3))
+    large = full(1.0)
     attempts: dict[str, Callable[[], Any]] = {
         "rpc_sync": lambda: call("worker1", full, 1.0),
         "rpc_async": lambda: rpc.rpc_async("worker1", full, (1.0,)),
         "remote": lambda: rpc.remote("worker1", full, (1.0,)),
         "to_here": made.to_here,
         "proxy": lambda: made.rpc_sync().sum(),
+        "large": lambda: made.rpc_sync().add(large),
         "shutdown": rpc.shutdown,
     }
     heard = {name: in_child(attempt) for name, attempt in attempts.items()}
@@ -186,6 +188,7 @@ def test_the_child_cannot_call_and_does_not_disturb_its_parent(worker: WorkerPro
         "remote": uninitialized,
         "to_here": no_part,
         "proxy": no_part,
+        "large": no_part,
         "shutdown": "None",
     }
 

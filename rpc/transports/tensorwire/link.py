@@ -14,7 +14,9 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +68,8 @@ STREAM_FROM = 1 << 20
 _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
+_ANEW_SECONDS = 50e-6
+"""For longer than that, whoever was told looks out for what comes."""
 _LAST_BYTES = 1 << 18
 """Copied in about the time in which a thread wakes.
 
@@ -143,6 +147,7 @@ class Link:
         self._turn = itertools.count()
         self.main: Sender | None = None
         self.announce: Callable[[], None] | None = None
+        self._announced_at = -math.inf
         """Sends a small message at once, of any meaning; set with ``main``."""
         self.bulk: list[Sender] = []
         self.bulk_readers: list[BulkReader] = []
@@ -183,6 +188,13 @@ class Link:
         else:
             main.hold_small(kind, correlation, header, table, inline)
             flush_soon(main)
+
+    def tell_soon(self) -> None:
+        """Lets the other end know that something comes, unless it was told just now."""
+        now = time.perf_counter()
+        if self.announce is not None and now - self._announced_at > _ANEW_SECONDS:
+            self._announced_at = now
+            self.announce()
 
     def senders(self) -> list[Sender]:
         """The writing halves of all channels."""
@@ -233,9 +245,9 @@ class Link:
         if early > 0:
             self._copy(target, source, early)
             target, source, length = target + early, source + early, length - early
-        if self.announce is not None and not draft.announced:
+        if not draft.announced:
             draft.announced = True
-            self.announce()
+            self.tell_soon()
         self._copy(target, source, length)
 
     def _road(

@@ -212,6 +212,15 @@ class RemotePeer:
         if not self._window.charge(correlation, size, machinery.may_wait, machinery.patience):
             raise self._lost_error()
 
+    def announce(self, kind: FrameKind) -> None:
+        """See :meth:`rpc.transports.base.Announces.announce`."""
+        if kind is FrameKind.REPLY:
+            link, busy = self._incoming, self._machinery.requests.is_batching_here()
+        else:
+            link, busy = self._outgoing, self._window.small_under_way > 0
+        if link is not None and not busy and self._reason is None:
+            link.tell_soon()
+
     def look_again(self) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
         self._window.look_again()

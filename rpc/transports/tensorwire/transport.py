@@ -20,7 +20,7 @@ from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.executor import SECONDS_TO_END
 from rpc.ids import Life
-from rpc.transports.base import Frame, Peer, Receiver
+from rpc.transports.base import Frame, FrameKind, Peer, Receiver
 from rpc.transports.copying import CopyCrew
 from rpc.transports.host import host_identity
 from rpc.transports.late_receipts import LateReceipts
@@ -224,6 +224,12 @@ class TensorWireTransport:
         if peer is None or self._closed:
             raise self._refusal(to)
         peer.send(frame)
+
+    def announce(self, to: int, kind: FrameKind) -> None:
+        """See :meth:`rpc.transports.base.Announces.announce`."""
+        peer = self._peers.get(to)
+        if peer is not None:
+            peer.announce(kind)
 
     def look_again(self, to: int) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""

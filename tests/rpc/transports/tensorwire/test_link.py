@@ -55,6 +55,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def copy(crew: CopyCrew, target: int, source: int, length: int) -> None:
         order.append(f"copied {length >> 10} KB to {target >> 10}")
 
+    monkeypatch.setattr("rpc.transports.tensorwire.link._ANEW_SECONDS", 0.0)
     monkeypatch.setattr(SendPool, "put", put)
     monkeypatch.setattr(CopyCrew, "copy", copy)
     return order
@@ -188,6 +189,19 @@ def test_a_segment_whose_descriptor_got_lost_is_refused_for_want_of_descriptors(
     assert (answer.kind, answer.correlation) == (WireKind.SEGMENT_REFUSED, 3)
     assert answer.header == pack_pair(errno.EMFILE, 0)
     assert "its file did not arrive" in caplog.text
+
+
+def test_what_was_announced_just_now_is_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [100.0], list[str]()
+    monkeypatch.setattr("rpc.transports.tensorwire.link.time.perf_counter", lambda: now[0])
+    made = link(order)
+    made.tell_soon()
+    now[0] += 40e-6
+    made.tell_soon()
+    assert order == ["announced"]
+    now[0] += 40e-6
+    made.tell_soon()
+    assert order == ["announced"] * 2
 
 
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:

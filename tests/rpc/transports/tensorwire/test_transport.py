@@ -26,7 +26,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
+from rpc.transports.base import Announces, Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
 from rpc.transports.frame_table import Look
 from rpc.transports.shared_memory import ReceivedSegments
@@ -40,7 +40,13 @@ from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.worker_info import WorkerInfo
 from tests import waiting
-from tests.rpc.transports.conformance import SECONDS, Worker, check_that_requests_wait, introduce
+from tests.rpc.transports.conformance import (
+    SECONDS,
+    Worker,
+    check_that_requests_wait,
+    echo,
+    introduce,
+)
 from tests.rpc.transports.tensorwire.strangers import connect, shake
 
 Maker = Callable[..., list[Worker]]
@@ -781,3 +787,49 @@ def test_a_handler_may_close_its_own_transport(make: Maker) -> None:
     a.ask(b, b"h")
     assert closed.wait(SECONDS)
     a.until(lambda: bool(a.lost))
+
+
+def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker) -> None:
+    a, b = make(Settings(), Settings())
+    for transport in (a.transport, b.transport):
+        assert isinstance(transport, Announces)
+        transport.announce(99, FrameKind.REQUEST)
+        transport.announce(1, FrameKind.REPLY)
+    assert a.call(b, b"header").header == b"header"
+    request = told_by(a, 1, "_outgoing")
+    a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
+    assert len(request) == 1
+    reply = told_by(b, 0, "_incoming")
+    b.transport.announce(0, FrameKind.REPLY)  # type: ignore[attr-defined]
+    assert len(reply) == 1
+
+    b.answer = lambda *_: None
+    under_way = a.ask(b, b"header")
+    half_of(a, 1, "_outgoing")._announced_at = 0.0
+    a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
+    assert len(request) == 1
+    b.until(lambda: len(b.received) == 2)
+    echo(b, 0, b.received[1][1])
+    assert a.reply(under_way).header == b"header"
+    assert a.lost == b.lost == []
+
+
+def half_of(worker: Worker, peer: int, which: str) -> Link:
+    found = getattr(worker.transport._peers[peer], which)  # type: ignore[attr-defined]
+    assert isinstance(found, Link)
+    return found
+
+
+def told_by(worker: Worker, peer: int, which: str) -> list[None]:
+    """Grows whenever a link tells its other end that something comes, which it does."""
+    link, told = half_of(worker, peer, which), list[None]()
+    announce = link.announce
+    assert announce is not None
+
+    def tell() -> None:
+        told.append(None)
+        announce()
+
+    link.announce = tell
+    link._announced_at = 0.0
+    return told
