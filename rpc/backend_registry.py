@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch._C._distributed_c10d import Store
 
@@ -199,9 +199,10 @@ def init_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
     )
-    if not isinstance(made, Agent):
+    # Programs written for torch may bring an agent of their own, of which it asks for this first.
+    if not isinstance(made, Agent) and not hasattr(made, "get_worker_infos"):
         raise _not_returned("init_backend", backend, made, "rpc.RpcAgent")
-    return made
+    return cast(Agent, made)
 
 
 def _not_returned(handler: str, backend: BackendType, made: object, wanted: str) -> TypeError:

@@ -10,6 +10,7 @@ import pytest
 
 import rpc
 from rpc.backend_registry import _Members
+from rpc.current import current_agent, set_process_agent
 from rpc.testing import connect
 
 Options = Callable[..., rpc.RpcBackendOptions]
@@ -48,6 +49,22 @@ def test_a_registered_backend_forms_a_group(options: Options) -> None:
     backend = rpc.register_backend("OWN", options, agent)
     rpc.init_rpc("alone", backend=backend, rank=0, world_size=1)
     assert rpc.rpc_sync("alone", abs, (-1,)) == 1
+
+
+class Stub:
+    """An agent of a program's own, with what torch asks of one."""
+
+    def get_worker_infos(self) -> list[rpc.WorkerInfo]:
+        return [rpc.WorkerInfo("alone", 0)]
+
+
+def test_a_backend_may_bring_an_agent_of_its_own(options: Options) -> None:
+    backend = rpc.register_backend("OWN", options, lambda **_: Stub())
+    try:
+        rpc.init_rpc("alone", backend=backend, rank=0, world_size=1)
+        assert isinstance(current_agent(), Stub)
+    finally:
+        set_process_agent(None)
 
 
 def test_a_backend_that_returns_no_agent_is_refused_and_named(options: Options) -> None:
