@@ -189,8 +189,6 @@ def init_backend(
     Raises:
         TypeError: ``backend`` is none, or what it returns is no agent.
     """
-    from rpc.agent import Agent
-
     backend = ours(backend)
     made: object = backend.value.init_backend_handler(
         store=store,
@@ -199,10 +197,10 @@ def init_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
     )
-    # Programs written for torch may bring an agent of their own, of which it asks for this first.
-    if not isinstance(made, Agent) and not hasattr(made, "get_worker_infos"):
+    # Programs written for torch may bring an agent of their own, which has at least this.
+    if not hasattr(made, "get_worker_infos"):
         raise _not_returned("init_backend", backend, made, "rpc.RpcAgent")
-    return cast(Agent, made)
+    return cast("Agent", made)
 
 
 def _not_returned(handler: str, backend: BackendType, made: object, wanted: str) -> TypeError:
