@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Token
-from typing import cast
 
 import torch
 import torch.distributed
@@ -46,7 +45,8 @@ class context:
 
     def __enter__(self) -> int:
         extension = _extension()
-        refuse_nested(extension)
+        if current_context_id() is not None:
+            refuse_nested(extension)
         context_id = extension.contexts.create().context_id
         block = (extension, context_id, current_id.set(context_id))
         # In one step, as another thread may enter at the same time.
@@ -163,7 +163,8 @@ def grad_fields() -> GradFields:
 
 
 def _extension() -> AutogradExtension:
-    return cast(AutogradExtension, current_agent().extensions.load(EXTENSION_NAME))
+    extension: AutogradExtension = current_agent().extensions.load(EXTENSION_NAME)  # type: ignore[assignment]
+    return extension
 
 
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:

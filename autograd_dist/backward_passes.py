@@ -23,7 +23,7 @@ from autograd_dist.home import Home
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
-from autograd_dist.profiled import PASS, span
+from autograd_dist.profiled import PASS, in_span
 from autograd_dist.wire import (
     EXTENSION_NAME,
     AckMessage,
@@ -56,6 +56,8 @@ class _OfContext:
     def end_before(self, root: int, oldest: int) -> list[Driver]:
         """Notes the oldest pass of a root that is not over; removes and returns older ones."""
         oldest = self.oldest[root] = max(oldest, self.oldest.get(root, 0))
+        if not self.drivers:
+            return []
         over = [p for p in self.drivers if p.root == root and p.number < oldest]
         return [self.drivers.pop(pass_id) for pass_id in over]
 
@@ -104,9 +106,7 @@ class BackwardPasses:
         driver.home = home
         try:
             self._begin(driver)
-            with span(PASS):
-                driver.start(roots)
-                error = home.work()
+            error = in_span(PASS, _to_the_end, driver, home, roots)
         finally:
             self._end(driver)
         if error is not None:
@@ -290,6 +290,13 @@ class BackwardPasses:
         for finished in over:
             finished.abandon()
         return driver
+
+
+def _to_the_end(
+    driver: Driver, home: Home[Failure | None], roots: Sequence[torch.Tensor]
+) -> Failure | None:
+    driver.start(roots)
+    return home.work()
 
 
 def sendable(

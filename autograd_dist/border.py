@@ -13,6 +13,7 @@ the whole gradient passes through it later.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -66,11 +67,17 @@ class SentTensor:
 def _hooks_of(tensor: torch.Tensor) -> Hooks:
     if tensor.is_leaf:
         return {}
-    if tensor._backward_hooks is None:
-        # Made with a tensor's first hook, and then that of all its hooks to come.
-        tensor.register_hook(_change_nothing).remove()  # type: ignore[no-untyped-call]
     hooks: Hooks | None = tensor._backward_hooks
-    return {} if hooks is None else hooks
+    if hooks is not None:
+        return hooks
+    # Made with a tensor's first hook, and then that of all its hooks to come.
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(_change_nothing).remove()  # type: ignore[no-untyped-call]
+        hooks = tensor._backward_hooks
+        return {} if hooks is None else hooks
+    made = tensor._backward_hooks = OrderedDict()  # what that comes to, without a hook
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    return made
 
 
 def has_gradient(tensor: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from autograd_dist.passes import (
     Send,
     T,
 )
-from autograd_dist.profiled import SEND, span
+from autograd_dist.profiled import SEND, in_span
 from autograd_dist.recv_node import Origin
 
 Payload = list[torch.Tensor | None]
@@ -126,7 +126,8 @@ class PassDriver(Generic[T]):
         """Stops taking part, and lets go of the graph."""
         with self._participant_lock:
             effects = self._participant.abandoned()
-        self._carry_out(effects)
+        if effects:
+            self._carry_out(effects)
         # The two refer to each other; without this the graph would wait for the
         # garbage collector. A wave that still runs has its own reference.
         self._local = None
@@ -146,7 +147,8 @@ class PassDriver(Generic[T]):
             may_wait = may_wait and (gradient is None or gradient.is_cpu)
         with self._participant_lock:
             effects = self._participant.gradients_ready(origin, gradients, may_wait=may_wait)
-        self._carry_out(effects)
+        if effects:
+            self._carry_out(effects)
 
     def _carry_out(
         self,
@@ -188,8 +190,7 @@ class PassDriver(Generic[T]):
         try:
             if isinstance(effect, RunWave):
                 for arrived in effect.arrived:
-                    with span(SEND):
-                        local.add_gradients(*arrived)
+                    in_span(SEND, local.add_gradients, *arrived)
                 if effect.only_promised is not None:
                     resolved = _resolve_others(local, effect.only_promised)
                 local.run_wave()

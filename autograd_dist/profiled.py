@@ -7,7 +7,8 @@ own, for programs that look for them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from torch.autograd.profiler import record_function
 
@@ -16,9 +17,13 @@ from rpc.observation import profiler_enabled
 PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"
 
-_NOT_RECORDED: AbstractContextManager[object] = nullcontext()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def span(name: str) -> AbstractContextManager[object]:
-    """A span in the calling thread's profile, if there is one."""
-    return record_function(name) if profiler_enabled() else _NOT_RECORDED
+def in_span(name: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does ``work`` in a span of the calling thread's profile, if there is one."""
+    if not profiler_enabled():
+        return work(*args, **kwargs)
+    with record_function(name):
+        return work(*args, **kwargs)

@@ -233,7 +233,7 @@ class AckMessage(NamedTuple):
             return cls(Ack(stuck, resolved), message_id, tuple(map(bool, data[start:])))
         if kind != _BARE or len(data) > _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of kind {kind}")
-        return cls(Ack(stuck, resolved))
+        return _new(cls, (Ack(stuck, resolved), 0, None))
 
 
 def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = None) -> bytes:
@@ -274,8 +274,13 @@ def _decoded(data: bytes) -> str:
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
     """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
-    present = tuple([gradient is not None for gradient in gradients])
-    return present, [gradient for gradient in gradients if gradient is not None]
+    present: list[bool] = []
+    tensors: list[torch.Tensor] = []
+    for gradient in gradients:
+        present.append(gradient is not None)
+        if gradient is not None:
+            tensors.append(gradient)
+    return tuple(present), tensors
 
 
 def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -286,6 +291,8 @@ def spread(present: Sequence[bool], tensors: Sequence[torch.Tensor]) -> list[tor
     """
     if sum(present) != len(tensors):
         raise FrameError(f"{len(tensors)} gradients came where {sum(present)} were announced")
+    if len(tensors) == len(present):
+        return list(tensors)
     waiting = iter(tensors)
     return [next(waiting) if is_present else None for is_present in present]
 

@@ -516,7 +516,8 @@ class Agent(process_forks.Member):
 
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
-        if self._early_frames.keep(sender, frame):
+        early = self._early_frames
+        if early.held is not None and early.keep(sender, frame):
             return
         if in_batch:
             with self.completions.elsewhere():

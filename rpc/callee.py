@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd import profiler
@@ -57,6 +57,9 @@ _logger = logging.getLogger("rpc")
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _SECONDS_TO_LET_GO = 5.0
+_new: Final = tuple.__new__
+"""Makes named tuples; their own is a function in Python."""
+
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
@@ -92,7 +95,7 @@ class Callee:
             if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
                 return
             self._serving[service] = now
-            if self._early and self._early.take(sender.worker, frame.correlation):
+            if self._early.noted and self._early.take(sender.worker, frame.correlation):
                 service.cancelled = True
         user_code = request.operation in _USER_CODE
         executor = agent.executor if user_code else agent.system_executor
@@ -171,16 +174,19 @@ class Callee:
         """The reply to a request was sent, or need not be."""
         service.deadline = 0.0  # what it left running does nothing on the caller's behalf
         now = self._agent.clock.now()
+        name = service.method
+        if name is UNDECODED:
+            name = announced_name(service.request)
         with self._lock:
             since = self._serving.pop(service, now)
             self._handled += 1
-            series = self._book[service.name, service.sender]
+            series = self._book[name, service.sender]
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
         if service.request.extensions:
             tracing.served(since, now, service.failed)
-        self._agent.activity_changed()
+        self._agent.departure.activity_changed()
 
     def leaving(self, service: _Service) -> None:
         """The reply to a traced request is about to be sent: its record is complete by then."""
@@ -340,14 +346,12 @@ class _Service:
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
         else:
-            once = self._once()
+            # The id of a request that may come more than once, but is to run once; or nothing.
+            once = self.request.target
+            if operation is not Operation.CALL:
+                once = once[PASSED_BYTES:]
             if not once or self._callee.admit(self, RequestId.decode(once)):
                 self._call(adopted, scopes)
-
-    def _once(self) -> bytes:
-        """The id of a request that may come more than once, but is to run once; or nothing."""
-        target = self.request.target
-        return target if self.request.operation is Operation.CALL else target[PASSED_BYTES:]
 
     def answer(self, outcome: _Outcome) -> None:
         """Replies with what a function returned or raised, maybe for another request."""
@@ -513,13 +517,12 @@ class _Service:
         ):
             agent.announce(self.sender, FrameKind.REPLY)
         packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
-        reply = Reply(
-            Status.OK, packed.plain, packed.extensions, packed.loan.table, packed.tensor_table
-        )
+        payload, plain, extensions, loan, table, slots = packed
+        reply: Reply = _new(Reply, (Status.OK, plain, extensions, loan.table, table))
         try:
-            self._send(reply, packed.payload, packed.slots)
+            self._send(reply, payload, slots)
         except BaseException as error:
-            agent.references.unsent(packed.loan, str(error))
+            agent.references.unsent(loan, str(error))
             if not isinstance(error, _NOBODY_THERE):
                 raise
             self._drop_reply(error)
@@ -600,7 +603,7 @@ class _Service:
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
-        frame = Frame(FrameKind.REPLY, self.correlation, header, payload, slots)
+        frame = _new(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
         if self.request.extensions and traced() is not None:
             # Whoever gets the reply may ask for the records at once.
             self._callee.leaving(self)

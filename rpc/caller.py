@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd import profiler
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _REPLY = Ending.REPLY
 _ERROR = Status.ERROR
 _BARE = Reply(Status.OK)  # nothing comes with the payload
+_new: Final = tuple.__new__
+"""Makes named tuples; their own is a function in Python."""
 
 
 @dataclass(slots=True)
@@ -189,22 +191,16 @@ class Caller:
             target, loan = agent.references.lend_through(through, peer, loan)
         series = self._book[name, peer]
         call = Call(name, sink, limit, loan, packed.extensions, series)
-        header = Request(
-            operation,
-            packed.plain,
-            limit,
-            target,
-            packed.extensions,
-            loan.table,
-            packed.tensor_table,
-            function,
+        payload, plain, extensions, _, table, slots = packed
+        header: Request = _new(
+            Request, (operation, plain, limit, target, extensions, loan.table, table, function)
         )
         try:
             encoded = header.encode()
         except EncodeError as error:
             agent.references.unsent(loan, str(error))
             raise
-        return self._send(call, to, encoded, packed.payload, packed.slots)
+        return self._send(call, to, encoded, payload, slots)
 
     def message(
         self,
@@ -344,7 +340,7 @@ class Caller:
         finally:
             with self._lock:
                 self._processing -= 1
-            self._agent.activity_changed()
+            self._agent.departure.activity_changed()
 
     def expire(self, now: float) -> float | None:
         """Ends calls past their deadline; returns when to come back."""
@@ -465,7 +461,8 @@ class Caller:
         if rearm:
             agent.pulse.wake()
         try:
-            agent.transport.send(to.id, Frame(FrameKind.REQUEST, call_id, header, payload, slots))
+            frame = _new(Frame, (FrameKind.REQUEST, call_id, header, payload, slots))
+            agent.transport.send(to.id, frame)
         except BaseException as error:
             with self._lock:
                 withdrawn = self._table.withdraw(call_id)
@@ -483,7 +480,8 @@ class Caller:
 
     def _dispatch(self, ended: Ended[Call], sender: int, reply: Reply, frame: Frame) -> None:
         call = ended.call
-        self._agent.references.call_ended(call.loan)
+        if call.loan.passed:
+            self._agent.references.call_ended(call.loan)
         if ended.ending is Ending.LATE_REPLY:
             self._agent.references.adopt(reply.references)
             return

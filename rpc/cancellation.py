@@ -13,28 +13,29 @@ _KEPT = 4096
 
 
 class EarlyCancellations:
-    """Cancellations of requests that did not arrive yet."""
+    """Cancellations of requests that did not arrive yet.
+
+    Attributes:
+        noted: sender and correlation of each; empty most of the time.
+    """
 
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
-        self._early: dict[tuple[int, int], None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._early)
+        self.noted: dict[tuple[int, int], None] = {}
 
     def note(self, sender: int, correlations: Iterable[int]) -> None:
         """Requests of ``sender`` that are not here were cancelled."""
-        self._early.update(dict.fromkeys((sender, each) for each in correlations))
-        while len(self._early) > self._kept:
-            del self._early[next(iter(self._early))]
+        self.noted.update(dict.fromkeys((sender, each) for each in correlations))
+        while len(self.noted) > self._kept:
+            del self.noted[next(iter(self.noted))]
 
     def take(self, sender: int, correlation: int) -> bool:
         """A request arrived: was it cancelled before?"""
-        known = (sender, correlation) in self._early
+        known = (sender, correlation) in self.noted
         if known:
-            del self._early[sender, correlation]
+            del self.noted[sender, correlation]
         return known
 
     def worker_lost(self, sender: int) -> None:
         """A worker is gone; in its next life it counts its requests anew."""
-        self._early = {key: None for key in self._early if key[0] != sender}
+        self.noted = {key: None for key in self.noted if key[0] != sender}

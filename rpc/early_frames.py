@@ -26,38 +26,41 @@ class EarlyFrames:
     Args:
         deliver: takes a frame when its time has come.
         lose: likewise a loss.
+
+    Attributes:
+        held: what waits; None while nothing has to.
     """
 
     def __init__(self, deliver: Deliver, lose: Lose) -> None:
         self._deliver = deliver
         self._lose = lose
         self._lock = threading.Lock()
-        self._held: list[Callable[[], None]] | None = None
+        self.held: list[Callable[[], None]] | None = None
 
     def keep(self, sender: Life, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
-        if self._held is None:
+        if self.held is None:
             return False
         return self._append(partial(self._deliver, sender, frame))
 
     def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
-        if self._held is None:
+        if self.held is None:
             return False
         return self._append(partial(self._lose, life, reason))
 
     def _append(self, arrival: Callable[[], None]) -> bool:
         with self._lock:
-            if self._held is None:
+            if self.held is None:
                 return False
-            self._held.append(arrival)
+            self.held.append(arrival)
             return True
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Makes all wait until the end of the block, where it is delivered in order."""
         with self._lock:
-            self._held = []
+            self.held = []
         try:
             yield
         finally:
@@ -67,6 +70,6 @@ class EarlyFrames:
 
     def _take(self) -> list[Callable[[], None]]:
         with self._lock:
-            held = self._held or []
-            self._held = [] if held else None
+            held = self.held or []
+            self.held = [] if held else None
             return held

@@ -206,8 +206,9 @@ class Executor:
             with self._lock:
                 self._task_ended()
                 self._guests -= 1
-                missing = self._staff()
-            self._start(missing)
+                missing = self._staff() if self._queue else None
+            if missing is not None:
+                self._start(missing)
         return True
 
     def try_again(self) -> None:

@@ -95,9 +95,11 @@ class ExtensionSet:
             for extension in self.all():
                 data = extension.outgoing_request(to, tensors)
                 if data is not None:
-                    _require_bytes(extension.name, "outgoing_request", data)
+                    if not isinstance(data, bytes):
+                        raise _not_bytes(extension.name, "outgoing_request", data)
                     found.append((extension.name, data))
-            _require_whole(severed, found)
+            if severed is not None:
+                _require_whole(severed, found)
             return tuple(found)
 
         return attach
@@ -109,11 +111,13 @@ class ExtensionSet:
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
         ) -> Extensions:
             found: list[tuple[str, bytes]] = []
-            _require_whole(severed, request)
+            if severed is not None:
+                _require_whole(severed, request)
             for name, sent in request:
                 data = self.load(name).outgoing_reply(to, sent, tensors)
                 if data is not None:
-                    _require_bytes(name, "outgoing_reply", data)
+                    if not isinstance(data, bytes):
+                        raise _not_bytes(name, "outgoing_reply", data)
                     found.append((name, data))
             return tuple(found)
 
@@ -167,9 +171,8 @@ def leave(scopes: Scopes, error: BaseException | None) -> None:
             leave(scopes, error)
 
 
-def _require_bytes(extension: str, hook: str, answer: object) -> None:
-    if not isinstance(answer, bytes):
-        raise _not_returned(extension, hook, answer, "bytes or None")
+def _not_bytes(extension: str, hook: str, answer: object) -> TypeError:
+    return _not_returned(extension, hook, answer, "bytes or None")
 
 
 def _require_pair(extension: str, answer: object) -> None:
@@ -199,13 +202,13 @@ def require_answer(extension: str, answer: object) -> None:
         raise _not_returned(extension, "on_message", answer, "bytes, a tuple, or a future of these")
 
 
-def _require_whole(severed: type[torch.Tensor] | None, riding: Iterable[tuple[str, bytes]]) -> None:
+def _require_whole(severed: type[torch.Tensor], riding: Iterable[tuple[str, bytes]]) -> None:
     """Refuses a tensor that was cut off from its graph where its gradient is wanted.
 
     Raises:
         EncodeError: the message belongs to an autograd context.
     """
-    if severed is not None and any(name == AUTOGRAD for name, _ in riding):
+    if any(name == AUTOGRAD for name, _ in riding):
         raise EncodeError(
             f"a {severed.__qualname__} that is part of a graph cannot be sent within an "
             "autograd context, as its gradient would be lost: send it detached, or a plain tensor"

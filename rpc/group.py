@@ -140,7 +140,7 @@ class Group:
         Raises:
             UnknownWorkerError: no such worker.
         """
-        return self.peer(worker_id).life
+        return self._living.get(worker_id) or self.peer(worker_id).life
 
     def lost_error(self, worker_id: int) -> WorkerLostError | None:
         """The error to give to callers of a worker that is gone; None if it lives."""

@@ -15,7 +15,7 @@ import torch
 
 from rpc import codec, tensor_table
 from rpc.errors import DecodeError
-from rpc.holdings import Adopted, Loan
+from rpc.holdings import NOTHING_LENT, Adopted, Loan
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
 from rpc.transports.base import Unreceived
@@ -65,7 +65,7 @@ def pack(
         moves = keeper.agent.host_moves
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
         table, slots = tensor_table.pack_tensors(tensors, limit)
-    loan = keeper.lend(references, to, borrow=borrow)
+    loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
     # Not by its own constructor, which is a function of Python's.
     return tuple.__new__(Packed, (payload, plain, extensions, loan, table, slots))
 
@@ -103,7 +103,9 @@ def unpack(
         raised = tensor_table.unpack_tensors(table, slots)
         if replace is not None:
             raised.tensors[:] = replace(raised.tensors)
-        tensors = raised.finish()
+        tensors = raised.tensors
+        if raised.requiring_grad or raised.parameters:
+            tensors = raised.finish()
     elif replace is not None:
         replace([])
     return decode(payload, tensors, adopted.handles)

@@ -31,7 +31,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.futures import Future
-from rpc.holdings import NOTHING_LENT, Adopted, Countdown, Holding, Loan, Maker
+from rpc.holdings import Adopted, Countdown, Holding, Loan, Maker
 from rpc.ids import GlobalId, Life
 from rpc.interrupts import restore, shut_out
 from rpc.messages import Operation
@@ -260,8 +260,6 @@ class ReferenceKeeper:
         Raises:
             RRefError: one of them must not be used any more, or is another worker's.
         """
-        if not handles:
-            return NOTHING_LENT
         life = self.agent.group.life(to)
         carrier = Carrier.REQUEST if borrow else Carrier.REPLY
         passed: list[Passed] = []

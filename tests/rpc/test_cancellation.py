@@ -26,9 +26,9 @@ class TestEarlyCancellations:
         assert early.take(1, 7)
         assert not early.take(1, 7)
         assert not early.take(2, 8)
-        assert early
+        assert early.noted
         assert early.take(1, 8)
-        assert not early
+        assert not early.noted
 
     def test_only_the_latest_are_kept(self) -> None:
         early = EarlyCancellations(kept=2)
@@ -40,7 +40,7 @@ class TestEarlyCancellations:
         early.note(1, [7])
         early.note(2, [7])
         early.worker_lost(1)
-        assert early
+        assert early.noted
         assert not early.take(1, 7)
         assert early.take(2, 7)
 
