@@ -30,7 +30,7 @@ class EngineRun(Protocol):
 
 def current_run() -> EngineRun | None:
     """The run that the calling code executes for; None outside of ours."""
-    if not torch._C._is_key_in_tls(_SLOT):
+    if not _is_set(_SLOT):
         return None
     run: EngineRun | None = torch._C._get_obj_in_tls(_SLOT)
     return run
@@ -49,26 +49,16 @@ class running:
         self._run = run
 
     def __enter__(self) -> None:
-        self._outer = current_run()
-        _stash(self._run)
+        self._outer = current_run() if _is_set(_SLOT) else None
+        _set(_SLOT, self._run)
 
     def __exit__(self, *_: object) -> None:
-        _restore(self._outer)
-
-
-def _restore(outer: EngineRun | None) -> None:
-    if outer is None and _remove is not None:
-        # An object left in a thread's slot is destroyed at thread exit, which
-        # can deadlock on the interpreter lock.
-        _remove(_SLOT)
-    else:
-        _stash(outer)
-
-
-def _stash(value: object) -> None:
-    if not _counts:
-        _increment(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(_SLOT, value)
+        if self._outer is None:
+            # An object left in a thread's slot is destroyed at thread exit, which
+            # can deadlock on the interpreter lock.
+            _empty(_SLOT)
+        else:
+            _set(_SLOT, self._outer)
 
 
 def _slot_counts() -> bool:
@@ -83,8 +73,18 @@ def _slot_counts() -> bool:
     return counted
 
 
-_remove = getattr(torch._C, "_remove_obj_from_tls", None)
+def _set_counted(slot: str, value: object) -> None:
+    _increment(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(slot, value)
+
+
+def _set_none(slot: str) -> None:
+    _set(slot, None)
+
+
 _increment = ctypes.pythonapi.Py_IncRef
 _decrement = ctypes.pythonapi.Py_DecRef
-_counts = _slot_counts()
-_restore(None)
+_is_set = torch._C._is_key_in_tls
+_set = torch._C._stash_obj_in_tls if _slot_counts() else _set_counted
+_empty = getattr(torch._C, "_remove_obj_from_tls", None) or _set_none
+_empty(_SLOT)

@@ -52,7 +52,8 @@ class Home(Generic[R]):
     def _put(self, work: Work | None) -> None:
         self._work.append(work)
         self._woken.put(None)
-        self._transport.wake()
+        if threading.get_ident() != self._thread:
+            self._transport.wake()
 
     def work(self) -> R:
         """Does what there is to do until the end; returns the result."""

@@ -279,7 +279,8 @@ class LocalPass:
                     accumulate_grad=False,
                 )
             )
-        self._finish_recvs(region)
+        if self._awaited:
+            self._finish_recvs(region)
         if region.leaves:
             del captured[len(region.leaves) :]
             self._finished_leaves.update(region.leaves)
@@ -299,7 +300,8 @@ class LocalPass:
             )
             gradients = borrowed.take()
         self.contributions.clear()
-        self._finish_recvs(region)
+        if self._awaited:
+            self._finish_recvs(region)
         self._leaves.add_all(own_all(variables, gradients))
 
     def _finish_recvs(self, region: Region) -> None:
