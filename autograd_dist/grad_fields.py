@@ -18,7 +18,8 @@ class GradFields:
     """The ``.grad`` fields of one worker's leaves."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._user_of: dict[int, int] = {}
         self._waiting = 0
 
@@ -38,7 +39,7 @@ class GradFields:
         def are_free() -> bool:
             return all(user_of.get(leaf, me) == me for leaf in wanted)
 
-        with self._changed:
+        with self._lock:
             if not wanted.isdisjoint(user_of):
                 # All at once: who holds some never waits for the rest.
                 self._waiting += 1
@@ -51,7 +52,7 @@ class GradFields:
 
     def _give_back(self, taken: set[int]) -> None:
         me, user_of = threading.get_ident(), self._user_of
-        with self._changed:
+        with self._lock:
             for leaf in taken:
                 if user_of.get(leaf) == me:
                     del user_of[leaf]

@@ -7,7 +7,7 @@ an owner is in ``local_optimizer``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -95,18 +95,19 @@ class DistributedOptimizer:
                 names every owner that failed. The others have stepped.
         """
         autograd_dist.get_gradients(context_id)
-        optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
         what = f"the step of {self._name}"
-
-        def args(owner: rpc.WorkerInfo) -> tuple[rpc.RRef[OwnersOptimizer], str, int]:
-            return optimizers[owner], OwnersOptimizer.step_in.__name__, context_id
-
         with entered(context_id):  # owners that it has not reached must learn of it
-            if len(optimizers) == 1:
-                (owner,) = optimizers
-                from_one(what, owner, lambda to: rpc.rpc_sync(to, call_method, args(to)))
-            else:
-                from_each(what, optimizers, lambda to: rpc.rpc_async(to, call_method, args(to)))
+            if len(self.remote_optimizers) == 1:
+                (only,) = self.remote_optimizers
+                args = only, _STEP, context_id
+                from_one(what, only.owner(), lambda to: rpc.rpc_sync(to, call_method, args))
+                return
+            optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
+            from_each(
+                what,
+                optimizers,
+                lambda to: rpc.rpc_async(to, call_method, (optimizers[to], _STEP, context_id)),
+            )
 
 
 def _by_owner(
@@ -136,6 +137,9 @@ class OwnersOptimizer(LocalOptimizer):
     def step_in(self, context_id: int) -> None:
         """Steps with the gradients of a context that exists here."""
         self.step(autograd_dist.get_gradients(context_id))
+
+
+_STEP: Final = OwnersOptimizer.step_in.__name__
 
 
 def _make_local_optimizer(
