@@ -80,12 +80,22 @@ asleep again when the frame comes: an echo of 64 MB took 11.8 ms on two cores, a
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What all links of one worker share."""
+    """What all links of one worker share.
+
+    Args:
+        budget: of shared memory.
+        buffers: for what arrives.
+        max_message_bytes: see ``Settings``.
+        crew: copies.
+        awake_seconds: how long the other end looks out for messages before it sleeps, on
+            average.
+    """
 
     budget: Budget
     buffers: ReceiveBuffers
     max_message_bytes: int
     crew: CopyCrew
+    awake_seconds: float
 
 
 @dataclass(slots=True)
@@ -147,8 +157,11 @@ class Link:
         self._turn = itertools.count()
         self.main: Sender | None = None
         self.announce: Callable[[], None] | None = None
-        self._announced_at = -math.inf
         """Sends a small message at once, of any meaning; set with ``main``."""
+        self.heard_at = -math.inf
+        """When something came last from the other end, which has looked out for more since."""
+        self._awake_seconds = resources.awake_seconds
+        self._announced_at = -math.inf
         self.bulk: list[Sender] = []
         self.bulk_readers: list[BulkReader] = []
         self.unsent = Unsent()
@@ -190,9 +203,13 @@ class Link:
             flush_soon(main)
 
     def tell_soon(self) -> None:
-        """Lets the other end know that something comes, unless it was told just now."""
+        """Lets the other end know that something comes, unless it looks out for it anyway."""
         now = time.perf_counter()
-        if self.announce is not None and now - self._announced_at > _ANEW_SECONDS:
+        if (
+            self.announce is not None
+            and now - self.heard_at > self._awake_seconds
+            and now - self._announced_at > _ANEW_SECONDS
+        ):
             self._announced_at = now
             self.announce()
 

@@ -7,6 +7,7 @@ One receive at a time; which thread calls, and that only one does, is decided by
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 
 from rpc.transports.base import Frame
@@ -22,6 +23,7 @@ _BYTES_SOON = 1 << 14
 _BYTES_NOW = 1 << 18
 _FRAME_COUNTS_FOR_SHIFT = 7
 """What is remembered of a frame weighs more than its bytes."""
+_clock = time.perf_counter
 _CLOSED = "the connection was closed by the other end"
 
 
@@ -99,6 +101,7 @@ class MainReader:
             return []
         self.more = len(data) == _RECEIVE_BYTES
         self.silent = False
+        self._link.heard_at = _clock()
         frames: list[Frame] = []
         try:
             arrived = self._decoder.feed(data)
@@ -124,6 +127,7 @@ class MainReader:
             self.over = _CLOSED
             return []
         self.more = True
+        self._link.heard_at = _clock()
         try:
             arrived = self._decoder.filled(count)
             receipts = self._receipts

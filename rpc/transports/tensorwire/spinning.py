@@ -17,7 +17,9 @@ costs 20 µs, a call with two small tensors took 189 µs when both ends gave up 
 longer to copy is announced shortly before it comes (``link``), and looked out for anew; so
 is, before it is packed, what takes longer to pack (``base.Announces``): a step of autograd
 wakes each end four or five times, and took 1150 µs without that, 700 with it. To announce
-every call would cost: four callers at once made a fifth fewer empty ones.
+every call would cost: four callers at once made a fifth fewer empty ones. Whoever was heard of
+within the time for which it looks out is not told, which where pieces of work are that short
+spares a step 3 % and an echo of 64 KB 5 %.
 
 Calls have moods. While both ends look out, answers come soon and are found that way; once
 one end slept, it answers late, so that the other gives up, sleeps, and answers late itself.

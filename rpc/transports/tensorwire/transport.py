@@ -98,6 +98,7 @@ class TensorWireTransport:
                 ReceiveBuffers(_IDLE_RECEIVE_BYTES),
                 settings.max_message_bytes,
                 CopyCrew(name),
+                settings.busy_poll_seconds,
             ),
             ReplySide(f"{name}-replies", settings.busy_poll_seconds),
             RequestSide(name, door.sweep, settings.busy_poll_seconds),

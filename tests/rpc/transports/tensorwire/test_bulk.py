@@ -30,7 +30,7 @@ class End:
         mine, self.other = socket.socketpair()
         mine.setblocking(False)
         self.other.settimeout(SECONDS)
-        resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0))
+        resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0), 0.0)
         self.link = Link(resources, "bob", DeviceMap("bob", {}), shared=True)
         self.sender = Sender(mine, Unsent(), partial(mover.watch_writable, mine))
         self.reasons: list[str] = []

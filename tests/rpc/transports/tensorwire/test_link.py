@@ -27,6 +27,7 @@ from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LIMIT = 1 << 30
+AWAKE_SECONDS = 100e-6
 KB = 1 << 10
 
 
@@ -62,7 +63,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def link(told: list[str], *, shared: bool = True) -> Link:
-    resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0))
+    resources = Resources(
+        Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0), AWAKE_SECONDS
+    )
     made = Link(resources, "bob", DeviceMap("bob", {}), shared=shared)
     made.main = Main(told)  # type: ignore[assignment]
     made.announce = lambda: told.append("announced")
@@ -202,6 +205,19 @@ def test_what_was_announced_just_now_is_not_again(monkeypatch: pytest.MonkeyPatc
     now[0] += 40e-6
     made.tell_soon()
     assert order == ["announced"] * 2
+
+
+def test_whoever_was_heard_of_just_now_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [100.0], list[str]()
+    monkeypatch.setattr("rpc.transports.tensorwire.link.time.perf_counter", lambda: now[0])
+    made = link(order)
+    made.heard_at = now[0]
+    now[0] += 0.9 * AWAKE_SECONDS
+    made.tell_soon()
+    assert order == []
+    now[0] += 0.2 * AWAKE_SECONDS
+    made.tell_soon()
+    assert order == ["announced"]
 
 
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:

@@ -33,7 +33,7 @@ class Side:
         self.mine, self.other = socket.socketpair()
         self.mine.setblocking(False)
         link = Link(
-            Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyCrew("test", 0)),
+            Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyCrew("test", 0), 0.0),
             "peer",
             DeviceMap("peer", {}),
             shared=False,

@@ -805,7 +805,7 @@ def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker)
 
     b.answer = lambda *_: None
     under_way = a.ask(b, b"header")
-    half_of(a, 1, "_outgoing")._announced_at = 0.0
+    nothing_happened_lately(half_of(a, 1, "_outgoing"))
     a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
     assert len(request) == 1
     b.until(lambda: len(b.received) == 2)
@@ -831,5 +831,9 @@ def told_by(worker: Worker, peer: int, which: str) -> list[None]:
         announce()
 
     link.announce = tell
-    link._announced_at = 0.0
+    nothing_happened_lately(link)
     return told
+
+
+def nothing_happened_lately(link: Link) -> None:
+    link._announced_at = link.heard_at = 0.0
