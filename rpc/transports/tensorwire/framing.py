@@ -20,7 +20,7 @@ import enum
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from rpc.errors import FrameError
@@ -64,6 +64,9 @@ class WireKind(enum.IntEnum):
     """Bulk channels only: the segment ``correlation`` cannot be mapped here; header: the system's
     number of the error, or 0."""
 
+
+_new: Final = tuple.__new__
+"""Makes named tuples; their own is a function in Python."""
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 _ACKNOWLEDGE = int(WireKind.ACKNOWLEDGE)
@@ -187,10 +190,10 @@ class FrameDecoder:
                     continue
                 inline_part = bytearray(inline_part)
             try:
-                frame = Frame(_KINDS[kind], correlation, data[at_header:at_table], inline_part)
+                parts = _KINDS[kind], correlation, data[at_header:at_table], inline_part, ()
             except KeyError:
                 raise FrameError("an acknowledgement without its table") from None
-            frames.append((frame, data[at_table:at_inline]))
+            frames.append((_new(Frame, parts), data[at_table:at_inline]))
         self._rest = data[start:]
         return frames
 

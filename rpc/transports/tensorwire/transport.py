@@ -245,7 +245,8 @@ class TensorWireTransport:
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """See :meth:`rpc.transports.base.Transport.wait`."""
-        machinery = self._running().machinery
+        now = self._now or self._running()
+        machinery = now.machinery
         machinery.requests.about_to_block()
         machinery.replies.wait(done, block)
 
