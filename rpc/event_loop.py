@@ -1,28 +1,26 @@
-"""The asyncio loop on which an agent runs its ``async def`` handlers; started by the first."""
+"""One asyncio loop on a thread of its own, for ``async def`` handlers.
+
+Owns the loop, its thread, and those that ``asyncio.to_thread`` uses there. Which coroutines
+run on it, and what becomes of them, is ``coroutines``'.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import threading
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
-
-from rpc.errors import AgentClosedError
-from rpc.executor import SECONDS_TO_END, Executor, abandon, share_this_thread
+from rpc.executor import SECONDS_TO_END, abandon, share_this_thread
 from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
 _LEAST_SECONDS_FOR_THREADS = 1.0
-_CLOSED = "this worker shut down"
 
 _logger = logging.getLogger("rpc")
 
@@ -32,101 +30,102 @@ class EventLoop:
 
     Args:
         name: of the thread.
-        executor: runs what follows a coroutine's end, so that encoding a large
-            result does not hold up the loop.
+        blocks: called, with this, when the thread begins to wait for a call.
+        goes_on: called, with this, when it has waited.
+
+    Attributes:
+        is_blocked: a coroutine holds the thread and waits; the owner's to set and guard.
+        is_fetching: it was told that coroutines are there to begin; the same.
     """
 
-    def __init__(self, name: str, executor: Executor) -> None:
+    def __init__(
+        self,
+        name: str,
+        blocks: Callable[[EventLoop], None],
+        goes_on: Callable[[EventLoop], None],
+    ) -> None:
+        self.is_blocked = False
+        self.is_fetching = False
         self._name = name
-        self._executor = executor
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._blocks = blocks
+        self._goes_on = goes_on
+        self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
+        self._loop.set_default_executor(self._threads)
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
         self._started = threading.Event()
-        self._closed = False
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio's own references are weak
 
-    def run(
+    def start(self) -> None:
+        """Starts the thread.
+
+        Raises:
+            RuntimeError: there cannot be another; what was to run here will not.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
+        finally:
+            self._started.set()
+
+    def is_usable(self) -> bool:
+        """False if its thread could not be started, or broke."""
+        return not self._loop.is_closed()
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` on the thread, unless it is gone; any thread may ask for it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback)
+
+    def begin(
         self,
         coroutine: Coroutine[Any, Any, Any],
-        succeed: Callable[[Any], None],
-        fail: Callable[[BaseException], None],
-    ) -> Callable[[], None]:
-        """Runs a coroutine in the caller's context and, if that is off, grad mode.
+        name: str,
+        ended: Callable[[asyncio.Task[Any]], None],
+    ) -> None:
+        """Makes a task, in the current context; on the loop's own thread."""
+        task = self._loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
-        Its end is reported on the executor.
+    def enter_wait(self) -> None:
+        """See ``executor.Place``."""
+        self._blocks(self)
 
-        Returns:
-            What cancels it, if it has not ended; any thread may call it.
+    def leave_wait(self) -> None:
+        """See ``executor.Place``."""
+        self._goes_on(self)
+
+    def stop(self) -> None:
+        """Has what still runs cancelled, and the thread end."""
+        self.soon(self._stop)
+
+    def join(self, seconds: float, patience: float = SECONDS_TO_END) -> None:
+        """Waits for the end of the threads, if it is not asked for on one of them.
+
+        Args:
+            seconds: how long; a coroutine that holds the loop on is named in the log and
+                abandoned, and so is what coroutines left to threads.
+            patience: how long the end of the process waits for what was abandoned.
         """
-        context = contextvars.copy_context()
-        has_grad = torch.is_grad_enabled()
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            begun.clear()  # who can cancel it must not keep it, and with it its outcome
-            self._tasks.discard(task)
-            report = partial(_report, task, self._closed, succeed, fail)
-            self._executor.submit(lambda: context.run(report))
-
-        begun: list[asyncio.Task[Any]] = []
-
-        def begin() -> None:
-            task = asyncio.ensure_future(coroutine if has_grad else _without_grad(coroutine))
-            begun.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(ended)
-
-        def cancel() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: [task.cancel() for task in begun])
-
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                new = self._make() if self._loop is None else None
-                assert self._loop is not None
-                loop = self._loop
-                loop.call_soon_threadsafe(begin, context=context)
-        if closed:
-            coroutine.close()
-            fail(AgentClosedError(_CLOSED))
-            return lambda: None
-        if new is not None:
-            new.start()
-            self._started.set()
-        return cancel
-
-    def close(self, seconds: float = SECONDS_TO_END) -> None:
-        """Cancels what still runs and joins the threads.
-
-        A coroutine that holds the loop for as many ``seconds`` on end is named in the log
-        and abandoned, and so is what coroutines left to threads.
-        """
-        began = time.monotonic()
-        deadline = began + seconds
-        with self._lock:
-            self._closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-            if loop is None or thread is None:
-                return
-            with contextlib.suppress(RuntimeError):  # its thread broke, and closed it
-                loop.call_soon_threadsafe(self._stop, loop)
+        until = time.monotonic() + seconds
         self._started.wait()
-        if thread is threading.current_thread():
+        if self._thread is threading.current_thread() or self._thread.ident is None:
             return
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
             _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
-            abandon([thread], began + SECONDS_TO_END)
+            abandon([self._thread], time.monotonic() + patience)
         least = min(_LEAST_SECONDS_FOR_THREADS, seconds)
-        self._end_threads(max(least, deadline - time.monotonic()))
+        self._end_threads(max(least, until - time.monotonic()))
 
-    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _stop(self) -> None:
         self._stopping = True
-        loop.stop()
+        self._loop.stop()
 
     def _end_threads(self, seconds: float) -> None:
         """Ends those that ``asyncio.to_thread`` and the like use."""
@@ -140,15 +139,9 @@ class EventLoop:
         if ending.is_alive():
             _logger.error("%s: what coroutines left to threads is abandoned", self._name)
 
-    def _make(self) -> threading.Thread:
-        """Called with the lock held; the thread is started without it."""
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._threads)
-        self._thread = Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
-        return self._thread
-
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        share_this_thread()
+    def _serve(self) -> None:
+        share_this_thread(self)
+        loop = self._loop
         try:
             _run(loop, lambda: self._stopping)
             end = loop.create_task(_wind_up(loop))
@@ -156,44 +149,6 @@ class EventLoop:
             _run(loop, end.done)
         finally:
             loop.close()
-
-
-@types.coroutine
-def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Each step by itself is in ``no_grad``: between two, others run on the thread.
-
-    torch's own decorator throws into generators in a way that Python 3.12 deprecates.
-    """
-    step = partial(coroutine.send, None)
-    while True:
-        try:
-            with torch.no_grad():
-                awaited = step()
-        except StopIteration as end:
-            return end.value
-        finally:
-            del step  # it may have an error, whose traceback has this frame
-        try:
-            step = partial(coroutine.send, (yield awaited))
-        except BaseException as error:
-            step = partial(coroutine.throw, error)
-
-
-def _report(
-    task: asyncio.Task[Any],
-    closed: bool,
-    succeed: Callable[[Any], None],
-    fail: Callable[[BaseException], None],
-) -> None:
-    error: BaseException | None
-    if task.cancelled():
-        error = AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
-    else:
-        error = task.exception()
-    if error is None:
-        succeed(task.result())
-    else:
-        fail(error)
 
 
 def _run(loop: asyncio.AbstractEventLoop, over: Callable[[], bool]) -> None:

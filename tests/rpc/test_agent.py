@@ -94,6 +94,25 @@ async def slow_square(x: int) -> int:
     return x * x
 
 
+async def bounce_blocking(names: tuple[str, ...]) -> list[str]:
+    """As ``bounce``, and holds its loop while it waits."""
+    await asyncio.sleep(0)
+    here = whoami()
+    return [here, *rpc.rpc_sync(names[0], bounce_blocking, (names[1:],))] if names else [here]
+
+
+async def wait_for_a_coroutine_here() -> int:
+    return rpc.rpc_async(whoami(), slow_square, (3,)).wait()
+
+
+async def wait_for_a_value_from_here() -> int:
+    return rpc.rpc_sync("bob", fetch_from, (whoami(),))
+
+
+def fetch_from(name: str) -> int:
+    return rpc.remote(name, slow_square, (3,)).to_here()
+
+
 class Steps:
     @staticmethod
     @rpc.functions.async_execution
@@ -599,6 +618,20 @@ _busy, _free = threading.Event(), threading.Event()
 def _hold() -> None:
     _busy.set()
     assert _free.wait(20)
+
+
+@pytest.mark.parametrize(
+    "handler", [wait_for_a_coroutine_here, wait_for_a_value_from_here], ids=["self", "other"]
+)
+def test_a_coroutine_may_wait_for_one_of_its_own_worker(
+    pair: list[Agent], handler: Callable[[], Any]
+) -> None:
+    assert [pair[1].rpc_sync("alice", handler) for _ in range(3)] == [9, 9, 9]
+
+
+def test_coroutines_that_wait_for_each_other_in_turn_come_back(pair: list[Agent]) -> None:
+    names = ("bob", "alice") * 10
+    assert pair[0].rpc_sync("alice", bounce_blocking, (names,)) == ["alice", *names]
 
 
 async def _hold_the_loop() -> None:
