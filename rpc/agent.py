@@ -500,8 +500,7 @@ class Agent(process_forks.Member):
         info["serving"] = self.callee.serving()
         info["handler_threads"] = self.executor.thread_count()
         info["workers"] = [worker.name for worker in self.group.living()]
-        for extension in self.extensions.all():
-            info.update(extension.debug_info())
+        info.update(self.extensions.debug_info())
         return info
 
     def metrics(self) -> Snapshot:
