@@ -26,7 +26,7 @@ from rpc.ids import Life
 from rpc.messages import Reply
 from rpc.observation import leads_to
 from rpc.retry import Attempts, RequestId, Retry
-from rpc.sinks import FutureSink, Sink, Unpack
+from rpc.sinks import FutureSink, Sink, Unpack, WaitingCaller
 from rpc.transports.base import Frame
 from rpc.worker_info import WorkerInfo
 
@@ -212,6 +212,7 @@ class RetriedSink:
         "call",
         "expired",
         "goes_on",
+        "is_waited_for",
         "pause",
     )
 
@@ -224,6 +225,8 @@ class RetriedSink:
         self._attempts = attempts
         self._sink = sink
         self._cancelled = False
+        self.is_waited_for = isinstance(sink, WaitingCaller)
+        """The caller holds a thread for the outcome."""
         self.goes_on = False
         """True after an attempt that failed and was not the last."""
         self.expired: Call | None = None
