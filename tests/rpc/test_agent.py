@@ -432,7 +432,7 @@ def test_a_destination_of_the_wrong_type_is_a_value_error(pair: list[Agent], to:
 
 @pytest.mark.parametrize("start", ["rpc_sync", "rpc_async", "remote"])
 def test_what_cannot_be_called_is_refused_at_once(pair: list[Agent], start: str) -> None:
-    with pytest.raises(TypeError, match="func must be callable, but got int"):
+    with pytest.raises(TypeError, match="func=3 cannot be called"):
         getattr(pair[0], start)("bob", 3)
 
 
@@ -797,3 +797,13 @@ def test_a_method_that_failed_and_nobody_looked_at_is_logged_by_its_name(
         until(lambda: gc.collect() >= 0 and bool(caplog.records))
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert told == ["the call of RRef.index on bob failed and nobody looked"]
+
+
+def test_a_call_has_one_name_in_the_log_and_in_dumps(
+    pair: list[Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    nameless = functools.partial(fail_with, KeyError("x"))
+    pair[0].rpc_async(pair[1].info, nameless)
+    until(lambda: gc.collect() >= 0 and "nobody looked" in caplog.text)
+    assert "the call of partial on bob failed and nobody looked" in caplog.text
+    assert [row.method for row in pair[0].metrics().made] == ["partial"]
