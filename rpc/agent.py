@@ -27,12 +27,12 @@ from rpc.clock import Clock, MonotonicClock
 from rpc.completions import Completions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.control import Cancel, Leaving, Lost, encode_passed
-from rpc.coroutines import Coroutines
 from rpc.current import context_of, forked_from
 from rpc.debug import agent_debug_info
 from rpc.departure import Departure
 from rpc.early_frames import EarlyFrames
 from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from rpc.event_loop import EventLoop
 from rpc.executor import SECONDS_TO_END, Executor
 from rpc.extension_set import ExtensionSet
 from rpc.futures import Future
@@ -130,7 +130,7 @@ class Agent(process_forks.Member):
         self.executor = Executor(name, threads, context, short)
         self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context, short)
         self.completions = Completions(self.system_executor, transport, self.activity_changed)
-        self.coroutines = Coroutines(f"{name}-asyncio", self.executor)
+        self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
         self.notices = Notices(self)
         self.references = ReferenceKeeper(self, self.life)
         self.extensions = ExtensionSet(self)
@@ -267,7 +267,7 @@ class Agent(process_forks.Member):
         yield partial(self.retries.close, reason)
         yield self.timers.drop
         yield self.extensions.close
-        yield partial(self.coroutines.close, seconds)
+        yield partial(self.event_loop.close, seconds)
         yield partial(self.transport.close, self.options.flush_seconds, seconds)
         yield self.references.stop
         yield self.pulse.stop

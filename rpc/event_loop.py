@@ -1,131 +1,138 @@
-"""One asyncio loop on a thread of its own, for ``async def`` handlers.
+"""The asyncio loop on which an agent runs its ``async def`` handlers; started by the first.
 
-Owns the loop, its thread, and those that ``asyncio.to_thread`` uses there. Which coroutines
-run on it, and what becomes of them, is ``coroutines``'.
+Owns which coroutines run there, and what becomes of them. On which thread is ``handed_loop``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from rpc.executor import SECONDS_TO_END, abandon, share_this_thread
+import torch
+
+from rpc.errors import AgentClosedError
+from rpc.executor import SECONDS_TO_END, Executor, abandon
+from rpc.handed_loop import HandedLoop
 from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
 _LEAST_SECONDS_FOR_THREADS = 1.0
+_CLOSED = "this worker shut down"
 
 _logger = logging.getLogger("rpc")
 
 
 class EventLoop:
-    """One thread with an asyncio loop.
+    """One asyncio loop, for all coroutines of a worker.
 
     Args:
-        name: of the thread.
-        blocks: called, with this, when the thread begins to wait for a call.
-        goes_on: called, with this, when it has waited.
-
-    Attributes:
-        is_blocked: a coroutine holds the thread and waits; the owner's to set and guard.
-        is_fetching: it was told that coroutines are there to begin; the same.
+        name: of its threads.
+        executor: runs what follows a coroutine's end, so that encoding a large
+            result does not hold up the loop.
     """
 
-    def __init__(
-        self,
-        name: str,
-        blocks: Callable[[EventLoop], None],
-        goes_on: Callable[[EventLoop], None],
-    ) -> None:
-        self.is_blocked = False
-        self.is_fetching = False
+    def __init__(self, name: str, executor: Executor) -> None:
         self._name = name
-        self._blocks = blocks
-        self._goes_on = goes_on
-        self._loop = asyncio.new_event_loop()
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._beginning = threading.Lock()
+        """Held while the loop is made, which only the first coroutines wait for."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handed: HandedLoop | None = None
         self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
-        self._loop.set_default_executor(self._threads)
-        self._thread = Thread(target=self._serve, name=name, daemon=True)
-        self._started = threading.Event()
-        self._stopping = False
+        self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio's own references are weak
 
-    def start(self) -> None:
-        """Starts the thread.
-
-        Raises:
-            RuntimeError: there cannot be another; what was to run here will not.
-        """
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._loop.close()
-            raise
-        finally:
-            self._started.set()
-
-    def is_usable(self) -> bool:
-        """False if its thread could not be started, or broke."""
-        return not self._loop.is_closed()
-
-    def soon(self, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` on the thread, unless it is gone; any thread may ask for it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(callback)
-
-    def begin(
+    def run(
         self,
         coroutine: Coroutine[Any, Any, Any],
-        name: str,
-        ended: Callable[[asyncio.Task[Any]], None],
-    ) -> None:
-        """Makes a task, in the current context; on the loop's own thread."""
-        task = self._loop.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(ended)
+        succeed: Callable[[Any], None],
+        fail: Callable[[BaseException], None],
+    ) -> Callable[[], None]:
+        """Runs a coroutine in the caller's context and, if that is off, grad mode.
 
-    def enter_wait(self) -> None:
-        """See ``executor.Place``."""
-        self._blocks(self)
+        Its end is reported on the executor.
 
-    def leave_wait(self) -> None:
-        """See ``executor.Place``."""
-        self._goes_on(self)
+        Returns:
+            What cancels it, if it has not ended; any thread may call it.
 
-    def stop(self) -> None:
-        """Has what still runs cancelled, and the thread end."""
-        self.soon(self._stop)
-
-    def join(self, seconds: float, patience: float = SECONDS_TO_END) -> None:
-        """Waits for the end of the threads, if it is not asked for on one of them.
-
-        Args:
-            seconds: how long; a coroutine that holds the loop on is named in the log and
-                abandoned, and so is what coroutines left to threads.
-            patience: how long the end of the process waits for what was abandoned.
+        Raises:
+            OSError: there is no descriptor for the loop.
+            RuntimeError: there is no thread for it.
         """
-        until = time.monotonic() + seconds
-        self._started.wait()
-        if self._thread is threading.current_thread() or self._thread.ident is None:
-            return
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
-            abandon([self._thread], time.monotonic() + patience)
-        least = min(_LEAST_SECONDS_FOR_THREADS, seconds)
-        self._end_threads(max(least, until - time.monotonic()))
+        context = contextvars.copy_context()
+        has_grad = torch.is_grad_enabled()
 
-    def _stop(self) -> None:
-        self._stopping = True
-        self._loop.stop()
+        def ended(task: asyncio.Task[Any]) -> None:
+            begun.clear()  # who can cancel it must not keep it, and with it its outcome
+            self._tasks.discard(task)
+            report = partial(_report, task, self._closed, succeed, fail)
+            self._executor.submit(lambda: context.run(report))
+
+        begun: list[asyncio.Task[Any]] = []
+
+        def begin() -> None:
+            task = asyncio.ensure_future(coroutine if has_grad else _without_grad(coroutine))
+            begun.append(task)
+            self._tasks.add(task)
+            task.add_done_callback(ended)
+
+        def cancel() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in begun])
+
+        try:
+            if self._loop is None:
+                self._make()
+        except BaseException:
+            coroutine.close()
+            raise
+        with self._lock:
+            if self._loop is not None:
+                loop = self._loop
+                loop.call_soon_threadsafe(begin, context=context)
+                return cancel
+        coroutine.close()
+        fail(AgentClosedError(_CLOSED))
+        return lambda: None
+
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """Cancels what still runs and joins the threads.
+
+        A coroutine that holds the loop for as many ``seconds`` on end is named in the log
+        and abandoned, and so is what coroutines left to threads.
+        """
+        began = time.monotonic()
+        deadline = began + seconds
+        with self._beginning, self._lock:
+            self._closed = True
+            loop, handed = self._loop, self._handed
+            self._loop = self._handed = None
+            if loop is None or handed is None:
+                return
+            with contextlib.suppress(RuntimeError):  # its thread broke, and closed it
+                loop.call_soon_threadsafe(self._stop, loop, handed)
+        if handed.runs_here():
+            return
+        left = handed.join(deadline)
+        if left:
+            _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
+            abandon(left, began + SECONDS_TO_END)
+        least = min(_LEAST_SECONDS_FOR_THREADS, seconds)
+        self._end_threads(max(least, deadline - time.monotonic()))
+
+    def _stop(self, loop: asyncio.AbstractEventLoop, handed: HandedLoop) -> None:
+        end = loop.create_task(_wind_up(loop))
+        end.add_done_callback(lambda _: handed.end())
 
     def _end_threads(self, seconds: float) -> None:
         """Ends those that ``asyncio.to_thread`` and the like use."""
@@ -139,23 +146,54 @@ class EventLoop:
         if ending.is_alive():
             _logger.error("%s: what coroutines left to threads is abandoned", self._name)
 
-    def _serve(self) -> None:
-        share_this_thread(self)
-        loop = self._loop
+    def _make(self) -> None:
+        """Makes and starts the loop, unless there is one or this was closed."""
+        with self._beginning:
+            if self._loop is not None or self._closed:
+                return
+            loop = asyncio.new_event_loop()
+            loop.set_default_executor(self._threads)
+            handed = HandedLoop(self._name, loop)
+            handed.start()
+            self._loop, self._handed = loop, handed
+
+
+@types.coroutine
+def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Each step by itself is in ``no_grad``: between two, others run on the thread.
+
+    torch's own decorator throws into generators in a way that Python 3.12 deprecates.
+    """
+    step = partial(coroutine.send, None)
+    while True:
         try:
-            _run(loop, lambda: self._stopping)
-            end = loop.create_task(_wind_up(loop))
-            end.add_done_callback(lambda _: loop.stop())
-            _run(loop, end.done)
+            with torch.no_grad():
+                awaited = step()
+        except StopIteration as end:
+            return end.value
         finally:
-            loop.close()
+            del step  # it may have an error, whose traceback has this frame
+        try:
+            step = partial(coroutine.send, (yield awaited))
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
 
 
-def _run(loop: asyncio.AbstractEventLoop, over: Callable[[], bool]) -> None:
-    """Runs the loop until ``over``; a coroutine that stops it is not alone on it."""
-    while not over():
-        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # its caller is told
-            loop.run_forever()
+def _report(
+    task: asyncio.Task[Any],
+    closed: bool,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    error: BaseException | None
+    if task.cancelled():
+        error = AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
+    else:
+        error = task.exception()
+    if error is None:
+        succeed(task.result())
+    else:
+        fail(error)
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:

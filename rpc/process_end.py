@@ -41,7 +41,7 @@ def _bring_to_rest(agent: Agent, until: float) -> None:
     """Tells nobody: to the others, this worker is lost."""
     agent.caller.close("the process of this worker ended")  # handlers may wait for calls
     for close in (
-        agent.coroutines.close,
+        agent.event_loop.close,
         partial(agent.transport.close, 0.0),
         agent.executor.close,
         agent.system_executor.close,

@@ -226,7 +226,7 @@ class Service:
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:
-            self._stop = self._agent.coroutines.run(result, self._succeed, self._fail)
+            self._stop = self._agent.event_loop.run(result, self._succeed, self._fail)
             if self.cancelled:
                 self._stop()
         else:
