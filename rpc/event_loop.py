@@ -75,7 +75,8 @@ class EventLoop:
         def ended(task: asyncio.Task[Any]) -> None:
             begun.clear()  # who can cancel it must not keep it, and with it its outcome
             self._tasks.discard(task)
-            report = partial(_report, task, self._closed, succeed, fail)
+            error = _error_of(task, self._closed)  # asked for at once: it may not be reported
+            report = partial(_report, task, error, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
         begun: list[asyncio.Task[Any]] = []
@@ -179,17 +180,18 @@ def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, An
             step = partial(coroutine.throw, error)
 
 
+def _error_of(task: asyncio.Task[Any], closed: bool) -> BaseException | None:
+    if not task.cancelled():
+        return task.exception()
+    return AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
+
+
 def _report(
     task: asyncio.Task[Any],
-    closed: bool,
+    error: BaseException | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    error: BaseException | None
-    if task.cancelled():
-        error = AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
-    else:
-        error = task.exception()
     if error is None:
         succeed(task.result())
     else:

@@ -21,6 +21,7 @@ from rpc import handed_loop
 from rpc.errors import AgentClosedError
 from rpc.event_loop import EventLoop
 from rpc.executor import Executor, blocking
+from tests.waiting import until
 
 SECONDS = 10.0
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -541,3 +542,24 @@ def test_without_a_thread_a_coroutine_is_refused_and_the_next_one_may_get_one(
             outcomes.run(value())
     outcomes.run(value())
     assert outcomes.outcome() == 7
+
+
+def test_an_error_that_nobody_can_be_told_any_more_is_no_news_to_asyncio(
+    loop: EventLoop, executor: Executor, outcomes: Outcomes, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on, waits = threading.Event(), threading.Event()
+
+    async def fail_late() -> None:
+        waits.set()
+        await asyncio.to_thread(go_on.wait, SECONDS)
+        raise ValueError("too late")
+
+    outcomes.run(fail_late())
+    assert waits.wait(SECONDS)
+    executor.close()
+    go_on.set()
+    until(lambda: not loop._tasks)
+    loop.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert outcomes.empty()
