@@ -210,9 +210,10 @@ class Caller:
             raise
         if through is None:
             return self._send(call, to, encoded, packed.payload, packed.slots)
-        call.through = through._holding.fork
+        holding = through._holding
+        call.through, holding.called_through = holding.fork, True
         sent = self._send(call, to, encoded, packed.payload, packed.slots)
-        creation = through._holding.creation
+        creation = holding.creation
         reason = None if creation is None else creation.error()
         if reason is not None and call.through is not None:  # maybe before the call was open
             self.creation_gone(call.through, reason)

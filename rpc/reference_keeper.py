@@ -181,14 +181,13 @@ class ReferenceKeeper:
         fork = holding.fork
         with self._lock:
             self._creations_under_way -= 1
-            is_lent = fork is not None and self._table.is_lent(fork)
             effects = self._table.creation_failed(fork, str(error)) if fork is not None else []
         self._perform(effects)
         if fork is None and holding.value is not None:
             holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
         if holding.creation is not None:
             holding.creation.fail(error)
-        if is_lent and fork is not None:
+        if fork is not None and holding.called_through:
             self.agent.caller.creation_gone(fork, error)
         if holding.dropped:
             self.agent.completions.submit(lambda: self._tell_unread([holding]))

@@ -491,11 +491,6 @@ class ReferenceTable:
         user = self._users.get(fork)
         return user is not None and user.state is _State.CONFIRMED
 
-    def is_lent(self, fork: GlobalId) -> bool:
-        """True if messages that carry ``fork``, or are made through it, are under way."""
-        user = self._users.get(fork)
-        return user is not None and bool(user.held_for)
-
     def counts(self) -> Counts:
         """Counts everything; takes time in proportion."""
         known = [user for user in self._users.values() if user.state is not _State.GONE]

@@ -143,17 +143,6 @@ def test_timed_out_creation_is_deleted_at_once_and_stays_failed() -> None:
     assert alice.dropped(handle) == []
 
 
-def test_a_fork_is_lent_until_the_call_that_it_was_lent_to_has_ended() -> None:
-    alice = table(ALICE)
-    handle, _ = alice.create_remote(OWNER)
-    assert not alice.is_lent(handle.fork)
-    borrowed = share(alice, handle, OWNER)
-    assert alice.is_lent(handle.fork)
-    alice.call_ended(borrowed)
-    assert not alice.is_lent(handle.fork)
-    assert not alice.is_lent(id_of(BOB, 1))
-
-
 def test_timed_out_creation_is_kept_for_the_child_it_was_passed_to() -> None:
     alice = table(ALICE)
     handle, _ = alice.create_remote(OWNER)
