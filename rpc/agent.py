@@ -20,6 +20,7 @@ import torch
 from rpc import deadlines, finalizers, process_end, process_forks, profiling
 from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
+from rpc.callables import require_callable
 from rpc.callee import Callee
 from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
@@ -44,12 +45,13 @@ from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
 from rpc.losses import Losses
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
+from rpc.method_names import method_name
 from rpc.notices import Notices
 from rpc.pulse import Pulse
 from rpc.reference_keeper import ReferenceKeeper
 from rpc.retry import Retry
 from rpc.retrying import RetriedCall, Retries
-from rpc.rref import RRef, call_method
+from rpc.rref import RRef
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
 from rpc.transports.base import Announces, Frame, FrameKind, MapsDevices, Patience, Peer, Transport
@@ -293,7 +295,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
-        _require_callable(func)
+        require_callable("func", func)
         finalizers.refuse("rpc_sync")
         if retry is not None:
             waiting = WaitingCaller()
@@ -321,7 +323,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
-        _require_callable(func)
+        require_callable("func", func)
         if finalizers.running():
             return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
         if retry is not None:
@@ -330,7 +332,8 @@ class Agent(process_forks.Member):
             )
         if profiling.wanted():
             return profiling.rpc_async(self, to, func, args, kwargs, timeout)
-        future = self.caller.future(_described(to, func, args))
+        whom = to.name if isinstance(to, WorkerInfo) else to
+        future = self.caller.future(f"the call of {method_name(func, args or ())} on {whom}")
         try:
             sink = FutureSink(future, self.completions)
             membership = self.membership
@@ -358,7 +361,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
-        _require_callable(func)
+        require_callable("func", func)
         finalizers.refuse("remote")
         if retry is not None:
             tried = RetriedCall(to, func, args or (), kwargs or {})
@@ -500,8 +503,7 @@ class Agent(process_forks.Member):
         info["serving"] = self.callee.serving()
         info["handler_threads"] = self.executor.thread_count()
         info["workers"] = [worker.name for worker in self.group.living()]
-        for extension in self.extensions.all():
-            info.update(extension.debug_info())
+        info.update(self.extensions.debug_info())
         return info
 
     def metrics(self) -> Snapshot:
@@ -589,17 +591,3 @@ class Agent(process_forks.Member):
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""
         self.departure.activity_changed()
-
-
-def _described(to: Destination, func: object, args: Sequence[Any] | None) -> str:
-    """A call, for the log line about a failure that nobody looked at."""
-    if func is call_method and args:
-        name = f"RRef.{args[1]}"
-    else:
-        name = getattr(func, "__qualname__", None) or repr(func)
-    return f"the call of {name} on {to.name if isinstance(to, WorkerInfo) else to}"
-
-
-def _require_callable(func: object) -> None:
-    if not callable(func):
-        raise TypeError(f"func must be callable, but got {type(func).__name__}: {func!r}")

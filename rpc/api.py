@@ -499,6 +499,9 @@ def _set_and_start_rpc_agent(agent: Agent) -> None:
 def debug_info() -> dict[str, Any]:
     """What this worker waits for, serves and keeps: calls with their age and destination,
     requests being served, references by kind, threads, workers.
+
+    What an extension counts comes under the names that it gives; if it fails to, why it does
+    under the name of the extension.
     """
     return current_agent().debug_info()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch._C._distributed_c10d import Store
 
 from rpc import leftovers
+from rpc.callables import require_callable
 from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions
@@ -130,10 +131,8 @@ def register_backend(
         RuntimeError: the name is taken.
     """
     _require_name(backend_name)
-    _require_callable(
-        "construct_rpc_backend_options_handler", construct_rpc_backend_options_handler
-    )
-    _require_callable("init_backend_handler", init_backend_handler)
+    require_callable("construct_rpc_backend_options_handler", construct_rpc_backend_options_handler)
+    require_callable("init_backend_handler", init_backend_handler)
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
@@ -145,11 +144,6 @@ def _require_name(name: object) -> None:
         raise TypeError(f"backend_name={name!r} is a {type(name).__name__}, not a str")
     if not name:
         raise ValueError("backend_name is empty; a backend is chosen by it")
-
-
-def _require_callable(argument: str, handler: object) -> None:
-    if not callable(handler):
-        raise TypeError(f"{argument}={handler!r} cannot be called; give a function")
 
 
 def add_once(backend_name: str, value: BackendValue) -> BackendType:

@@ -1,66 +1,32 @@
-"""The serving side of a worker: runs what other workers ask for and replies.
+"""The serving side of a worker: which requests it serves, and where each of them runs.
 
-Owns nothing that outlives a request. Handlers run on the handler executor,
-FETCH and extension messages on the system executor, so that a slow user
-function never holds up the framework's own traffic. A handler may be a plain
-function, one marked with ``functions.async_execution`` or an ``async def``.
+Owns nothing that outlives a request, but the outcomes of those that may come again.
+Handlers run on the handler executor, FETCH and extension messages on the system executor,
+so that a slow user function never holds up the framework's own traffic. How one request
+is served is ``service``'s.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import logging
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass
-from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.autograd import profiler
-
-from rpc import codec, deadlines, packing, tracing
-from rpc.call_metrics import Book, CallMetrics, ErrorKind, tensor_bytes
+from rpc import tracing
+from rpc.call_metrics import Book, CallMetrics, ErrorKind
 from rpc.cancellation import EarlyCancellations
-from rpc.control import PASSED_BYTES
-from rpc.errors import (
-    AgentClosedError,
-    CallCancelledError,
-    RpcError,
-    RpcTimeoutError,
-    UnknownWorkerError,
-    WorkerLostError,
-)
-from rpc.extension_set import Scopes, leave, require_answer
-from rpc.holdings import Adopted
-from rpc.ids import GlobalId, Life
-from rpc.messages import Extensions, Operation, Reply, Request, Status
-from rpc.method_names import UNDECODED, MethodName, announced_name, method_name, text_of
-from rpc.observation import profiler_enabled, run_handler, traced
-from rpc.raising import keep
-from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
+from rpc.ids import Life
+from rpc.messages import Operation, Request
+from rpc.method_names import UNDECODED, announced_name, text_of
 from rpc.retry import OnceTable, RequestId, Verdict
-from rpc.rref import call_method
-from rpc.simple_values import encode_constant
-from rpc.transports.base import Frame, FrameKind
-from rpc.worker_info import WorkerInfo
+from rpc.service import Outcome, Service
+from rpc.transports.base import Frame
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
-_logger = logging.getLogger("rpc")
-
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
-_ASYNC_MARK = "_wrapped_async_rpc_function"
 _SECONDS_TO_LET_GO = 5.0
-_new: Final = tuple.__new__
-"""Makes named tuples; their own is a function in Python."""
-
-_NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
 class Callee:
@@ -69,10 +35,10 @@ class Callee:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._serving: dict[_Service, float] = {}
+        self._serving: dict[Service, float] = {}
         self._book = Book()
         self._early = EarlyCancellations()
-        self._once: OnceTable[_Service, _Outcome] = OnceTable()
+        self._once: OnceTable[Service, Outcome] = OnceTable()
         self._lets_go = False
         self._handled = 0
 
@@ -87,7 +53,7 @@ class Callee:
         """
         agent = self._agent
         request = Request.decode(frame.header)
-        service = _Service(agent, self, sender, request, frame)
+        service = Service(agent, self, sender, request, frame)
         now = agent.clock.now()
         if request.timeout:
             service.deadline = now + request.timeout
@@ -130,7 +96,7 @@ class Callee:
             service.orphaned = True
             service.cancel()
 
-    def admit(self, service: _Service, request: RequestId) -> bool:
+    def admit(self, service: Service, request: RequestId) -> bool:
         """True if a request that may come more than once is to be run now.
 
         Its outcome is for all attempts at it, so it has as long as the last of them.
@@ -148,7 +114,7 @@ class Callee:
             service.give_up()
         return verdict is Verdict.RUN
 
-    def ended_once(self, service: _Service, outcome: _Outcome) -> None:
+    def ended_once(self, service: Service, outcome: Outcome) -> None:
         """A request that may come more than once ran: answers all that came."""
         with self._lock:
             waiters = self._once.ended(service.sender, service.number, service, outcome)
@@ -170,7 +136,7 @@ class Callee:
         if self._lets_go:
             self._agent.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
 
-    def finished(self, service: _Service) -> None:
+    def finished(self, service: Service) -> None:
         """The reply to a request was sent, or need not be."""
         service.deadline = 0.0  # what it left running does nothing on the caller's behalf
         now = self._agent.clock.now()
@@ -188,7 +154,7 @@ class Callee:
             tracing.served(since, now, service.failed)
         self._agent.departure.activity_changed()
 
-    def leaving(self, service: _Service) -> None:
+    def leaving(self, service: Service) -> None:
         """The reply to a traced request is about to be sent: its record is complete by then."""
         now = self._agent.clock.now()
         with self._lock:
@@ -225,397 +191,3 @@ class Callee:
             }
             for s, since in rows
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How a function ended; of one that made a value for a reference, what is told of it."""
-
-    method: MethodName
-    result: object
-    error: BaseException | None
-
-
-class _Service:
-    """One request, from its arrival to its reply."""
-
-    __slots__ = (
-        "_agent",
-        "_callee",
-        "_caller",
-        "_creates",
-        "_payload",
-        "_stop",
-        "_tensors",
-        "cancelled",
-        "correlation",
-        "deadline",
-        "failed",
-        "method",
-        "number",
-        "orphaned",
-        "received",
-        "request",
-        "sender",
-        "sent",
-    )
-
-    def __init__(
-        self, agent: Agent, callee: Callee, caller: Life, request: Request, frame: Frame
-    ) -> None:
-        self._agent = agent
-        self._callee = callee
-        _, self.correlation, header, payload, tensors = frame
-        self._payload = payload
-        self._tensors = tensors
-        self._creates: GlobalId | None = None
-        self._caller = caller
-        self.sender = caller.worker
-        self.request = request
-        self.method: MethodName = UNDECODED
-        self.received = len(header) + len(payload)
-        if tensors:
-            self.received += tensor_bytes(tensors)
-        self.sent = 0
-        self.number = 0
-        self.failed = False
-        self.deadline = 0.0
-        self.cancelled = False
-        self.orphaned = False
-        self._stop: Callable[[], None] | None = None
-
-    @property
-    def name(self) -> MethodName:
-        """The name of what it asks for, if that is known yet."""
-        return announced_name(self.request) if self.method is UNDECODED else self.method
-
-    def is_one_of(self, sender: int, correlations: Collection[int]) -> bool:
-        """True if this serves one of a worker's requests."""
-        return self.sender == sender and self.correlation in correlations
-
-    def cancel(self) -> None:
-        """Nobody waits for the reply any more."""
-        self.cancelled = True
-        stop = self._stop
-        if stop is not None:
-            stop()
-
-    def run(self) -> None:
-        """Adopts the references, and goes on when the owners have confirmed them."""
-        request = self.request
-        references = self._agent.references
-        if request.operation is Operation.CREATE:
-            self._creates = references.creation_arrived(self._caller, request.target)
-        adopted = references.adopt(request.references)
-        if not adopted.pending:
-            self._serve(adopted)
-            return
-        context = contextvars.copy_context()
-        executor = self._agent.executor
-
-        def go_on() -> None:
-            executor.submit(lambda: context.run(self._serve, adopted))
-
-        adopted.when_confirmed(go_on)
-
-    def _serve(self, adopted: Adopted) -> None:
-        operation = self.request.operation
-        try:
-            if not self.request.extensions:
-                self._serve_in(None, adopted)
-                return
-            scopes: Scopes = []
-            try:
-                self._serve_in(scopes, adopted)
-            except BaseException as error:
-                if scopes:
-                    leave(scopes, error)
-                raise
-            if scopes:
-                leave(scopes, None)
-        except BaseException as error:
-            if operation is Operation.EXTENSION:
-                self._reply_error(error)
-            else:
-                self._fail(error)
-
-    def _serve_in(self, scopes: Scopes | None, adopted: Adopted) -> None:
-        operation = self.request.operation
-        if operation is Operation.FETCH:
-            self._fetch(scopes)
-        elif operation is Operation.EXTENSION:
-            self._extension(adopted, scopes)
-        else:
-            # The id of a request that may come more than once, but is to run once; or nothing.
-            once = self.request.target
-            if operation is not Operation.CALL:
-                once = once[PASSED_BYTES:]
-            if not once or self._callee.admit(self, RequestId.decode(once)):
-                self._call(adopted, scopes)
-
-    def answer(self, outcome: _Outcome) -> None:
-        """Replies with what a function returned or raised, maybe for another request."""
-        self.method = outcome.method
-        if outcome.error is not None:
-            self._reply_error(outcome.error)
-            return
-        try:
-            if self.request.operation is Operation.CREATE:
-                self._reply_created(outcome.result)
-            else:
-                self._reply(outcome.result)
-        except BaseException as error:
-            self._reply_error(error)
-
-    def _unpack(self, adopted: Adopted, scopes: Scopes | None) -> Any:
-        request, payload, tensors = self.request, self._payload, self._tensors
-        replace = None
-        if scopes is not None:
-            replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
-        value = packing.unpack(payload, request.tensor_table, tensors, adopted, replace)
-        self._payload, self._tensors = b"", ()  # the handler owns them now
-        return value
-
-    def _call(self, adopted: Adopted, scopes: Scopes | None) -> None:
-        deadlines.enter(self)
-        if deadlines.is_over(self, self._agent.clock.now()):
-            self.give_up()
-            return
-        func, args, kwargs = self._what_to_call(adopted, scopes)
-        del adopted
-        try:
-            if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
-                name = text_of(self.method)
-                result = run_handler(self._agent, self.sender, name, func, args, kwargs)
-            else:
-                result = func(*args, **kwargs)
-        except TypeError as error:
-            refuse_as_torch_does(func, error)
-            raise
-        if getattr(func, _ASYNC_MARK, None) is not None:
-            self._finish_with_future(result)
-        elif type(result) is CoroutineType:
-            self._stop = self._agent.event_loop.run(result, self._succeed, self._fail)
-            if self.cancelled:
-                self._stop()
-        else:
-            del args, kwargs
-            self._succeed(result)
-
-    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None) -> Any:
-        """The function, its arguments, and those it takes by name."""
-        request = self.request
-        if request.operation is Operation.METHOD:
-            args = self._unpack(adopted, scopes)
-            name = request.function.decode()
-            self.method = f"RRef.{name}"
-            return getattr(self._agent.references.place_of(request.target).wait(), name), args, {}
-        if request.function:
-            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
-        else:
-            func, args, kwargs = self._unpack(adopted, scopes)
-        self.method = request.function or method_name(func, args)
-        if func is not call_method:
-            return func, args, kwargs
-        self.method = method_name(func, args)
-        return call_method(*args, **kwargs)
-
-    def _finish_with_future(self, future: object) -> None:
-        if not isinstance(future, torch._C.Future):
-            raise RuntimeError(
-                "Functions decorated with @rpc.async_function must return a "
-                f"torch.futures.Future object, but got {type(future).__name__}"
-            )
-        context = contextvars.copy_context()
-        executor = self._agent.executor
-
-        def completed(done: Any) -> None:
-            executor.submit(lambda: context.run(self._settle, done.value, self._fail))
-
-        future.add_done_callback(completed)
-
-    def _settle(self, value: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
-        try:
-            result = value()
-        except BaseException as error:
-            fail(error)
-        else:
-            self._succeed(result)
-
-    def _fetch(self, scopes: Scopes | None) -> None:
-        self.method = "to_here"
-        if scopes is not None:
-            extensions = self._agent.extensions
-            extensions.on_request(self.sender, self.request.extensions, scopes)([])
-        slot = self._agent.references.place_of(self.request.target)
-        context = contextvars.copy_context()
-        # Whoever fills the slot is a handler, which may as well encode the replies.
-        slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))
-
-    def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
-        request = self.request
-        self.method = f"{request.target.decode()} message"
-        if scopes is not None:
-            self._agent.extensions.on_request(self.sender, request.extensions, scopes)([])
-        body, *tensors = self._unpack(adopted, None)
-        extension = self._agent.extensions.load(request.target.decode())
-        answer = extension.on_message(self.sender, body, tensors)
-        require_answer(extension.name, answer)
-        if isinstance(answer, bytes | tuple):
-            self._succeed(answer)
-        else:
-            context = contextvars.copy_context()
-            answer.add_done_callback(
-                lambda done: context.copy().run(self._settle, done.value, self._reply_error)
-            )
-
-    def _succeed(self, result: object) -> None:
-        try:
-            if self._creates is not None:
-                self._agent.references.created(self._creates, result)
-                result = encode_constant(result)  # all that outlives the reference
-            if self.number:
-                self._callee.ended_once(self, _Outcome(self.method, result, None))
-            elif self._creates is not None:
-                self._reply_created(result)
-            else:
-                self._reply(result)
-        except BaseException as error:
-            self._fail(error)
-
-    def _reply_created(self, constant: object) -> None:
-        """Tells that the function of a ``remote()`` ran, and what it made if that is small."""
-        assert isinstance(constant, bytes)
-        reply = Reply(Status.OK, extensions=self._metadata(()))
-        try:
-            self._send(reply, constant)
-        except _NOBODY_THERE as error:
-            self._drop_reply(error)
-
-    def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
-        """What extensions have to say about a reply that carries no value."""
-        extensions = self.request.extensions
-        if not extensions:
-            return ()
-        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors, None)
-
-    def _reply(self, result: object) -> None:
-        if self.orphaned:  # a later life of the caller must not get it
-            self._callee.finished(self)
-            return
-        if self.cancelled and not self.number:  # the caller only wants to hear that it is over
-            self._send_quietly(Reply(Status.OK))
-            return
-        agent = self._agent
-        attach = None
-        if self.request.extensions:
-            attach = agent.extensions.attach_reply(self.sender, self.request.extensions)
-        if agent.announce is not None and (
-            attach is not None
-            or self.request.operation is Operation.EXTENSION
-            or packing.takes_long(result)
-        ):
-            agent.announce(self.sender, FrameKind.REPLY)
-        packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
-        payload, plain, extensions, loan, table, slots = packed
-        reply: Reply = _new(Reply, (Status.OK, plain, extensions, loan.table, table))
-        try:
-            self._send(reply, payload, slots)
-        except BaseException as error:
-            agent.references.unsent(loan, str(error))
-            if not isinstance(error, _NOBODY_THERE):
-                raise
-            self._drop_reply(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Reports an error of the user's function: here, and to the caller."""
-        if self.cancelled and issubclass(type(error), asyncio.CancelledError):
-            self.give_up()
-            return
-        self.failed = True
-        if not self._ended_by_shutdown(error):
-            _print_traceback(error, self._agent.info)
-        if self._creates is not None or self.number:
-            keep(error)
-        if self._creates is not None:
-            self._agent.references.creation_raised(self._creates, raisable(error))
-            if self.number:
-                self._callee.ended_once(self, _Outcome(self.method, b"", None))
-            else:
-                self._send_quietly(Reply(Status.OK))
-        elif self.number:
-            self._callee.ended_once(self, _Outcome(self.method, None, error))
-        else:
-            self._reply_error(error)
-
-    def give_up(self) -> None:
-        """Ends a request that nobody waits for any more, and of which nothing runs."""
-        error = self._why_given_up()
-        if self._creates is not None:
-            self._agent.references.creation_raised(self._creates, error)
-        if self.number:
-            self._callee.ended_once(self, _Outcome(self.method, None, error))
-        else:
-            self._reply_error(error)
-
-    def _why_given_up(self) -> RpcError:
-        """What the caller raises if it hears of this before it gives up itself."""
-        if self.cancelled:
-            return CallCancelledError(f"{text_of(self.name)} was cancelled by its caller")
-        limit = f"{self.request.timeout * 1000:g}"
-        return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
-        )
-
-    def _ended_by_shutdown(self, error: BaseException) -> bool:
-        """Whether it says only that this worker closes: the caller is to learn that as a loss."""
-        # Of its type: an error's class may answer for its attributes, or raise.
-        return issubclass(type(error), AgentClosedError) and self._agent.departure.is_closing
-
-    def _reply_error(self, error: BaseException) -> None:
-        self.failed = True
-        if self._ended_by_shutdown(error):
-            self._drop_reply(error)
-            return
-        self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
-
-    def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
-        """Sends what must not fail again; a caller that is gone needs no reply."""
-        try:
-            self._send(reply, payload)
-        except RuntimeError as error:
-            self._drop_reply(error)
-
-    def _drop_reply(self, error: BaseException) -> None:
-        """Ends a request whose caller is gone, or who learns from our end what became of it."""
-        _logger.debug("no reply to %s by worker %d: %s", text_of(self.method), self.sender, error)
-        self._callee.finished(self)
-
-    def _send(
-        self,
-        reply: Reply,
-        payload: bytes = b"",
-        slots: tuple[torch.Tensor, ...] = (),
-    ) -> None:
-        if self.orphaned:
-            raise UnknownWorkerError(f"the life of worker {self.sender} that asked is over")
-        header = reply.encode()
-        self.sent = len(header) + len(payload)
-        if slots:
-            self.sent += tensor_bytes(slots)
-        frame = _new(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
-        if self.request.extensions and traced() is not None:
-            # Whoever gets the reply may ask for the records at once.
-            self._callee.leaving(self)
-        self._agent.transport.send(self.sender, frame)
-        self._callee.finished(self)
-
-
-def _print_traceback(error: BaseException, worker: WorkerInfo) -> None:
-    """Never raises, whatever ``sys.stderr`` is: the caller waits for a reply."""
-    try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        sys.stderr.write(f"On {worker}:\n{''.join(lines)}")  # at once: others write there too
-    except BaseException:
-        with suppress(BaseException):  # where the log goes may be as broken
-            _logger.error("sys.stderr does not take this traceback", exc_info=error)

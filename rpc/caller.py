@@ -28,10 +28,12 @@ from rpc.errors import (
     CallCancelledError,
     EncodeError,
     RpcTimeoutError,
+    RRefCreationError,
     UnknownWorkerError,
 )
 from rpc.futures import Future
 from rpc.holdings import Loan
+from rpc.ids import GlobalId
 from rpc.interrupts import restore, shut_out
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
@@ -77,6 +79,7 @@ class Call:
         to: the worker it was sent to.
         number: what the call table calls it.
         patience: of its request, while it is open.
+        through: the user's fork that it was made through, if it needs the value of that.
     """
 
     method: MethodName
@@ -90,6 +93,7 @@ class Call:
     to: int = 0
     number: int = 0
     patience: Patience = Patience.WAITS
+    through: GlobalId | None = None
 
     @property
     def description(self) -> str:
@@ -200,7 +204,16 @@ class Caller:
         except EncodeError as error:
             agent.references.unsent(loan, str(error))
             raise
-        return self._send(call, to, encoded, payload, slots)
+        if through is None:
+            return self._send(call, to, encoded, payload, slots)
+        holding = through._holding
+        call.through, holding.called_through = holding.fork, True
+        sent = self._send(call, to, encoded, payload, slots)
+        creation = holding.creation
+        reason = None if creation is None else creation.error()
+        if reason is not None and call.through is not None:  # maybe before the call was open
+            self.creation_gone(call.through, reason)
+        return sent
 
     def message(
         self,
@@ -291,6 +304,19 @@ class Caller:
         self._agent.transport.look_again(call.to)
         self.tell_cancelled([call])
         return True
+
+    def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
+        """``remote()`` failed: what waits for its value through ``fork`` does so, too."""
+        with self._lock:
+            found = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
+            calls = [ended.call for each in found if (ended := self._table.cancel(each))]
+            _count_failures(calls, self._agent.clock.now(), ErrorKind.OTHER)
+        for call in calls:
+            call.sink.failed(RRefCreationError(f"RRef creation failed: {reason}"))
+        if calls:
+            self._agent.transport.wake()
+            self._look_again({call.to for call in calls})
+            self._agent.completions.submit(lambda: self.tell_cancelled(calls))
 
     def tell_cancelled(self, calls: Iterable[Call]) -> None:
         """Lets those who serve the calls know that nobody waits any more."""

@@ -188,7 +188,7 @@ def _requests(agent: Agent) -> list[str]:
 
 def _counts(agent: Agent) -> list[str]:
     counts = agent.debug_info().items()
-    return [f"{name}: {value}" for name, value in counts if isinstance(value, int)]
+    return [f"{name}: {value}" for name, value in counts if isinstance(value, int | str)]
 
 
 # --- Threads

@@ -1,4 +1,7 @@
-"""The asyncio loop on which an agent runs its ``async def`` handlers; started by the first."""
+"""The asyncio loop on which an agent runs its ``async def`` handlers; started by the first.
+
+Owns which coroutines run there, and what becomes of them. On which thread is ``handed_loop``'s.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from typing import Any
 import torch
 
 from rpc.errors import AgentClosedError
-from rpc.executor import SECONDS_TO_END, Executor, abandon, share_this_thread
+from rpc.executor import SECONDS_TO_END, Executor, abandon
+from rpc.handed_loop import HandedLoop
 from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
@@ -28,10 +32,10 @@ _logger = logging.getLogger("rpc")
 
 
 class EventLoop:
-    """One thread with an asyncio loop.
+    """One asyncio loop, for all coroutines of a worker.
 
     Args:
-        name: of the thread.
+        name: of its threads.
         executor: runs what follows a coroutine's end, so that encoding a large
             result does not hold up the loop.
     """
@@ -40,12 +44,12 @@ class EventLoop:
         self._name = name
         self._executor = executor
         self._lock = threading.Lock()
+        self._beginning = threading.Lock()
+        """Held while the loop is made, which only the first coroutines wait for."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._handed: HandedLoop | None = None
         self._threads = ThreadPoolExecutor(thread_name_prefix=f"{name}-thread")
-        self._started = threading.Event()
         self._closed = False
-        self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio's own references are weak
 
     def run(
@@ -60,6 +64,10 @@ class EventLoop:
 
         Returns:
             What cancels it, if it has not ended; any thread may call it.
+
+        Raises:
+            OSError: there is no descriptor for the loop.
+            RuntimeError: there is no thread for it.
         """
         context = contextvars.copy_context()
         has_grad = torch.is_grad_enabled()
@@ -67,7 +75,8 @@ class EventLoop:
         def ended(task: asyncio.Task[Any]) -> None:
             begun.clear()  # who can cancel it must not keep it, and with it its outcome
             self._tasks.discard(task)
-            report = partial(_report, task, self._closed, succeed, fail)
+            error = _error_of(task, self._closed)  # asked for at once: it may not be reported
+            report = partial(_report, task, error, succeed, fail)
             self._executor.submit(lambda: context.run(report))
 
         begun: list[asyncio.Task[Any]] = []
@@ -82,21 +91,20 @@ class EventLoop:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(lambda: [task.cancel() for task in begun])
 
+        try:
+            if self._loop is None:
+                self._make()
+        except BaseException:
+            coroutine.close()
+            raise
         with self._lock:
-            closed = self._closed
-            if not closed:
-                new = self._make() if self._loop is None else None
-                assert self._loop is not None
+            if self._loop is not None:
                 loop = self._loop
                 loop.call_soon_threadsafe(begin, context=context)
-        if closed:
-            coroutine.close()
-            fail(AgentClosedError(_CLOSED))
-            return lambda: None
-        if new is not None:
-            new.start()
-            self._started.set()
-        return cancel
+                return cancel
+        coroutine.close()
+        fail(AgentClosedError(_CLOSED))
+        return lambda: None
 
     def close(self, seconds: float = SECONDS_TO_END) -> None:
         """Cancels what still runs and joins the threads.
@@ -106,27 +114,26 @@ class EventLoop:
         """
         began = time.monotonic()
         deadline = began + seconds
-        with self._lock:
+        with self._beginning, self._lock:
             self._closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-            if loop is None or thread is None:
+            loop, handed = self._loop, self._handed
+            self._loop = self._handed = None
+            if loop is None or handed is None:
                 return
             with contextlib.suppress(RuntimeError):  # its thread broke, and closed it
-                loop.call_soon_threadsafe(self._stop, loop)
-        self._started.wait()
-        if thread is threading.current_thread():
+                loop.call_soon_threadsafe(self._stop, loop, handed)
+        if handed.runs_here():
             return
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
+        left = handed.join(deadline)
+        if left:
             _logger.error("%s: a coroutine holds the loop, and is abandoned", self._name)
-            abandon([thread], began + SECONDS_TO_END)
+            abandon(left, began + SECONDS_TO_END)
         least = min(_LEAST_SECONDS_FOR_THREADS, seconds)
         self._end_threads(max(least, deadline - time.monotonic()))
 
-    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._stopping = True
-        loop.stop()
+    def _stop(self, loop: asyncio.AbstractEventLoop, handed: HandedLoop) -> None:
+        end = loop.create_task(_wind_up(loop))
+        end.add_done_callback(lambda _: handed.end())
 
     def _end_threads(self, seconds: float) -> None:
         """Ends those that ``asyncio.to_thread`` and the like use."""
@@ -140,22 +147,16 @@ class EventLoop:
         if ending.is_alive():
             _logger.error("%s: what coroutines left to threads is abandoned", self._name)
 
-    def _make(self) -> threading.Thread:
-        """Called with the lock held; the thread is started without it."""
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._threads)
-        self._thread = Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
-        return self._thread
-
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        share_this_thread()
-        try:
-            _run(loop, lambda: self._stopping)
-            end = loop.create_task(_wind_up(loop))
-            end.add_done_callback(lambda _: loop.stop())
-            _run(loop, end.done)
-        finally:
-            loop.close()
+    def _make(self) -> None:
+        """Makes and starts the loop, unless there is one or this was closed."""
+        with self._beginning:
+            if self._loop is not None or self._closed:
+                return
+            loop = asyncio.new_event_loop()
+            loop.set_default_executor(self._threads)
+            handed = HandedLoop(self._name, loop)
+            handed.start()
+            self._loop, self._handed = loop, handed
 
 
 @types.coroutine
@@ -179,28 +180,22 @@ def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, An
             step = partial(coroutine.throw, error)
 
 
+def _error_of(task: asyncio.Task[Any], closed: bool) -> BaseException | None:
+    if not task.cancelled():
+        return task.exception()
+    return AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
+
+
 def _report(
     task: asyncio.Task[Any],
-    closed: bool,
+    error: BaseException | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    error: BaseException | None
-    if task.cancelled():
-        error = AgentClosedError(_CLOSED) if closed else asyncio.CancelledError()
-    else:
-        error = task.exception()
     if error is None:
         succeed(task.result())
     else:
         fail(error)
-
-
-def _run(loop: asyncio.AbstractEventLoop, over: Callable[[], bool]) -> None:
-    """Runs the loop until ``over``; a coroutine that stops it is not alone on it."""
-    while not over():
-        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # its caller is told
-            loop.run_forever()
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:

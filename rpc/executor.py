@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 import torch
 
@@ -50,10 +51,20 @@ class _Role(enum.Enum):
     MONITOR = "monitor"
 
 
-class _CurrentThread(threading.local):
-    """Which executor, if any, the running thread works for, and whether it waits."""
+class Place(Protocol):
+    """Where handlers run; it has others go on elsewhere while one of them waits."""
 
-    executor: Executor | None = None
+    def enter_wait(self) -> None:
+        """The running thread, which serves this place, begins to wait."""
+
+    def leave_wait(self) -> None:
+        """It has waited."""
+
+
+class _CurrentThread(threading.local):
+    """Which place, if any, the running thread serves, and whether it waits."""
+
+    place: Place | None = None
     waiting: bool = False
     is_shared: bool = False
     """It runs several handlers in turns."""
@@ -67,20 +78,20 @@ _current = _CurrentThread()
 class blocking:  # it is used like a function
     """Marks a stretch in which the running thread waits; free outside handlers."""
 
-    __slots__ = ("_executor",)
+    __slots__ = ("_place",)
 
     def __enter__(self) -> None:
-        executor = None if _current.waiting else _current.executor
-        self._executor = executor
-        if executor is not None:
-            executor._enter_wait()
+        place = None if _current.waiting else _current.place
+        self._place = place
+        if place is not None:
+            place.enter_wait()
             _current.waiting = True
 
     def __exit__(self, *_: object) -> None:
-        executor = self._executor
-        if executor is not None:
+        place = self._place
+        if place is not None:
             _current.waiting = False
-            executor._leave_wait()
+            place.leave_wait()
 
 
 def _take_part() -> None:
@@ -94,8 +105,13 @@ def _take_part() -> None:
 
 
 def in_handler() -> bool:
-    """True if the running thread is one of an executor's."""
-    return _current.executor is not None
+    """True if the running thread runs a task of an executor."""
+    return isinstance(_current.place, Executor)
+
+
+def is_replaced_while_waiting() -> bool:
+    """True if what waits for the running thread goes on elsewhere while that waits."""
+    return _current.place is not None
 
 
 def abandon(threads: Collection[threading.Thread], until: float) -> None:
@@ -115,9 +131,14 @@ def _let_end(threads: Collection[threading.Thread], until: float) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def share_this_thread() -> None:
-    """The running thread will run several handlers in turns, as an event loop does."""
+def share_this_thread(place: Place) -> None:
+    """The running thread will run several handlers in turns, as an event loop does.
+
+    Args:
+        place: is told when it waits.
+    """
     _current.is_shared = True
+    _current.place = place
 
 
 def is_shared_thread() -> bool:
@@ -197,12 +218,12 @@ class Executor:
             return self.submit(task)
         if not _current.takes_part:
             _take_part()
-        previous = _current.executor, _current.waiting
-        _current.executor, _current.waiting = self, False
+        previous = _current.place, _current.waiting
+        _current.place, _current.waiting = self, False
         try:
             self._run(task)
         finally:
-            _current.executor, _current.waiting = previous
+            _current.place, _current.waiting = previous
             with self._lock:
                 self._task_ended()
                 self._guests -= 1
@@ -210,6 +231,18 @@ class Executor:
             if missing is not None:
                 self._start(missing)
         return True
+
+    def enter_wait(self) -> None:
+        """See :class:`Place`."""
+        with self._lock:
+            self._waiting += 1
+            missing = self._staff()
+        self._start(missing)
+
+    def leave_wait(self) -> None:
+        """See :class:`Place`."""
+        with self._lock:
+            self._waiting -= 1
 
     def try_again(self) -> None:
         """Starts the thread that could not be started, if it is still needed."""
@@ -323,7 +356,7 @@ class Executor:
             self._short(self)
 
     def _serve(self) -> None:
-        _current.executor = self
+        _current.place = self
         _take_part()
         bell = threading.Lock()
         bell.acquire()
@@ -365,16 +398,6 @@ class Executor:
             self._context.copy().run(task)
         except BaseException:
             _logger.exception("a task on %s raised an error that nobody handles", self._name)
-
-    def _enter_wait(self) -> None:
-        with self._lock:
-            self._waiting += 1
-            missing = self._staff()
-        self._start(missing)
-
-    def _leave_wait(self) -> None:
-        with self._lock:
-            self._waiting -= 1
 
     def _watch(self) -> None:
         """Adds a thread whenever the queue stands still; ends after a quiet second."""

@@ -6,8 +6,9 @@ Loads an extension the first time this worker uses it or a message names it.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -17,12 +18,14 @@ from rpc.errors import AgentClosedError, DecodeError, EncodeError
 from rpc.extensions import CallExtension
 from rpc.messages import Extensions
 from rpc.packing import Attach, Replace
+from rpc.remote_errors import text_of
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
 
-
 AUTOGRAD = "autograd_dist"
+
+_logger = logging.getLogger("rpc")
 
 Scopes = list[AbstractContextManager[object]]
 """What a handler runs in, in the order in which it was entered."""
@@ -84,6 +87,20 @@ class ExtensionSet:
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""
         return list(self._loaded.values())
+
+    def debug_info(self) -> dict[str, object]:
+        """What all of them count; of one that cannot tell, its name and why."""
+        found: dict[str, object] = {}
+        for extension in self.all():
+            name = extension.name
+            try:
+                counts = extension.debug_info()
+                _require_mapping(name, counts)
+                found.update(counts)
+            except Exception as error:
+                _logger.exception("debug_info of the extension %r failed", name)
+                found[name] = f"debug_info failed: {type(error).__name__}: {text_of(error)}"
+        return found
 
     def attach_request(self, to: int) -> Attach:
         """What gives a request to ``to`` its metadata."""
@@ -173,6 +190,11 @@ def leave(scopes: Scopes, error: BaseException | None) -> None:
 
 def _not_bytes(extension: str, hook: str, answer: object) -> TypeError:
     return _not_returned(extension, hook, answer, "bytes or None")
+
+
+def _require_mapping(extension: str, answer: object) -> None:
+    if not isinstance(answer, Mapping):
+        raise _not_returned(extension, "debug_info", answer, "a mapping of names to counts")
 
 
 def _require_pair(extension: str, answer: object) -> None:

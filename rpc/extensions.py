@@ -68,7 +68,7 @@ class CallExtension(Protocol):
         """Releases whatever waits for, or belongs to, a lost worker."""
 
     def debug_info(self) -> dict[str, int]:
-        """Counts worth showing in ``rpc.debug_info()``."""
+        """Counts worth showing in ``rpc.debug_info()``; what it raises is shown in their place."""
 
     def close(self) -> None:
         """The agent is shutting down."""

@@ -232,7 +232,7 @@ class Future(_TorchFuture[T]):
         its own type that is also a ``RuntimeError``; what is no ``Exception``, such as
         ``SystemExit``, as a ``RemoteError`` that names it.
         """
-        _require_callable("then", callback)
+        _require_callback("then", callback)
         call = self._description.removeprefix(_CALLBACK)  # once is enough for a long chain
         child: Future[S] = Future(description=_CALLBACK + call)
         child._waiter, child._waker = self._waiter, self._waker
@@ -241,7 +241,7 @@ class Future(_TorchFuture[T]):
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
-        _require_callable("add_done_callback", callback)
+        _require_callback("add_done_callback", callback)
         self._note_seen()
         super().add_done_callback(callback)
 
@@ -444,7 +444,7 @@ def _stand_in(error: BaseException) -> BaseException:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _require_callable(method: str, callback: object) -> None:
+def _require_callback(method: str, callback: object) -> None:
     if not callable(callback):
         raise TypeError(f"{method}(): incompatible function arguments. Got {callback!r}")
 

@@ -37,6 +37,7 @@ class Holding:
         constant: the value, if it came with the news that it was made.
         dropped: the object is gone.
         looked_at: whoever used it was told how ``creation`` ended, or will be.
+        called_through: requests that need the value were made through it.
     """
 
     handle: Handle
@@ -47,6 +48,7 @@ class Holding:
     constant: tuple[Any, ...] = ()
     dropped: bool = False
     looked_at: bool = False
+    called_through: bool = False
 
     def unread(self) -> BaseException | None:
         """Why ``remote()`` failed if nobody can learn of it any more; once."""

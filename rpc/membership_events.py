@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rpc.callables import require_callable
 from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
@@ -70,8 +71,7 @@ class MembershipEvents:
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Adds a callback; what it raises is logged. Returns what removes it again."""
-        if not callable(callback):
-            raise TypeError(f"on_membership needs something callable, but got {callback!r}")
+        require_callable("callback", callback)
         subscription = _Subscription(callback)
         with self._lock:
             self._subscriptions = [*self._subscriptions, subscription]

@@ -241,4 +241,5 @@ def _kind_of(operation: Operation, sink: Sink) -> CallKind:
         return CallKind.TO_HERE
     if operation is Operation.EXTENSION:
         return CallKind.MESSAGE
-    return CallKind.SYNC if isinstance(sink, WaitingCaller) else CallKind.ASYNC
+    is_waited_for = isinstance(sink, WaitingCaller) or getattr(sink, "is_waited_for", False)
+    return CallKind.SYNC if is_waited_for else CallKind.ASYNC

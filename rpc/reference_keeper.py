@@ -178,16 +178,17 @@ class ReferenceKeeper:
 
     def creation_gone(self, holding: Holding, error: Exception) -> None:
         """The request of ``remote()`` failed or timed out."""
-        effects: list[Effect] = []
+        fork = holding.fork
         with self._lock:
             self._creations_under_way -= 1
-            if holding.fork is not None:
-                effects = self._table.creation_failed(holding.fork, str(error))
+            effects = self._table.creation_failed(fork, str(error)) if fork is not None else []
         self._perform(effects)
-        if holding.fork is None and holding.value is not None:
+        if fork is None and holding.value is not None:
             holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
         if holding.creation is not None:
             holding.creation.fail(error)
+        if fork is not None and holding.called_through:
+            self.agent.caller.creation_gone(fork, error)
         if holding.dropped:
             self.agent.completions.submit(lambda: self._tell_unread([holding]))
 

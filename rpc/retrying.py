@@ -24,9 +24,10 @@ from rpc.functions import is_idempotent
 from rpc.futures import Future
 from rpc.ids import Life
 from rpc.messages import Reply
+from rpc.method_names import method_name, text_of
 from rpc.observation import leads_to
 from rpc.retry import Attempts, RequestId, Retry
-from rpc.sinks import FutureSink, Sink, Unpack
+from rpc.sinks import FutureSink, Sink, Unpack, WaitingCaller
 from rpc.transports.base import Frame
 from rpc.worker_info import WorkerInfo
 
@@ -71,8 +72,8 @@ class RetriedCall:
 
     @property
     def name(self) -> str:
-        """The function's."""
-        return getattr(self.func, "__qualname__", None) or repr(self.func)
+        """The function's, as in metrics and dumps."""
+        return text_of(method_name(self.func, self.args))
 
     def may_succeed_after(self, error: Exception) -> bool:
         """True if a further attempt may end better; a value does not outlive its owner."""
@@ -158,7 +159,8 @@ class Retries:
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
         """As :meth:`start`, with a future for the outcome."""
         agent = self._agent
-        future = agent.caller.future(f"the call of {call.name} on {call.to}")
+        whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
+        future = agent.caller.future(f"the call of {call.name} on {whom}")
         tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
         future.canceller = tried.cancel
         return future
@@ -212,6 +214,7 @@ class RetriedSink:
         "call",
         "expired",
         "goes_on",
+        "is_waited_for",
         "pause",
     )
 
@@ -224,6 +227,8 @@ class RetriedSink:
         self._attempts = attempts
         self._sink = sink
         self._cancelled = False
+        self.is_waited_for = isinstance(sink, WaitingCaller)
+        """The caller holds a thread for the outcome."""
         self.goes_on = False
         """True after an attempt that failed and was not the last."""
         self.expired: Call | None = None

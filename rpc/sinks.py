@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rpc import torch_modes
 from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.errors import DecodeError
-from rpc.executor import blocking, in_handler
+from rpc.executor import blocking, is_replaced_while_waiting
 from rpc.futures import Future, Waiter
 from rpc.interrupts import let_in, restore
 from rpc.messages import Reply
@@ -82,7 +82,7 @@ class WaitingCaller:
         if torch_modes.are_changed():
             with torch_modes.usual():
                 return self.result(wait)
-        if in_handler():
+        if is_replaced_while_waiting():
             with blocking():
                 wait(self._done, self._block)
         else:

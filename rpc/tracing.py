@@ -374,7 +374,8 @@ def trace(
     calls to handlers, all on the clock of this worker.
 
     Args:
-        path: where to write it; None to use only the returned object.
+        path: where to write it; None to use only the returned object. That it can be
+            written is found out at once, which leaves an empty file until the end.
         operators: record torch's operators too, on all threads of all workers.
             Costs a few microseconds per operator. A process that runs a
             ``torch.profiler`` of its own keeps its operators to itself. Where it is
@@ -387,6 +388,7 @@ def trace(
 
     Raises:
         TypeError: ``path`` is no path.
+        OSError: nothing can be written there; the subclass and the text say why.
         NotInitializedError: there is no RPC.
         RuntimeError: this context is in a trace already.
 
@@ -395,12 +397,10 @@ def trace(
         with rpc.tracing.trace("step.json", operators=True):
             train_step()
     """
-    if path is not None and not isinstance(path, str | os.PathLike):
-        # A number would be a descriptor, of whatever file or socket, to write to and close.
-        raise TypeError(f"path={path!r} is a {type(path).__name__}, not the path of a file")
     agent = current_agent()
     if _place.get() is not None:
         raise RuntimeError("a trace is being recorded here already")
+    file_name = None if path is None else _writable(path)
     result = Trace(agent, operators)
     try:
         token = _place.set(Place(result.begin(), None))
@@ -412,9 +412,30 @@ def trace(
     finally:
         _place.reset(token)
         result.finish()
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
+        if file_name is not None:
+            with open(file_name, "w", encoding="utf-8") as file:
                 json.dump(result.chrome_trace(), file)
+
+
+def _writable(path: str | os.PathLike[str]) -> str:
+    """The same file's absolute path, for the working directory may change; makes an empty file.
+
+    What is there already stays as it is. What is no ordinary file, such as a pipe, is not
+    opened yet: whoever reads from it would take that for the trace.
+    """
+    if not isinstance(path, str | os.PathLike):
+        # A number would be a descriptor, of whatever file or socket, to write to and close.
+        raise TypeError(f"path={path!r} is a {type(path).__name__}, not the path of a file")
+    problem = f"path={path!r} is no file that the trace could be written to"
+    try:
+        if os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path):
+            with open(path, "a"):
+                pass
+    except OSError as error:
+        raise OSError(error.errno, f"{problem}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{problem}: {error}") from error
+    return os.path.abspath(path)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rpc._simulation import steps
+from rpc._simulation.at_rest import AtRest
 from rpc._simulation.runs import outstanding
 from rpc._simulation.steps import Act, Address, Phase, Step
 from rpc._simulation.worker import Machines, Worker
@@ -62,7 +63,7 @@ def simulate_group(workers: int, seed: int = 0) -> GroupReport:
     group.everybody(lambda w: [steps.Create(w.life, group.near(w, 1), 0.0, True, None)])
     group.everybody(lambda w: [_lend(w, group.near(w, friend)) for friend in _FRIENDS])
     group.everybody(lambda w: [steps.Fetch(w.life, name, 0.0) for name in w.handles])
-    group.world.ledger.check_settled()
+    AtRest(group.world).check_settled()
     shared = group.world.messages
     group.everybody(lambda w: [steps.Begin(w.life)])
     group.world.shutdowns.check_everybody_left()

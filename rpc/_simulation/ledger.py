@@ -20,7 +20,6 @@ from rpc._simulation.packets import (
     Record,
     Reply,
     Request,
-    Value,
     passed_in,
 )
 from rpc._simulation.rules import Rule, require
@@ -73,13 +72,18 @@ class Ledger:
 
     Args:
         world: what happens.
+
+    Attributes:
+        failed: why handles failed, by fork.
+        confirmed: forks whose holders know that their owners do.
+        batches: the numbers of the batches that came, by receiver and sender.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[GlobalId, _Claim] = {}
-        self._failed: dict[GlobalId, Failure] = {}
-        self._confirmed: set[GlobalId] = set()
+        self.failed: dict[GlobalId, Failure] = {}
+        self.confirmed: set[GlobalId] = set()
         self._freed: set[GlobalId] = set()
         self._arrived: set[GlobalId] = set()
         self._given_up: set[GlobalId] = set()
@@ -92,7 +96,7 @@ class Ledger:
         self._kept_until: dict[tuple[Life, Life, int], float] = {}
         self._oldest: Counter[tuple[Life, Life]] = Counter()
         self._early: set[tuple[Life, Life, int]] = set()
-        self._batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
+        self.batches: defaultdict[tuple[Life, Life], set[int]] = defaultdict(set)
 
     # --- Members
 
@@ -199,7 +203,7 @@ class Ledger:
     def confirmation_asked(self, worker: Worker, fork: GlobalId) -> None:
         """Somebody wants to know whether the owner knows ``fork``."""
         said = worker.references.is_confirmed(fork)
-        true = not said or fork in self._confirmed
+        true = not said or fork in self.confirmed
         require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
 
     def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
@@ -324,7 +328,7 @@ class Ledger:
 
     def batch_taken(self, worker: Worker, sender: Life, sequence: int, fresh: bool) -> None:
         """A batch of control messages came and was, or was not, recognised as new."""
-        seen = self._batches[worker.life, sender]
+        seen = self.batches[worker.life, sender]
         right = fresh == (sequence not in seen)
         require(right, Rule.DUPLICATES, worker.life, sender, sequence, fresh)
         seen.add(sequence)
@@ -352,7 +356,7 @@ class Ledger:
         """A reference was prepared to travel to ``to``."""
         failure = worker.references.failure(handle)
         if isinstance(handle, UserHandle):
-            known = self._failed.get(handle.fork)
+            known = self.failed.get(handle.fork)
             right = failure == known and isinstance(passed, Failure) == (known is not None)
             require(right, Rule.FAILURES_HAVE_CAUSES, handle, failure, known)
         if isinstance(passed, Failure):
@@ -410,9 +414,9 @@ class Ledger:
 
     def handle_confirmed(self, worker: Worker, fork: GlobalId) -> None:
         """The owner is said to know ``fork``."""
-        twice = fork in self._confirmed
+        twice = fork in self.confirmed
         require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
-        self._confirmed.add(fork)
+        self.confirmed.add(fork)
         self._claims[fork].known_to_owner = True
         own_child = self._claims[fork].passage is Passage.CHILD and fork.life == worker.life
         self._passing[worker.life] -= own_child  # nobody tells it so
@@ -420,11 +424,11 @@ class Ledger:
     def handle_failed(self, worker: Worker, fork: GlobalId, failure: Failure) -> None:
         """A handle must not be used any more."""
         claim = self._claims[fork]
-        first = fork not in self._failed
+        first = fork not in self.failed
         require(first, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, "fails twice", failure)
         caused = bool(failure.reason) and self._has_cause(worker, fork, claim, failure.kind)
         require(caused, Rule.FAILURES_HAVE_CAUSES, worker.life, fork, failure)
-        self._failed[fork] = failure
+        self.failed[fork] = failure
         if failure.kind in (FailureKind.STALE, FailureKind.OWNER_LOST):
             claim.gone = True
 
@@ -494,106 +498,6 @@ class Ledger:
         if passed.passage in (Passage.CREATION, Passage.LOOPBACK):
             return True
         return self._reaches(passed.fork)
-
-    # --- At rest
-
-    def check_settled(self) -> None:
-        """Nothing is under way any more: everybody got what was promised."""
-        self._check_views()
-        self._world.links.check_at_rest()
-        lent = self._lent()
-        for worker in self._world.living.values():
-            require(not worker.records, Rule.CALLS_END, worker.life, worker.records)
-            require(not worker.jobs, Rule.CALLS_END, worker.life, "serves", worker.jobs)
-            require(not [*worker.calls.outstanding()], Rule.CALLS_END, worker.life, "a row")
-            idle = worker.calls.next_expiry() is None
-            require(idle, Rule.DEADLINES, worker.life, "waits for a deadline")
-            self._check_filters(worker)
-            self._check_handles(worker)
-            self._check_counts(worker, lent[worker.life])
-
-    def _check_filters(self, worker: Worker) -> None:
-        """What came is remembered, nothing else is, and in as few ranges as can be."""
-        for sender, known in worker.seen.items():
-            came = self._batches[worker.life, sender]
-            ranges = sum(number - 1 not in came for number in came)
-            right = known.ranges == ranges and all(number in known for number in came)
-            exact = right and max(came) + 1 not in known
-            require(exact, Rule.DUPLICATES, worker.life, sender, known.ranges, came)
-
-    def _lent(self) -> defaultdict[Life, dict[GlobalId, list[Life]]]:
-        """Who holds usable handles to which values of whom; one entry for each handle."""
-        lent: defaultdict[Life, dict[GlobalId, list[Life]]] = defaultdict(dict)
-        for worker in self._world.living.values():
-            for handle in self._usable(worker):
-                reference = handle.reference
-                lent[reference.owner].setdefault(reference.rref, []).append(worker.life)
-        return lent
-
-    def _check_views(self) -> None:
-        world = self._world
-        for worker in world.living.values():
-            expected = {
-                life.worker: life
-                for life in world.living
-                if frozenset((life, worker.life)) not in world.cut
-            }
-            right = worker.view == expected
-            require(right, Rule.CONVERGENCE, worker.life, worker.view, expected)
-
-    def _check_handles(self, worker: Worker) -> None:
-        for handle in worker.handles.values():
-            if isinstance(handle, OwnerHandle):
-                continue
-            failure = worker.references.failure(handle)
-            same = failure == self._failed.get(handle.fork)
-            require(same, Rule.FAILURES_HAVE_CAUSES, worker.life, handle, failure)
-            if failure is not None:
-                continue
-            sure = worker.references.is_confirmed(handle.fork) and handle.fork in self._confirmed
-            require(sure, Rule.HANDLES_WORK, worker.life, handle, "is not confirmed")
-            owner = self._world.living.get(handle.reference.owner)
-            there = owner is not None and handle.reference.rref in owner.values
-            require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
-
-    def _check_counts(self, worker: Worker, lent: dict[GlobalId, list[Life]]) -> None:
-        counts = worker.references.counts()
-        mine = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
-        usable = len(self._usable(worker))
-        forks = sum(map(len, lent.values()))
-        found = (counts.num_user_rrefs, counts.num_owner_rrefs, counts.num_forks)
-        right = found == (usable, len(worker.values), forks)
-        require(right, Rule.COUNTS, worker.life, counts, usable, len(worker.values), forks)
-        passing = (counts.num_pending_users, counts.num_pending_children, counts.num_borrows)
-        require(passing == (0, 0, 0), Rule.COUNTS, worker.life, counts)
-        listed = {handle.fork for handle, _ in worker.references.users()}
-        require(listed == {handle.fork for handle in mine}, Rule.COUNTS, worker.life, listed, mine)
-        leaks = {leak.rref: leak.users for leak in worker.references.leaks()}
-        expected = {rref: tuple(sorted(set(users))) for rref, users in lent.items()}
-        require(leaks == expected, Rule.COUNTS, worker.life, leaks, expected)
-        waiting = [rref for rref, value in worker.values.items() if value is Value.AWAITED]
-        require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
-
-    @staticmethod
-    def _usable(worker: Worker) -> list[UserHandle]:
-        """The handles to others' values that did not fail."""
-        users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
-        return [handle for handle in users if worker.references.failure(handle) is None]
-
-    def check_empty(self) -> None:
-        """Programs let go of everything: nothing may be kept for their sake."""
-        for worker in self._world.living.values():
-            counts = worker.references.counts()
-            kept = (
-                counts.num_user_rrefs
-                + counts.num_owner_rrefs
-                + counts.num_forks
-                + counts.num_pending_children
-                + counts.num_borrows
-            )
-            nothing = kept == 0 and not worker.values and not worker.references.users()
-            require(nothing, Rule.ALWAYS_FREED, worker.life, counts, worker.values)
-            require(not worker.references.leaks(), Rule.ALWAYS_FREED, worker.life, "leaks")
 
 
 def _passage(life: Life, handle: Handle, to: Life, carrier: Carrier) -> Passage:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc._simulation import steps
+from rpc._simulation.at_rest import AtRest
 from rpc._simulation.generator import Generator, Scenario
 from rpc._simulation.links import FOREVER
 from rpc._simulation.rules import Rule, RuleBrokenError, require
@@ -135,15 +136,15 @@ class _Run:
         return None
 
     def _end(self, choose: Callable[[Phase], Act | None]) -> None:
-        ledger = self._world.ledger
+        rest = AtRest(self._world)
         self._settle(Phase.SETTLE, choose)
         if self._leaves:
             self._world.shutdowns.check_everybody_left()
             return
-        ledger.check_settled()
+        rest.check_settled()
         self._settle(Phase.DROP, choose)
-        ledger.check_settled()
-        ledger.check_empty()
+        rest.check_settled()
+        rest.check_empty()
         if not self._world.cut:
             self._settle(Phase.LEAVE, choose)
             self._world.shutdowns.check_everybody_left()

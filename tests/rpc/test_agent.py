@@ -94,6 +94,25 @@ async def slow_square(x: int) -> int:
     return x * x
 
 
+async def bounce_blocking(names: tuple[str, ...]) -> list[str]:
+    """As ``bounce``, and holds its loop while it waits."""
+    await asyncio.sleep(0)
+    here = whoami()
+    return [here, *rpc.rpc_sync(names[0], bounce_blocking, (names[1:],))] if names else [here]
+
+
+async def wait_for_a_coroutine_here() -> int:
+    return rpc.rpc_async(whoami(), slow_square, (3,)).wait()
+
+
+async def wait_for_a_value_from_here() -> int:
+    return rpc.rpc_sync("bob", fetch_from, (whoami(),))
+
+
+def fetch_from(name: str) -> int:
+    return rpc.remote(name, slow_square, (3,)).to_here()
+
+
 class Steps:
     @staticmethod
     @rpc.functions.async_execution
@@ -413,7 +432,7 @@ def test_a_destination_of_the_wrong_type_is_a_value_error(pair: list[Agent], to:
 
 @pytest.mark.parametrize("start", ["rpc_sync", "rpc_async", "remote"])
 def test_what_cannot_be_called_is_refused_at_once(pair: list[Agent], start: str) -> None:
-    with pytest.raises(TypeError, match="func must be callable, but got int"):
+    with pytest.raises(TypeError, match="func=3 cannot be called"):
         getattr(pair[0], start)("bob", 3)
 
 
@@ -601,6 +620,20 @@ def _hold() -> None:
     assert _free.wait(20)
 
 
+@pytest.mark.parametrize(
+    "handler", [wait_for_a_coroutine_here, wait_for_a_value_from_here], ids=["self", "other"]
+)
+def test_a_coroutine_may_wait_for_one_of_its_own_worker(
+    pair: list[Agent], handler: Callable[[], Any]
+) -> None:
+    assert [pair[1].rpc_sync("alice", handler) for _ in range(3)] == [9, 9, 9]
+
+
+def test_coroutines_that_wait_for_each_other_in_turn_come_back(pair: list[Agent]) -> None:
+    names = ("bob", "alice") * 10
+    assert pair[0].rpc_sync("alice", bounce_blocking, (names,)) == ["alice", *names]
+
+
 async def _hold_the_loop() -> None:
     _hold()
 
@@ -764,3 +797,13 @@ def test_a_method_that_failed_and_nobody_looked_at_is_logged_by_its_name(
         until(lambda: gc.collect() >= 0 and bool(caplog.records))
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert told == ["the call of RRef.index on bob failed and nobody looked"]
+
+
+def test_a_call_has_one_name_in_the_log_and_in_dumps(
+    pair: list[Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    nameless = functools.partial(fail_with, KeyError("x"))
+    pair[0].rpc_async(pair[1].info, nameless)
+    until(lambda: gc.collect() >= 0 and "nobody looked" in caplog.text)
+    assert "the call of partial on bob failed and nobody looked" in caplog.text
+    assert [row.method for row in pair[0].metrics().made] == ["partial"]

@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from rpc import event_loop as event_loop_module
+from rpc import handed_loop
 from rpc.errors import AgentClosedError
 from rpc.event_loop import EventLoop
-from rpc.executor import Executor
+from rpc.executor import Executor, blocking
+from tests.waiting import until
 
 SECONDS = 10.0
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -32,8 +34,8 @@ class Outcomes:
         self._loop = loop
         self._told: queue.Queue[tuple[object, str, str]] = queue.Queue()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._loop.run(coroutine, self._tell, self._tell)
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Callable[[], None]:
+        return self._loop.run(coroutine, self._tell, self._tell)
 
     def _tell(self, outcome: object) -> None:
         self._told.put((outcome, threading.current_thread().name, variable.get()))
@@ -163,7 +165,6 @@ def test_close_ends_a_coroutine_that_stops_the_loop_when_it_is_cancelled(
     loop: EventLoop, outcomes: Outcomes
 ):
     async def resist() -> None:
-        held.started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -171,8 +172,8 @@ def test_close_ends_a_coroutine_that_stops_the_loop_when_it_is_cancelled(
 
     held = Held()
     outcomes.run(resist())
-    assert held.started.wait(SECONDS)
     outcomes.run(held())
+    assert held.started.wait(SECONDS)
     loop.close()
     assert {type(outcomes.outcome()) for _ in range(2)} == {AgentClosedError}
     assert held.ended == ["cancelled"]
@@ -227,10 +228,10 @@ def test_the_context_of_the_caller_holds_in_the_coroutine_and_after_it(outcomes:
 
 
 def test_no_thread_is_started_before_it_is_needed(loop: EventLoop, outcomes: Outcomes):
-    assert loop._thread is None
+    assert loop._loop is None
     outcomes.run(value())
     assert outcomes.outcome() == 7
-    assert loop._thread is not None
+    assert loop._loop is not None
 
 
 def test_many_threads_may_begin_the_first_coroutine(outcomes: Outcomes):
@@ -428,3 +429,137 @@ def test_closing_while_coroutines_begin_ends_each_of_them(executor: Executor):
         for _ in threads:
             outcome = outcomes.outcome()
             assert outcome == 7 or isinstance(outcome, AgentClosedError)
+
+
+class Blocking:
+    """A coroutine that holds its thread in a wait which others are told of."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    async def __call__(self) -> str:
+        with blocking():
+            self.begun.set()
+            assert self.go_on.wait(SECONDS)
+        return await value("waited")
+
+
+@pytest.fixture
+def blocked(outcomes: Outcomes) -> Iterator[Blocking]:
+    """A coroutine that waits until the end of the test, or before."""
+    blocked = Blocking()
+    outcomes.run(blocked())
+    assert blocked.begun.wait(SECONDS)
+    yield blocked
+    blocked.go_on.set()
+
+
+def test_while_a_coroutine_waits_on_its_thread_others_begin(
+    outcomes: Outcomes, blocked: Blocking
+) -> None:
+    for each in range(3):
+        outcomes.run(value(each))
+    assert {outcomes.outcome() for _ in range(3)} == {0, 1, 2}
+    blocked.go_on.set()
+    assert outcomes.outcome() == "waited"
+
+
+def test_while_a_coroutine_waits_on_its_thread_those_that_have_begun_go_on(
+    outcomes: Outcomes,
+) -> None:
+    gate: list[asyncio.Event] = []
+    at_the_gate = threading.Event()
+
+    async def wait() -> str:
+        gate.append(asyncio.Event())
+        at_the_gate.set()
+        await gate[0].wait()
+        return "let through"
+
+    async def let_through() -> None:
+        gate[0].set()
+
+    outcomes.run(wait())
+    assert at_the_gate.wait(SECONDS)
+    blocked = Blocking()
+    outcomes.run(blocked())
+    assert blocked.begun.wait(SECONDS)
+    outcomes.run(let_through())
+    assert {outcomes.outcome(), outcomes.outcome()} == {None, "let through"}
+    blocked.go_on.set()
+    assert outcomes.outcome() == "waited"
+
+
+def test_one_that_runs_while_another_waits_is_cancelled(
+    outcomes: Outcomes, blocked: Blocking
+) -> None:
+    held = Held()
+    cancel = outcomes.run(held())
+    assert held.started.wait(SECONDS)
+    cancel()
+    assert isinstance(outcomes.outcome(), asyncio.CancelledError)
+    assert held.ended == ["cancelled"]
+
+
+def test_one_that_is_cancelled_while_it_waits_learns_of_it_at_its_next_await(
+    outcomes: Outcomes,
+) -> None:
+    blocked = Blocking()
+    cancel = outcomes.run(blocked())
+    assert blocked.begun.wait(SECONDS)
+    cancel()
+    outcomes.run(value())
+    assert outcomes.outcome() == 7
+    blocked.go_on.set()
+    assert isinstance(outcomes.outcome(), asyncio.CancelledError)
+
+
+def test_close_cancels_what_runs_while_one_waits(
+    loop: EventLoop, outcomes: Outcomes, blocked: Blocking
+) -> None:
+    held = Held()
+    outcomes.run(held())
+    assert held.started.wait(SECONDS)
+    closer = threading.Thread(target=loop.close)
+    closer.start()
+    assert isinstance(outcomes.outcome(), AgentClosedError)
+    blocked.go_on.set()
+    closer.join(SECONDS)
+    assert held.ended == ["cancelled"]
+    assert isinstance(outcomes.outcome(), AgentClosedError)
+
+
+def test_without_a_thread_a_coroutine_is_refused_and_the_next_one_may_get_one(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(handed_loop.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            outcomes.run(value())
+    outcomes.run(value())
+    assert outcomes.outcome() == 7
+
+
+def test_an_error_that_nobody_can_be_told_any_more_is_no_news_to_asyncio(
+    loop: EventLoop, executor: Executor, outcomes: Outcomes, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on, waits = threading.Event(), threading.Event()
+
+    async def fail_late() -> None:
+        waits.set()
+        await asyncio.to_thread(go_on.wait, SECONDS)
+        raise ValueError("too late")
+
+    outcomes.run(fail_late())
+    assert waits.wait(SECONDS)
+    executor.close()
+    go_on.set()
+    until(lambda: not loop._tasks)
+    loop.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert outcomes.empty()

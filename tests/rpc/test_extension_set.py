@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rpc.agent import Agent
+from rpc.debug_dump import describe
 from rpc.extension_set import Scopes, leave
 from rpc.testing import local_group
 
@@ -81,8 +82,11 @@ class Answering:
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None: ...
 
-    def debug_info(self) -> dict[str, int]:
-        return {}
+    def debug_info(self) -> Any:
+        answer = self.wrong.get("debug_info", {"answered": 1})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None: ...
 
@@ -129,3 +133,35 @@ def test_an_answer_to_a_message_is_bytes(
     monkeypatch.setitem(Answering.wrong, "on_message", "text")
     with pytest.raises(TypeError, match=r"on_message of the extension .* must return bytes"):
         pair[0].send_extension_message(1, __name__, b"").wait()
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (ValueError("no counts"), "debug_info failed: ValueError: no counts"),
+        (_Unspeakable(), "debug_info failed: _Unspeakable: "),
+        ([("a", 1)], "debug_info failed: TypeError: debug_info of the extension"),
+    ],
+    ids=["raises", "raises what has no text", "returns no mapping"],
+)
+def test_an_extension_that_cannot_count_is_named_among_what_the_others_count(
+    pair: list[Agent],
+    answer: object,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    alice = pair[0]
+    alice.extensions.load("rpc.tracing")
+    assert alice.debug_info()["answered"] == 1
+    monkeypatch.setitem(Answering.wrong, "debug_info", answer)
+    found = alice.debug_info()
+    assert found[__name__].startswith(shown)
+    assert (found["traces"], found["calls"]) == (0, [])
+    assert f"debug_info of the extension {__name__!r} failed" in caplog.text
+    assert shown in describe(alice)

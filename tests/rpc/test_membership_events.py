@@ -67,7 +67,7 @@ def test_one_that_raises_is_logged_and_the_others_are_told(
 
 
 def test_what_is_not_callable_is_refused() -> None:
-    with pytest.raises(TypeError, match="callable"):
+    with pytest.raises(TypeError, match="callback='x' cannot be called"):
         Later().events.subscribe("x")  # type: ignore[arg-type]
 
 

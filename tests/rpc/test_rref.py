@@ -548,6 +548,42 @@ def test_a_creation_that_failed_is_not_logged_if_somebody_looked(
     assert caplog.text == ""
 
 
+@pytest.mark.usefixtures("closed_gate")
+@pytest.mark.parametrize("owner", ["alice", "bob"])
+@pytest.mark.parametrize(
+    "look",
+    [lambda rref: rref.to_here(0), lambda rref: rref.rpc_async(0).bit_count().wait()],
+    ids=["to_here", "method"],
+)
+def test_what_waits_for_a_value_fails_when_its_creation_times_out(
+    owner: str, look: Callable[[RRef[Any]], object]
+) -> None:
+    clock = VirtualClock()
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        with as_worker(alice), pytest.raises(RRefCreationError) as caught:
+            look(rref)
+        failed.append(caught.value)
+
+    with local_group("alice", "bob", clock=clock) as (alice, _):
+        others = alice.remote("bob", wait_at_the_gate, timeout=0).rpc_async(0).bit_count()
+        rref = alice.remote(owner, wait_at_the_gate, timeout=1)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        place = rref._holding.value
+        if place is None:
+            assert eventually(lambda: len(alice.caller.outstanding()) == 4)
+        else:
+            assert eventually(lambda: len(place._waiting) == 1)
+        clock.advance(2)
+        thread.join(SECONDS)
+        told = "RRef creation failed: RPC ran for more than set timeout (1000 ms)"
+        assert [str(error)[: len(told)] for error in failed] == [told]
+        _gate.set()
+        assert others.wait() == 1
+
+
 def test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed() -> None:
     _gate.clear()
     clock = VirtualClock()

@@ -66,6 +66,10 @@ def wait_patiently() -> None:
     wait_at_the_gate()
 
 
+@rpc.functions.idempotent
+def nothing() -> None: ...
+
+
 def add_up(count: int) -> torch.Tensor:
     total = torch.zeros(4)
     for _ in range(count):
@@ -152,6 +156,15 @@ class TestRecording:
         call, handler = pair_of(found, "bob", "carol")
         assert asked.running < call.begun < asked.returned
         assert handler.encoded < asked.encoded < asked.replied
+
+    def test_a_call_that_may_be_tried_again_is_shown_as_it_was_made(self, group: Group) -> None:
+        retry = rpc.Retry(attempts=2)
+        with trace() as found:
+            rpc.rpc_sync("bob", nothing, retry=retry)
+            rpc.rpc_async("bob", nothing, retry=retry).wait()
+            rpc.remote("bob", nothing, retry=retry).to_here()
+        kinds = [call.kind for call in of(found, "alice").calls]
+        assert kinds[:3] == [CallKind.SYNC, CallKind.ASYNC, CallKind.REMOTE]
 
     def test_attempts_that_waited_for_the_first_leave_its_record_as_it_was(
         self, group: Group
@@ -399,6 +412,48 @@ def test_what_is_no_path_is_refused_before_anything_is_recorded(group: Group) ->
     ):
         pass
     os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "reason"),
+    [
+        ("", FileNotFoundError, "No such file"),
+        ("missing/trace.json", FileNotFoundError, "No such file"),
+        (".", IsADirectoryError, "Is a directory"),
+        ("file/trace.json", NotADirectoryError, "Not a directory"),
+        ("a" * 300, OSError, "too long"),
+        ("a\0b", ValueError, "null"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_recorded(
+    group: Group,
+    path: str,
+    kind: type[Exception],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    entered = False
+    with pytest.raises(kind, match=reason) as raised, trace(path):
+        entered = True
+    assert not entered
+    assert f"path={path!r}" in str(raised.value)
+    with trace():  # none is being recorded
+        pass
+
+
+def test_the_trace_is_written_to_the_file_that_was_meant_when_it_began(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "trace.json").write_text("what was there before")
+    monkeypatch.chdir(tmp_path)
+    with trace("trace.json"):
+        assert (tmp_path / "trace.json").read_text() == "what was there before"
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_without_rpc_there_is_nothing_to_trace() -> None:

@@ -88,7 +88,7 @@ def test_a_thread_that_runs_other_handlers_too_does_not_wait() -> None:
     outcome: list[bool] = []
 
     def ask() -> None:
-        share_this_thread()
+        share_this_thread(Executor("place", 1, contextvars.Context()))
         outcome.append(window.charge(2, 8192, always))
 
     asking = threading.Thread(target=ask)

@@ -1,0 +1,160 @@
+"""Serving one request: what is replied, printed and counted, however its handler ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rpc import deadlines, service
+from rpc.agent import Agent
+from rpc.current import current_agent
+from rpc.errors import RpcTimeoutError, RRefCreationError, WorkerLostError
+from rpc.testing import MemoryHub, local_group
+from rpc.transports.base import Frame
+from tests import waiting
+from tests.rpc.gates import Gate, gates, pass_gate
+
+SECONDS = 30.0
+
+until = partial(waiting.until, seconds=SECONDS)
+
+
+class Overheard:
+    """Counts the bytes of tensors that go from worker 1 to worker 0."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def delay(self, source: int, destination: int, frame: Frame) -> float:
+        if source == 1:
+            self.bytes += sum(tensor.nbytes for tensor in frame.tensors)
+        return 0.0
+
+
+def make_large(gate: str) -> torch.Tensor:
+    pass_gate(gate)
+    return torch.ones(100_000)
+
+
+def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
+    made, *asked = (Gate() for _ in range(4))
+    gates.update({"made": made} | {f"asked {n}": gate for n, gate in enumerate(asked)})
+    heard = Overheard()
+    with local_group("here", "there", hub=MemoryHub(script=heard)) as (here, there):
+        rref = here.remote("there", make_large, ("made",))
+        futures = [here.rpc_async("there", make_large, (f"asked {n}",)) for n in range(3)]
+        assert all(gate.reached.wait(SECONDS) for gate in (made, *asked))
+        for _ in range(3):
+            with pytest.raises(RpcTimeoutError):
+                rref.to_here(timeout=0.01)
+        assert all(future.cancel() for future in futures)
+        until(lambda: sum(s.cancelled for s in there.callee._serving) == 6)
+        for gate in (made, *asked):
+            gate.open.set()
+        until(lambda: there.callee.quiet() and here.caller.quiet())
+        assert heard.bytes == 0
+        assert rref.to_here().sum() == 100_000
+        assert heard.bytes == 400_000
+
+
+def refuse() -> None:
+    raise ValueError("naïve")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def closed_log() -> io.TextIOBase:
+    log = io.StringIO()
+    log.close()
+    return log
+
+
+@pytest.mark.parametrize(
+    "log",
+    [io.TextIOWrapper(io.BytesIO(), encoding="ascii"), FullDisk(), closed_log()],
+    ids=["ascii", "full disk", "closed"],
+)
+def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
+    log: io.TextIOBase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with local_group("here", "there") as (here, there):
+        monkeypatch.setattr(service, "sys", SimpleNamespace(stderr=log))
+        with pytest.raises(ValueError, match="naïve"):
+            here.rpc_sync("there", refuse, timeout=10)
+        until(there.callee.quiet)
+        assert "sys.stderr does not take this traceback" in caplog.text
+
+
+def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+    with local_group("here", "there") as (here, there):
+        log = SimpleNamespace(write=written.append)
+        monkeypatch.setattr(service, "sys", SimpleNamespace(stderr=log))
+        with pytest.raises(ValueError, match="naïve"):
+            here.rpc_sync("there", refuse, timeout=10)
+        until(there.callee.quiet)
+    (text,) = written
+    assert text.startswith("On WorkerInfo(id=1, name=there):\nTraceback (most recent call last):\n")
+    assert text.endswith("\nValueError: naïve\n")
+
+
+def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes() -> None:
+    with local_group("here", "there") as (here, _):
+        with pytest.raises(
+            RuntimeError, match=r"failed to match any schema: .*invalid combination"
+        ) as caught:
+            here.rpc_sync("there", torch.add, ())
+        assert isinstance(caught.value, TypeError)
+        with pytest.raises(TypeError, match="expected at least 1 argument") as caught:
+            here.rpc_sync("there", max, ())
+        assert "schema" not in str(caught.value)
+
+
+def test_a_call_whose_time_is_over_before_it_starts_timed_out_for_its_caller_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadlines, "is_over", lambda *_: True)
+    with (
+        local_group("here", "there") as (here, _),
+        pytest.raises(RpcTimeoutError, match="RPC ran for more than"),
+    ):
+        here.rpc_sync("there", abs, (-1,), timeout=60)
+
+
+async def wait_in_a_coroutine() -> None:
+    gates["shutdown"].reached.set()
+    await asyncio.sleep(SECONDS)
+
+
+def wait_for_a_call() -> None:
+    current_agent().rpc_sync("alice", pass_gate, ("shutdown",))
+
+
+@pytest.mark.parametrize("handler", [wait_in_a_coroutine, wait_for_a_call])
+@pytest.mark.parametrize("through", ["rpc_async", "remote"])
+def test_what_a_shutdown_ends_is_a_loss_to_its_caller_and_no_error_of_the_function(
+    pair: list[Agent],
+    handler: Callable[[], object],
+    through: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alice, bob = pair
+    gates.pop("shutdown", None)
+    outcome = getattr(alice, through)("bob", handler)
+    assert gates["shutdown"].reached.wait(SECONDS)
+    bob.shutdown(graceful=False)
+    gates["shutdown"].open.set()
+    with pytest.raises((WorkerLostError, RRefCreationError), match=r"'bob' .*was lost"):
+        outcome.wait() if through == "rpc_async" else outcome.to_here()
+    assert capsys.readouterr().err == ""
