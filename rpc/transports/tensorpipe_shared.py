@@ -92,8 +92,7 @@ class SharedTensors:
     def __init__(self, peer_name: str, pool: SendPool | None) -> None:
         self._peer_name = peer_name
         self._pool = pool
-        self._segments = ReceivedSegments()
-        self._refused_for: set[int] = set()
+        self._segments = ReceivedSegments(peer_name, "torch")
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
@@ -220,14 +219,7 @@ class SharedTensors:
             finally:
                 os.close(found)
         except (OSError, FrameError) as error:
-            problem = getattr(error, "errno", None) or 0
-            if problem not in self._refused_for:
-                self._refused_for.add(problem)
-                _log.warning(
-                    "shared memory from worker %s cannot be mapped (%s); using torch",
-                    self._peer_name,
-                    error,
-                )
+            problem = self._segments.refused(error)
         return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable, problem))
 
     def open(self, frame: PlacedFrame) -> Frame:

@@ -140,8 +140,7 @@ class Link:
         self._limit = resources.max_message_bytes
         self._copy = resources.crew.copy
         self._pool = SendPool(resources.budget, resources.crew.copy) if shared else None
-        self._segments = ReceivedSegments()
-        self._refused_for: set[int] = set()
+        self._segments = ReceivedSegments(peer_name, "sockets")
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -327,14 +326,7 @@ class Link:
         try:
             self._take_segment(offered, descriptors)
         except OSError as error:
-            answer, number = WireKind.SEGMENT_REFUSED, error.errno or 0
-            if number not in self._refused_for:
-                self._refused_for.add(number)
-                _log.warning(
-                    "shared memory from worker %s cannot be mapped (%s); using sockets",
-                    self._peer_name,
-                    error,
-                )
+            answer, number = WireKind.SEGMENT_REFUSED, self._segments.refused(error)
         sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
 
     def _take_segment(self, offered: SegmentOffered, descriptors: list[int]) -> None:
