@@ -53,7 +53,8 @@ class Frame(NamedTuple):
         correlation: 64-bit id, unique per sender among its outstanding requests.
         header: the message header, a few dozen bytes.
         payload: pickled user value, from nothing to gigabytes. One that arrives may be
-            :class:`Unreceived`; then there are no tensors either.
+            :class:`Unreceived`; then there are no tensors either, and the header may have
+            lost its end, where small tensors are.
         tensors: strided, non-overlapping and dense, detached; dtype, shape and
             strides arrive as they are. Small tensors never come here: the codec
             puts them into the header.

@@ -288,12 +288,15 @@ class Link:
 
         Args:
             frame: as it came off the main channel, its payload being the inline section.
-            table: not empty.
+            table: not empty, unless the payload is :class:`Unreceived`.
 
         Raises:
             FrameError: it is malformed.
         """
-        items = unpack_table(table, len(frame.payload), self._limit)
+        if type(frame.payload) is Unreceived:
+            items = unpack_table(table, self._limit, self._limit) if table else []
+        else:
+            items = unpack_table(table, len(frame.payload), self._limit)
         for item in items:
             if item.place is Place.STREAM:
                 parcel = self._transfers.frame_received(frame, items)
@@ -348,6 +351,8 @@ class Link:
         self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""
     ) -> Frame:
         left = iter(items)
+        if type(frame.payload) is Unreceived:
+            problem = frame.payload.decode()
         if not problem:
             try:
                 return self._with_parts(frame, left, arrays)
@@ -367,7 +372,7 @@ class Link:
             FrameError: there is no call.
         """
         size = sum(item.nbytes for item in items)
-        what = f"a message of {size} bytes from worker {self._peer_name!r}"
+        what = f"a message{f' of {size} bytes' if size else ''} from worker {self._peer_name!r}"
         why = f"{what} could not be taken in: {problem}"
         if frame.kind is FrameKind.NOTICE:
             raise FrameError(why)

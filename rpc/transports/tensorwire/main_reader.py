@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from rpc.transports.base import Frame
+from rpc.transports.base import Frame, Unreceived
 from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
@@ -131,7 +131,8 @@ class MainReader:
             if receipts.owed >= receipts.limit and receipts.due():
                 self.acknowledge()
             for frame, table in arrived:
-                opened = self._link.open(frame, table) if table else frame
+                whole = not table and type(frame.payload) is not Unreceived
+                opened = frame if whole else self._link.open(frame, table)
                 if opened is not None:
                     return [opened]
         except Exception as error:
