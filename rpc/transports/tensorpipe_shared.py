@@ -18,12 +18,13 @@ import logging
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rpc.errors import EncodeError, FrameError
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     Item,
@@ -229,12 +230,30 @@ class SharedTensors:
             FrameError: it names what is not there.
         """
         table, header = frame.split()
-        first, *items = unpack_table(table, len(frame.payload), _ANY_SIZE)
-        payload = frame.payload
+        items = unpack_table(table, len(frame.payload), _ANY_SIZE)
+        left = iter(items)
+        try:
+            payload, tensors = self._parts(frame, left)
+        except FrameError:
+            raise
+        except Exception as error:  # there is no memory left, most likely
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            return Frame(frame.kind, frame.correlation, header, payload, tensors)
+        for item in left:
+            if item.place is Place.SHARED:
+                self._array(item)  # dies at once, which gives its slot back
+        size = sum(item.nbytes for item in items)
+        return unreceived(frame._replace(header=header), size, self._peer_name, problem)
+
+    def _parts(
+        self, frame: PlacedFrame, left: Iterator[Item]
+    ) -> tuple[Payload, tuple[torch.Tensor, ...]]:
+        """Payload and tensors of a frame; what has been claimed is not ``left``."""
+        first, payload = next(left), frame.payload
         if first.place is Place.SHARED:
             payload = view_of(self._array(first), first.nbytes)
-        tensors = [self._tensor(item, frame.tensors) for item in items]
-        return Frame(frame.kind, frame.correlation, header, payload, tuple(tensors))
+        return payload, tuple([self._tensor(item, frame.tensors) for item in left])
 
     def _tensor(self, item: Item, beside: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if item.place is Place.SHARED:

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from rpc.errors import FrameError
-from rpc.transports.base import Frame, FrameKind, Unreceived
+from rpc.transports.base import Frame, Unreceived, unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     INLINE_ALIGNMENT,
@@ -363,20 +363,7 @@ class Link:
         for item in left:
             if item.place is Place.SHARED:
                 self._array(item, arrays)  # dies at once, which gives its slot back
-        return self._unreceived(frame, items, problem)
-
-    def _unreceived(self, frame: Frame, items: list[Item], problem: str) -> Frame:
-        """Stands for a message that cannot be taken in, so that its call alone fails.
-
-        Raises:
-            FrameError: there is no call.
-        """
-        size = sum(item.nbytes for item in items)
-        what = f"a message{f' of {size} bytes' if size else ''} from worker {self._peer_name!r}"
-        why = f"{what} could not be taken in: {problem}"
-        if frame.kind is FrameKind.NOTICE:
-            raise FrameError(why)
-        return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
+        return unreceived(frame, sum(item.nbytes for item in items), self._peer_name, problem)
 
     def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
         """The frame with its payload and tensors; what it has claimed is not ``left``."""
