@@ -9,7 +9,6 @@ becomes of a proven one is the owner's to decide, perhaps later.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import struct
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from rpc.transports.tensorwire.connector import configure
+from rpc.transports.tensorwire.connector import OWN_LIMITS, configure
 from rpc.transports.tensorwire.handshake import (
     NONCE_BYTES,
     Acceptor,
@@ -150,7 +149,7 @@ class Door:
         try:
             sock, address = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in OWN_LIMITS:
                 self._pause(listener)
             return
         sock.setblocking(False)
@@ -180,7 +179,7 @@ class Door:
         self._receive(guest)  # what it said is there, mostly, and who spoke is not pushed out
 
     def _pause(self, listener: socket.socket) -> None:
-        """Stops accepting until the next sweep: there are no descriptors left."""
+        """Stops accepting until the next sweep: there are no descriptors left, or no memory."""
         if self._requests is not None:
             self._requests.remove(listener)
             self._paused.append(listener)

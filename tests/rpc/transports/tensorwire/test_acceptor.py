@@ -38,10 +38,12 @@ class _Interrupted(RequestSide):
 
 
 class _Crowded(socket.socket):
-    """A listener of a process that has no descriptors left."""
+    """A listener of a process that has no descriptors left, or lacks something else."""
+
+    lacking = errno.EMFILE
 
     def accept(self) -> tuple[socket.socket, object]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(self.lacking, os.strerror(self.lacking))
 
 
 def _listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
@@ -257,6 +259,23 @@ def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hal
     hall.now += 6.0
     hall.door.sweep()
     assert hall.inside() == [False, False, True]
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(error: int) -> None:
+    listener = _listener(_Crowded)
+    assert isinstance(listener, _Crowded)
+    listener.lacking = error
+    door, requests = _door(listener), _Told()
+    door.open(requests)
+    for _ in range(2):
+        requests.ready[listener.fileno()](0)
+        assert requests.sweeping
+        assert not requests.ready
+        door.sweep()
+        assert list(requests.ready) == [listener.fileno()]
+    door.close()
+    requests.close()
 
 
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
