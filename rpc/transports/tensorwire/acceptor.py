@@ -273,7 +273,10 @@ class Door:
         if self._requests is not None:
             paused, self._paused = self._paused, []
             for listener in paused:
-                self._listen(listener)
+                try:
+                    self._listen(listener)
+                except OSError:  # epoll, too, takes memory
+                    self._paused.append(listener)
             with self._lock:
                 self._requests.sweeping = bool(self._guests or self._kept or self._paused)
 

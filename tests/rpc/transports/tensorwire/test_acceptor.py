@@ -278,6 +278,27 @@ def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(erro
     requests.close()
 
 
+def test_a_listener_that_cannot_be_watched_again_is_at_the_sweep_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    listener = _listener(_Crowded)
+    door, requests = _door(listener), _Told()
+    door.open(requests)
+    requests.ready[listener.fileno()](0)
+    with monkeypatch.context() as short:
+        short.setattr(requests, "add", no_memory)
+        door.sweep()
+    assert requests.sweeping
+    assert not requests.ready
+    door.sweep()
+    assert list(requests.ready) == [listener.fileno()]
+    door.close()
+    requests.close()
+
+
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
     listener = _listener(_Crowded)
     door = _door(listener)
