@@ -94,6 +94,9 @@ class MainReader:
         except OSError as error:
             self.over = f"the connection broke: {error.strerror}"
             return []
+        except MemoryError:  # what is lost with the connection comes again on another
+            self.over = "the connection was given up: there is no memory to receive anything"
+            return []
         if not data:
             self.over = _CLOSED
             return []
