@@ -201,7 +201,7 @@ class Door:
         except HandshakeError as error:
             self._dismiss(guest, str(error))
             return
-        except OSError:
+        except (OSError, MemoryError):
             self._dismiss(guest, None)
             return
         if self._forget(guest):
