@@ -72,9 +72,6 @@ _MAX_INLINE_DIMS: Final = 32
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
 
-_ANY_OFFSET: Final = 2**40
-"""Bytes that no tensor is offset by. One whose storage was freed seems to lie at its offset."""
-
 
 @dataclass(frozen=True, slots=True)
 class _InlineType:
@@ -184,34 +181,28 @@ def pack_tensors(
         if flags and tensor.is_sparse:
             parts.append(_pack_sparse(tensor.detach(), flags, inline_limit, slots))
             continue
-        code = _CODES.get(tensor.dtype, -1)
-        if code < 0 or not tensor.is_cpu or (size := tensor.nbytes) > inline_limit:
-            parts.append(_pack_slot(tensor, flags, inline_limit, slots))
-            continue
-        room -= size
-        if room < 0:
+        code, shape = _CODES.get(tensor.dtype, -1), tensor.shape
+        head, size = _head_and_size(flags | _INLINE, code, shape)
+        if size > inline_limit or not tensor.is_cpu or (room := room - size) < 0:
             parts.append(_pack_slot(tensor, flags, inline_limit, slots))
             continue
         # Most tensors are packed right here: a call of ours, and each question that torch
         # is asked, cost more than copying what a small tensor holds. (``numpy()`` would
         # answer most of them at once, but then nobody may resize the user's tensor.)
         try:
-            address, shape = tensor.data_ptr(), tensor.shape
+            address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         except RuntimeError as error:
             raise _without_storage(tensor) from error
-        ndim = len(shape)
-        if (
-            (address > _ANY_OFFSET or address > tensor.storage_offset() * tensor.itemsize)
-            and ndim <= _MAX_INLINE_DIMS
-            and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj()))
-        ):
-            if not tensor.is_contiguous():
-                if not any(tensor.stride()):  # as the gradient of a sum is
-                    head = _head(flags | _INLINE | _EXPANDED, code, shape)
-                    parts += (head, _MEMORY[address : address + tensor.itemsize])
+        if offset := tensor.storage_offset():
+            held -= int(offset) * tensor.itemsize
+        if address and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj())):
+            if tensor.is_contiguous():
+                if size <= held and (1 not in shape or len(shape) < 2):
+                    parts += (head, _MEMORY[address : address + size])
                     continue
-            elif ndim < 2 or 1 not in shape:
-                parts += (_head(flags | _INLINE, code, shape), _MEMORY[address : address + size])
+            elif tensor.itemsize <= held and not any(tensor.stride()):
+                head = _head(flags | _INLINE | _EXPANDED, code, shape)  # the gradient of a sum
+                parts += (head, _MEMORY[address : address + tensor.itemsize])
                 continue
         parts.append(_pack_inline(tensor, code, flags, slots))
     return b"".join(parts), tuple(slots)
@@ -263,6 +254,14 @@ def unpack_tensors(
 def _head(flags: int, code: int, shape: tuple[int, ...]) -> bytes:
     """What precedes an inline tensor's bytes or strides; a program's shapes come again."""
     return bytes((flags, code, len(shape))) + _SIZES[len(shape)].pack(*shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _head_and_size(flags: int, code: int, shape: tuple[int, ...]) -> tuple[bytes, int]:
+    """The head of an inline tensor, and how many bytes it shows; too many if it cannot be one."""
+    if code < 0 or len(shape) > _MAX_INLINE_DIMS:
+        return b"", sys.maxsize
+    return _head(flags, code, shape), math.prod(shape) * _INLINE_TYPES[code].bits.itemsize
 
 
 def _pack_slot(
@@ -324,9 +323,8 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
     ndim = len(shape)
     if ndim > _MAX_INLINE_DIMS:
         return _pack_slot(tensor, flags, size, slots)
+    _check_memory(tensor)
     address = tensor.data_ptr()
-    if address < _ANY_OFFSET:
-        _check_memory(tensor)
     is_plain = (address or not size) and not tensor.is_neg() and not tensor.is_conj()
     if tensor.is_contiguous():
         if not is_plain:

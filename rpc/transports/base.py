@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from rpc.errors import FrameError
 from rpc.ids import Life
 from rpc.worker_info import WorkerInfo
 
@@ -53,7 +54,8 @@ class Frame(NamedTuple):
         correlation: 64-bit id, unique per sender among its outstanding requests.
         header: the message header, a few dozen bytes.
         payload: pickled user value, from nothing to gigabytes. One that arrives may be
-            :class:`Unreceived`; then there are no tensors either.
+            :class:`Unreceived`; then there are no tensors either, and the header may have
+            lost its end, where small tensors are.
         tensors: strided, non-overlapping and dense, detached; dtype, shape and
             strides arrive as they are. Small tensors never come here: the codec
             puts them into the header.
@@ -64,6 +66,25 @@ class Frame(NamedTuple):
     header: bytes
     payload: bytes | bytearray | memoryview = b""
     tensors: tuple[torch.Tensor, ...] = ()
+
+
+def unreceived(frame: Frame, size: int, sender: str, problem: str) -> Frame:
+    """What is delivered instead of a message that cannot be taken in: its call alone fails.
+
+    Args:
+        frame: the message's kind, correlation and header.
+        size: of its payload and tensors, in bytes; 0 if that is not known.
+        sender: who sent it.
+        problem: why not.
+
+    Raises:
+        FrameError: there is no call.
+    """
+    what = f"a message{f' of {size} bytes' if size else ''} from worker {sender!r}"
+    why = f"{what} could not be taken in: {problem}"
+    if frame.kind is FrameKind.NOTICE:
+        raise FrameError(why)
+    return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
 
 
 class Patience(enum.Enum):

@@ -91,7 +91,7 @@ class SentMessages(Generic[Message]):
             )
         self._in_vain = self._in_vain + 1 if lacking and received == self._arrived else 0
         self._arrived = received
-        if self._in_vain > _MOST_IN_VAIN:
+        if self._in_vain >= _MOST_IN_VAIN:
             raise CannotResumeError(
                 f"message {received} did not arrive on any of {self._in_vain} connections"
             )

@@ -370,9 +370,17 @@ class _Received(NamedTuple):
 
 
 class ReceivedSegments:
-    """The segments that the peer of one link handed over."""
+    """The segments that the peer of one link handed over.
 
-    def __init__(self) -> None:
+    Args:
+        peer_name: for log lines, as is the next.
+        instead: what its tensors go through without them.
+    """
+
+    def __init__(self, peer_name: str, instead: str) -> None:
+        self._peer_name = peer_name
+        self._instead = instead
+        self._refused_for: set[int] = set()
         self._lock = threading.Lock()
         self._received: dict[int, _Received] = {}
         self._closed = False
@@ -404,6 +412,23 @@ class ReceivedSegments:
                 return
         region.retire()
         raise FrameError(f"shared segment {number} came twice, or too late")
+
+    def refused(self, error: Exception) -> int:
+        """Takes note of why a segment cannot be mapped, which is logged once.
+
+        Returns:
+            The system's number of it, for the answer; 0 if it has none.
+        """
+        number = getattr(error, "errno", None) or 0
+        if number not in self._refused_for:
+            self._refused_for.add(number)
+            _log.warning(
+                "shared memory from worker %s cannot be mapped (%s); using %s",
+                self._peer_name,
+                error,
+                self._instead,
+            )
+        return number
 
     def array(self, number: int, position: int, length: int) -> Array:
         """The bytes of a slot; the slot is the sender's again when the array is dead.

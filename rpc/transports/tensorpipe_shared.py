@@ -18,12 +18,13 @@ import logging
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rpc.errors import EncodeError, FrameError
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     Item,
@@ -92,8 +93,7 @@ class SharedTensors:
     def __init__(self, peer_name: str, pool: SendPool | None) -> None:
         self._peer_name = peer_name
         self._pool = pool
-        self._segments = ReceivedSegments()
-        self._refused_for: set[int] = set()
+        self._segments = ReceivedSegments(peer_name, "torch")
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
@@ -220,14 +220,7 @@ class SharedTensors:
             finally:
                 os.close(found)
         except (OSError, FrameError) as error:
-            problem = getattr(error, "errno", None) or 0
-            if problem not in self._refused_for:
-                self._refused_for.add(problem)
-                _log.warning(
-                    "shared memory from worker %s cannot be mapped (%s); using torch",
-                    self._peer_name,
-                    error,
-                )
+            problem = self._segments.refused(error)
         return Frame(FrameKind.NOTICE, 0, b"", _ANSWER.pack(number, usable, problem))
 
     def open(self, frame: PlacedFrame) -> Frame:
@@ -237,12 +230,30 @@ class SharedTensors:
             FrameError: it names what is not there.
         """
         table, header = frame.split()
-        first, *items = unpack_table(table, len(frame.payload), _ANY_SIZE)
-        payload = frame.payload
+        items = unpack_table(table, len(frame.payload), _ANY_SIZE)
+        left = iter(items)
+        try:
+            payload, tensors = self._parts(frame, left)
+        except FrameError:
+            raise
+        except Exception as error:  # there is no memory left, most likely
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            return Frame(frame.kind, frame.correlation, header, payload, tensors)
+        for item in left:
+            if item.place is Place.SHARED:
+                self._array(item)  # dies at once, which gives its slot back
+        size = sum(item.nbytes for item in items)
+        return unreceived(frame._replace(header=header), size, self._peer_name, problem)
+
+    def _parts(
+        self, frame: PlacedFrame, left: Iterator[Item]
+    ) -> tuple[Payload, tuple[torch.Tensor, ...]]:
+        """Payload and tensors of a frame; what has been claimed is not ``left``."""
+        first, payload = next(left), frame.payload
         if first.place is Place.SHARED:
             payload = view_of(self._array(first), first.nbytes)
-        tensors = [self._tensor(item, frame.tensors) for item in items]
-        return Frame(frame.kind, frame.correlation, header, payload, tuple(tensors))
+        return payload, tuple([self._tensor(item, frame.tensors) for item in left])
 
     def _tensor(self, item: Item, beside: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if item.place is Place.SHARED:

@@ -245,7 +245,7 @@ def test_empty_tensors_arrive_with_the_strides_that_torch_gives_them(
     assert travel(sent).stride() == sent.stride()
 
 
-@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("left", [0, 1, 4, 7])
 @pytest.mark.parametrize(
     "freed",
     [
@@ -266,11 +266,38 @@ def test_elements_whose_storage_was_freed_are_refused(
     freed: Callable[[], Tensor], left: int, limit: int
 ) -> None:
     tensor = freed()
-    if left and tensor.nbytes <= limit:
-        pytest.skip("a small tensor is only looked at closely if all is freed")
+    if left >= 4 and not any(tensor.stride()):
+        pytest.skip("the one element that it shows again and again is still there")
     tensor.untyped_storage().resize_(left)
     with pytest.raises(EncodeError, match=rf"storage was freed, or shrunk to {left} of the \d+ by"):
         pack_tensors([torch.ones(2), tensor], limit)
+
+
+@pytest.mark.parametrize("limit", [-1, INLINE_LIMIT])
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda storage: storage,
+        lambda storage: storage[90:],
+        lambda storage: storage[99],
+        lambda storage: storage.view(10, 10).t(),
+        lambda storage: storage.view(10, 10)[:, ::3],
+        lambda storage: storage.view(1, 100),
+        lambda storage: storage[99:].expand(5),
+        lambda storage: storage.view(10, 10)[9].expand(3, 10),
+        lambda storage: storage.view(torch.complex64).conj(),
+    ],
+)
+def test_a_storage_is_needed_up_to_the_last_element_that_is_shown(
+    last: Callable[[Tensor], Tensor], limit: int
+) -> None:
+    storage = torch.arange(100.0)
+    shown = last(storage)
+    expected = shown.clone()
+    assert torch.equal(travel(shown, inline_limit=limit), expected)
+    storage.untyped_storage().resize_(399)
+    with pytest.raises(EncodeError, match="storage was freed, or shrunk to 399 of the 400 bytes"):
+        pack_tensors([torch.ones(2), shown], limit)
 
 
 @pytest.mark.parametrize("limit", [-1, INLINE_LIMIT])

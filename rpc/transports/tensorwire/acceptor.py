@@ -1,22 +1,23 @@
 """Accepts connections and shakes hands with whoever connects, never waiting for anyone.
 
 Every connection that has not proven who it is gets a bounded time and a few
-hundred bytes, and there may be only so many of them; then the oldest goes. What
+hundred bytes, and there may be only so many of them (``waiting_room`` says who goes).
+Those that have said whom they want, which a stranger does not know, wait apart. What
 becomes of a proven one is the owner's to decide, perhaps later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from rpc.transports.tensorwire.connector import configure
+from rpc.transports.tensorwire.connector import OWN_LIMITS, configure
 from rpc.transports.tensorwire.handshake import (
     NONCE_BYTES,
     Acceptor,
@@ -25,13 +26,16 @@ from rpc.transports.tensorwire.handshake import (
     Identity,
 )
 from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.waiting_room import WaitingRoom
 
-_MAX_UNPROVEN = 256
+_MOST_SILENT = 128
 """Of each listener, so that strangers on the network keep nobody on this host out."""
+_MOST_HEARD = 256
 _PATIENCE_SECONDS = 1.0
-"""A guest that proved nothing for so long makes room for another."""
+"""A guest that said whom it wants, but proved nothing for so long, makes room for another."""
 _SILENCE_SECONDS = 5.0
-"""How long a guest may take to say anything."""
+"""How long a guest may take to say whom it wants."""
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,31 @@ class Proven:
         _send_away(self.sock, reason)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Guest:
-    listener: socket.socket
+    rooms: _Rooms
     sock: socket.socket
+    origin: Hashable
     side: Acceptor
     arrived: float
     deadline: float
     silent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Rooms:
+    """Where the guests of one listener wait."""
+
+    silent: WaitingRoom[_Guest]
+    heard: WaitingRoom[_Guest]
+
+
+def _origin(sock: socket.socket, address: tuple[str, int]) -> Hashable:
+    """Where a connection comes from: a host, or a process of this one."""
+    if sock.family != socket.AF_UNIX:
+        return address[0]
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[0])
 
 
 def _send_away(sock: socket.socket, reason: str) -> None:
@@ -101,6 +122,12 @@ class Door:
         self._seconds = seconds
         self._proven = proven
         self._guests: dict[int, _Guest] = {}
+        self._rooms = {
+            listener: _Rooms(
+                WaitingRoom(_MOST_SILENT, 0.0), WaitingRoom(_MOST_HEARD, _PATIENCE_SECONDS)
+            )
+            for listener in listeners
+        }
         self._kept: list[tuple[Proven, float]] = []
         self._paused: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -120,33 +147,39 @@ class Door:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, address = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in OWN_LIMITS:
                 self._pause(listener)
             return
         sock.setblocking(False)
-        configure(sock)
+        try:
+            configure(sock)
+            origin = _origin(sock, address)
+        except OSError:  # it is gone already
+            sock.close()
+            return
         side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
-        now = time.monotonic()
-        guest = _Guest(listener, sock, side, now, now + self._seconds)
+        now, rooms = time.monotonic(), self._rooms[listener]
+        guest = _Guest(rooms, sock, origin, side, now, now + self._seconds)
+        crowded: _Guest | None = None
         with self._lock:
-            others = [each for each in self._guests.values() if each.listener is listener]
-            full = len(others) >= _MAX_UNPROVEN
-            tarries = full and others[0].arrived + _PATIENCE_SECONDS < now
-            crowded = self._closed or (full and not tarries)
-            if not crowded and self._requests is not None:
+            wanted = not self._closed and self._requests is not None
+            if wanted and self._requests is not None:
+                crowded = rooms.silent.enter(guest, origin, now)
                 self._guests[sock.fileno()] = guest
                 # With the lock held: whoever dismisses it, and closes it, takes it out first.
                 self._requests.add(sock, lambda _: self._receive(guest))
                 self._requests.sweeping = True
-        if crowded:
+        if not wanted:
             sock.close()
-        elif tarries:
-            self._dismiss(others[0], None)
+            return
+        if crowded is not None:
+            self._dismiss(crowded, None)
+        self._receive(guest)  # what it said is there, mostly, and who spoke is not pushed out
 
     def _pause(self, listener: socket.socket) -> None:
-        """Stops accepting until the next sweep: there are no descriptors left."""
+        """Stops accepting until the next sweep: there are no descriptors left, or no memory."""
         if self._requests is not None:
             self._requests.remove(listener)
             self._paused.append(listener)
@@ -154,29 +187,43 @@ class Door:
 
     def _receive(self, guest: _Guest) -> None:
         try:
-            data = guest.sock.recv(guest.side.wanted)
-            if not data:
-                self._dismiss(guest, None)
-                return
-            guest.silent = False
-            answer = guest.side.receive(data)
-            if answer:
-                guest.sock.send(answer)
+            while guest.side.proven is None:
+                data = guest.sock.recv(guest.side.wanted)
+                if not data:
+                    self._dismiss(guest, None)
+                    return
+                answer = guest.side.receive(data)
+                if answer:
+                    guest.sock.send(answer)
+                    self._heard(guest)
         except BlockingIOError:
             return
         except HandshakeError as error:
             self._dismiss(guest, str(error))
             return
-        except OSError:
+        except (OSError, MemoryError):
             self._dismiss(guest, None)
             return
-        if guest.side.proven is not None and self._forget(guest):
+        if self._forget(guest):
             self._proven(Proven(guest.sock, guest.side.proven))
+
+    def _heard(self, guest: _Guest) -> None:
+        """A guest said whom it wants: it is one of fewer now."""
+        crowded: _Guest | None = None
+        with self._lock:
+            guest.silent = False
+            guest.rooms.silent.leave(guest)
+            if self._guests.get(guest.sock.fileno()) is guest:
+                crowded = guest.rooms.heard.enter(guest, guest.origin, time.monotonic())
+        if crowded is not None:
+            self._dismiss(crowded, None)
 
     def _forget(self, guest: _Guest) -> bool:
         """Ends our interest in a guest's socket; False if that has been done before."""
         with self._lock:
             known = self._guests.pop(guest.sock.fileno(), None)
+            guest.rooms.silent.leave(guest)
+            guest.rooms.heard.leave(guest)
         if known is None or self._requests is None:
             return False
         self._requests.remove(guest.sock)
@@ -226,7 +273,10 @@ class Door:
         if self._requests is not None:
             paused, self._paused = self._paused, []
             for listener in paused:
-                self._listen(listener)
+                try:
+                    self._listen(listener)
+                except OSError:  # epoll, too, takes memory
+                    self._paused.append(listener)
             with self._lock:
                 self._requests.sweeping = bool(self._guests or self._kept or self._paused)
 

@@ -73,15 +73,7 @@ class Address:
 
 def listen_unix() -> socket.socket:
     """A listening Unix socket with an abstract name that the kernel chose."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind("")
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    return _listen_on(socket.AF_UNIX, "")
 
 
 def listen_tcp(bind_address: str | None) -> list[socket.socket]:
@@ -92,14 +84,14 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
     """
     if bind_address is None:
         try:
-            return [_listen_tcp_on(socket.AF_INET, ("127.0.0.1", 0))]
+            return [_listen_on(socket.AF_INET, ("127.0.0.1", 0))]
         except OSError:
-            return [_listen_tcp_on(socket.AF_INET6, ("::1", 0))]
+            return [_listen_on(socket.AF_INET6, ("::1", 0))]
     stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
         found = socket.getaddrinfo(bind_address, 0, type=stream, flags=passive)
         family, _, _, _, sockaddr = found[0]
-        return [_listen_tcp_on(family, sockaddr)]
+        return [_listen_on(family, sockaddr)]
     except (OSError, UnicodeError) as error:
         raise BringUpError(
             f"bind_address={bind_address!r} cannot be listened on ({error}); give an address or "
@@ -107,8 +99,8 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
         ) from error
 
 
-def _listen_tcp_on(
-    family: int, sockaddr: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+def _listen_on(
+    family: int, sockaddr: str | tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 ) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

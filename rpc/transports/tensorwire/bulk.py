@@ -100,12 +100,15 @@ class BulkChannel:
     def _read(self) -> str | None:
         """Reads a few times; returns why the channel is over, if it is."""
         for _ in range(_READS_PER_TURN):
+            buffer = self._decoder.buffer()
             try:
-                count = self._receive(self._decoder.buffer())
+                count = self._receive(buffer)
             except BlockingIOError:
                 return None
             except OSError as error:
                 return f"a bulk connection broke: {error.strerror}"
+            except MemoryError:  # what is lost with the connection comes again on another
+                return "a bulk connection was given up: there is no memory to receive anything"
             if not count:
                 return "a bulk connection was closed by the other end"
             self.silent = False

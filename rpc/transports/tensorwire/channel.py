@@ -224,11 +224,7 @@ class Sender:
             return
         buffers = list(itertools.islice(self._unsent, _BATCH_BUFFERS))
         try:
-            if self._passing:
-                sent = socket.send_fds(self.sock, buffers, self._passing)
-                self._passed_on()
-            else:
-                sent = self.sock.sendmsg(buffers)
+            sent = self._pass_on(buffers) if self._passing else self.sock.sendmsg(buffers)
         except BlockingIOError:
             self._wait_writable()
         except OSError as error:
@@ -267,6 +263,21 @@ class Sender:
         self._unsent.extend(memoryview(part) for part in buffers if len(part))
         self._counter.add(len(fixed))
         return len(fixed) + item.size()
+
+    def _pass_on(self, buffers: list[memoryview]) -> int:
+        """Sends bytes and the descriptors that go with them.
+
+        Without these, where the system has too many on their way: what they are for is
+        refused by the other end then, as where they get lost there, and tried again later.
+        """
+        try:
+            sent = socket.send_fds(self.sock, buffers, self._passing)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            sent = self.sock.sendmsg(buffers)
+        self._passed_on()
+        return sent
 
     def _passed_on(self) -> None:
         """The descriptors have left, or never will; what is remembered keeps its own open."""

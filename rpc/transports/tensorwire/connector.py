@@ -38,7 +38,8 @@ _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
 _BACKLOG_PAUSE_SECONDS = 0.01
-_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What this worker lacks at the moment for another connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ class Connector:
                 if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
                     raise
             except OSError as error:
-                if error.errno not in _OWN_LIMITS or self._cancelled.wait(_LIMIT_PAUSE_SECONDS):
+                if error.errno not in OWN_LIMITS or self._cancelled.wait(_LIMIT_PAUSE_SECONDS):
                     raise
                 if not warned:
                     _log.warning("no connection to worker %s yet: %s", self._target.name, error)

@@ -10,6 +10,10 @@ believed.
 Bulk channels use the same fixed part but are read by :class:`BulkDecoder`,
 which lets the owner say where a section of bytes is to be received.
 
+Of a frame for which there is no memory the table is kept, so that what it says can be
+given back, and the beginning of the header, so that it is known whose call failed; the
+rest is thrown away.
+
 When another connection takes the place of a broken one, a decoder begins again at
 the first frame that it has not received whole, and the positions go on.
 """
@@ -18,13 +22,13 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from zlib import crc32
 
 from rpc.errors import FrameError
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.frame_table import INLINE_ALIGNMENT
 
 MAGIC = 0x5754
@@ -40,6 +44,8 @@ _CHECKED_BYTES = _FIXED.size
 _COUNTER_MASK = (1 << 64) - 1
 _LARGE = 1 << 14
 _WASTE_BYTES = 1 << 16
+_KEPT_BYTES = 1 << 18
+"""Of a header without memory. The small tensors, which make one long, stand at its end."""
 _unpack_checked = _CHECKED.unpack_from
 
 Buffer = bytes | bytearray | memoryview
@@ -76,7 +82,8 @@ _BULK_KINDS = frozenset(map(int, WireKind)) - frozenset(_KINDS)
 
 Arrived = tuple[Frame, bytes]
 """A frame as it came off a main channel, and its table. If there is a table, the frame's payload
-is the whole inline section, writable, and it has no tensors yet."""
+is the whole inline section, writable, and it has no tensors yet. Or the payload is
+:class:`Unreceived` and says what there was no memory for; then the header may end early."""
 
 
 def pack_fixed(
@@ -123,6 +130,54 @@ def _ignore(_: int) -> None:
     """For who remembers nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Skimmed:
+    """What is kept of a frame for which there is no memory, and why there is none."""
+
+    problem: str
+    header: bytearray
+    table: bytearray
+    sections: Iterator[memoryview]
+    """Where its bytes belong, one place after the other; none is empty."""
+
+    def parts(self) -> tuple[bytes, bytes, Buffer]:
+        """Header, table and payload, once all sections are filled."""
+        return bytes(self.header), bytes(self.table), Unreceived(self.problem.encode())
+
+
+def _skim(fixed: _Fixed, problem: str) -> _Skimmed:
+    header = bytearray(min(fixed.header, _KEPT_BYTES))
+    table = bytearray(fixed.table)
+
+    def sections() -> Iterator[memoryview]:
+        yield from _in_parts(memoryview(header), len(header))
+        waste = memoryview(bytearray(_WASTE_BYTES))
+        yield from _in_parts(waste, fixed.header - len(header))
+        yield from _in_parts(memoryview(table), len(table))
+        yield from _in_parts(waste, fixed.inline)
+
+    return _Skimmed(problem, header, table, sections())
+
+
+def _split(large: memoryview, fixed: _Fixed) -> tuple[bytes, bytes, Buffer]:
+    """Header, table and payload of a frame that came whole."""
+    at_inline = fixed.header + fixed.table
+    table = bytes(large[fixed.header : at_inline])
+    try:
+        return bytes(large[: fixed.header]), table, large[at_inline:]
+    except MemoryError:
+        problem = f"{fixed.header} bytes cannot be allocated"
+        return bytes(large[: min(fixed.header, _KEPT_BYTES)]), table, Unreceived(problem.encode())
+
+
+def _in_parts(buffer: memoryview, length: int) -> Iterator[memoryview]:
+    """A buffer, as often as ``length`` bytes fill it."""
+    while length:
+        part = buffer[:length]
+        length -= len(part)
+        yield part
+
+
 class FrameDecoder:
     """Turns the bytes of a main channel into frames.
 
@@ -148,6 +203,7 @@ class FrameDecoder:
         self._rest = b""
         self._sequence = 0
         self._large: memoryview | None = None
+        self._skimmed: _Skimmed | None = None
         self._large_fixed = _Fixed(*[0] * 9)
         self._large_end = 0
 
@@ -206,6 +262,7 @@ class FrameDecoder:
         """Another connection takes the place of this one: forgets what has not arrived whole."""
         self._rest = b""
         self._large = None
+        self._skimmed = None
 
     def _begin_large(self, data: bytes, start: int, length: int) -> bool:
         """Gives a long incomplete frame memory of its own; False if it is a short one."""
@@ -218,11 +275,25 @@ class FrameDecoder:
         present = data[start + FIXED_SIZE :]
         fixed = self._large_fixed = _Fixed._make(_CHECKED.unpack_from(data, start))
         before_inline = -(fixed.header + fixed.table) % INLINE_ALIGNMENT
-        self._large = self._allocate(before_inline + length - FIXED_SIZE)[before_inline:]
+        self._rest = b""
+        try:
+            self._large = self._allocate(before_inline + length - FIXED_SIZE)[before_inline:]
+        except MemoryError as error:
+            self._begin_to_skim(memoryview(present), str(error))
+            return True
         self._large[: len(present)] = present
         self._large_end = len(present)
-        self._rest = b""
         return True
+
+    def _begin_to_skim(self, present: memoryview, problem: str) -> None:
+        skimmed = self._skimmed = _skim(self._large_fixed, problem)
+        place = next(skimmed.sections)
+        while len(present) >= len(place):
+            place[:] = present[: len(place)]
+            present = present[len(place) :]
+            place = next(skimmed.sections)
+        place[: len(present)] = present
+        self._large, self._large_end = place, len(present)
 
     def room(self) -> memoryview | None:
         """Where the rest of a long frame is to be received, if one has begun."""
@@ -236,13 +307,17 @@ class FrameDecoder:
         self._large_end += count
         if large is None or self._large_end < len(large):
             return []
-        self._large = None
+        skimmed = self._skimmed
+        if skimmed is not None:
+            self._large, self._large_end = next(skimmed.sections, None), 0
+            if self._large is not None:
+                return []
+        self._large = self._skimmed = None
         self._sequence = (self._sequence + 1) & _COUNTER_MASK
-        at_inline = fixed.header + fixed.table
-        header, table = bytes(large[: fixed.header]), bytes(large[fixed.header : at_inline])
         if fixed.kind == _ACKNOWLEDGE:
             raise FrameError("an acknowledgement that is a long frame")
-        return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, large[at_inline:]), table)]
+        header, table, payload = _split(large, fixed) if skimmed is None else skimmed.parts()
+        return [(Frame(_KINDS[fixed.kind], fixed.correlation, header, payload), table)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from rpc.errors import FrameError
-from rpc.transports.base import Frame, FrameKind, Unreceived
+from rpc.transports.base import Frame, Unreceived, unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
     INLINE_ALIGNMENT,
@@ -150,8 +150,7 @@ class Link:
         self._limit = resources.max_message_bytes
         self._copy = resources.crew.copy
         self._pool = SendPool(resources.budget, resources.crew.copy) if shared else None
-        self._segments = ReceivedSegments()
-        self._refused_for: set[int] = set()
+        self._segments = ReceivedSegments(peer_name, "sockets")
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -306,12 +305,15 @@ class Link:
 
         Args:
             frame: as it came off the main channel, its payload being the inline section.
-            table: not empty.
+            table: not empty, unless the payload is :class:`Unreceived`.
 
         Raises:
             FrameError: it is malformed.
         """
-        items = unpack_table(table, len(frame.payload), self._limit)
+        if type(frame.payload) is Unreceived:
+            items = unpack_table(table, self._limit, self._limit) if table else []
+        else:
+            items = unpack_table(table, len(frame.payload), self._limit)
         for item in items:
             if item.place is Place.STREAM:
                 parcel = self._transfers.frame_received(frame, items)
@@ -344,14 +346,7 @@ class Link:
         try:
             self._take_segment(offered, descriptors)
         except OSError as error:
-            answer, number = WireKind.SEGMENT_REFUSED, error.errno or 0
-            if number not in self._refused_for:
-                self._refused_for.add(number)
-                _log.warning(
-                    "shared memory from worker %s cannot be mapped (%s); using sockets",
-                    self._peer_name,
-                    error,
-                )
+            answer, number = WireKind.SEGMENT_REFUSED, self._segments.refused(error)
         sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
 
     def _take_segment(self, offered: SegmentOffered, descriptors: list[int]) -> None:
@@ -373,6 +368,8 @@ class Link:
         self, frame: Frame, items: list[Item], arrays: dict[int, Array], problem: str = ""
     ) -> Frame:
         left = iter(items)
+        if type(frame.payload) is Unreceived:
+            problem = frame.payload.decode()
         if not problem:
             try:
                 return self._with_parts(frame, left, arrays)
@@ -383,20 +380,7 @@ class Link:
         for item in left:
             if item.place is Place.SHARED:
                 self._array(item, arrays)  # dies at once, which gives its slot back
-        return self._unreceived(frame, items, problem)
-
-    def _unreceived(self, frame: Frame, items: list[Item], problem: str) -> Frame:
-        """Stands for a message that cannot be taken in, so that its call alone fails.
-
-        Raises:
-            FrameError: there is no call.
-        """
-        size = sum(item.nbytes for item in items)
-        what = f"a message of {size} bytes from worker {self._peer_name!r}"
-        why = f"{what} could not be taken in: {problem}"
-        if frame.kind is FrameKind.NOTICE:
-            raise FrameError(why)
-        return Frame(frame.kind, frame.correlation, frame.header, Unreceived(why.encode()))
+        return unreceived(frame, sum(item.nbytes for item in items), self._peer_name, problem)
 
     def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
         """The frame with its payload and tensors; what it has claimed is not ``left``."""

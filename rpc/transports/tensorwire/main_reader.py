@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from rpc.transports.base import Frame
+from rpc.transports.base import Frame, Unreceived
 from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
@@ -96,6 +96,9 @@ class MainReader:
         except OSError as error:
             self.over = f"the connection broke: {error.strerror}"
             return []
+        except MemoryError:  # what is lost with the connection comes again on another
+            self.over = "the connection was given up: there is no memory to receive anything"
+            return []
         if not data:
             self.over = _CLOSED
             return []
@@ -135,7 +138,8 @@ class MainReader:
             if receipts.owed >= receipts.limit and receipts.due():
                 self.acknowledge()
             for frame, table in arrived:
-                opened = self._link.open(frame, table) if table else frame
+                whole = not table and type(frame.payload) is not Unreceived
+                opened = frame if whole else self._link.open(frame, table)
                 if opened is not None:
                     return [opened]
         except Exception as error:

@@ -116,9 +116,9 @@ class Mender:
     def _take_in(self, strand: Strand, guest: Proven) -> None:
         try:
             strand.replace(guest.sock, guest.hello.received, guest.hello.attempt)
-        except CannotResumeError as error:
-            guest.reject(str(error))
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {error}")
+        except Exception as error:  # it is in nobody's charge any more
+            guest.reject(_says(error))
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
         else:
             self._look_again(strand)
 
@@ -157,8 +157,8 @@ class Mender:
                 self._knock(strand, min(left, self._seconds_a_try))
         except (GoneError, CannotResumeError) as error:
             self._abandon(strand, f"{strand.seam.reason}, and {error}")
-        except OSError as error:
-            strand.problem = str(error)
+        except Exception as error:  # the next try may do; without it nobody would ever give up
+            strand.problem = _says(error)
 
     def _open_again(self, strand: Strand, road: Road, seconds: float) -> None:
         attempt = strand.seam.next_attempt()
@@ -171,9 +171,9 @@ class Mender:
             return
         try:
             strand.replace(sock, theirs, attempt)
-        except CannotResumeError as error:
+        except Exception as error:  # it is in nobody's charge any more
             sock.close()
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {error}")
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
         else:
             self._look_again(strand)
 
@@ -213,3 +213,8 @@ class Mender:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+
+def _says(error: Exception) -> str:
+    """What an error says, or at least its name."""
+    return str(error) or type(error).__name__

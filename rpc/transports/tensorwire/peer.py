@@ -13,32 +13,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
-from rpc.ids import Life
 from rpc.messages import Reply, Status
 from rpc.threads import Thread
-from rpc.transports.base import Frame, FrameKind, Patience, Peer, Unreceived
-from rpc.transports.flow import FlowWindow, WhenFull
+from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
+from rpc.transports.flow import FlowWindow
 from rpc.transports.frame_table import Look, look_at
-from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.resumption import MOST_MESSAGES
 from rpc.transports.tensorwire.acceptor import Proven
-from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
+from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
-from rpc.transports.tensorwire.link import Link, Resources
+from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.machinery import Machinery
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.mender import Mender
-from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
-from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.strand import Strand
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -50,43 +47,6 @@ _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
 _FAILED = Reply(Status.ERROR).encode()
 """All that a transport has to say of messages: that of an accepted request nothing will come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What all peers of one worker share.
-
-    Args:
-        resources: memory.
-        replies: reads the links this worker opens.
-        requests: reads the links opened to it.
-        bulk: reads bulk channels.
-        receipts: acknowledges what arrives slowly.
-        resume_seconds: how long a connection may be broken.
-        max_bytes_in_flight: see ``Settings``, like ``when_full``.
-        deliver: the receiver's, like ``patience``.
-        lost: told once when a peer is lost.
-    """
-
-    resources: Resources
-    replies: ReplySide
-    requests: RequestSide
-    bulk: BulkMover
-    receipts: LateReceipts
-    resume_seconds: float
-    max_bytes_in_flight: int
-    when_full: WhenFull
-    deliver: Callable[[Life, Frame], None]
-    patience: Callable[[int], Patience]
-    lost: Callable[[Life, str], None]
-
-    def may_wait(self) -> bool:
-        """Prepares the running thread for a wait; False if others depend on its reading."""
-        if self.replies.is_reading_here() or self.bulk.is_moving_here():
-            return False
-        self.requests.about_to_block()
-        self.replies.let_go()
-        return True
 
 
 class RemotePeer:

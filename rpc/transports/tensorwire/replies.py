@@ -16,6 +16,7 @@ millisecond while requests are being held.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -29,6 +30,8 @@ from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.spinning import Lookout
+
+_log = logging.getLogger("rpc.transports.tensorwire")
 
 _EDGE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -219,9 +222,8 @@ class ReplySide:
                 finally:
                     restore(before)
                 self._dispatch(ready)
-        except BaseException:  # what was ready may not have been looked at
-            for channel in list(self._channels.values()):
-                channel.handle(select.EPOLLIN)
+        except BaseException:
+            self._look_at_all()
             raise
         finally:
             # As ``contextlib.suppress`` would, which is three functions of Python's.
@@ -229,6 +231,14 @@ class ReplySide:
                 self._background.modify(channels, select.EPOLLIN)
             except ValueError:  # a reply's callback closed us
                 pass
+
+    def _look_at_all(self) -> None:
+        """After a failure: what was ready may not have been looked at, and says so only once."""
+        for channel in list(self._channels.values()):
+            try:
+                channel.handle(select.EPOLLIN)
+            except BaseException:  # the other channels must be read
+                _log.exception("%s: what arrived was not dealt with", self._name)
 
     def wake(self) -> None:
         """Makes the leader look at its ``done()`` again; after what it delivers, it does anyway."""
@@ -245,7 +255,11 @@ class ReplySide:
         while not self._closed and self._background_thread == me:
             ready = self._background.poll(_TICK_SECONDS if self._ticking else -1, 1)
             if ready:
-                self._dispatch(self._epoll.poll(0, _EVENTS))
+                try:
+                    self._dispatch(self._epoll.poll(0, _EVENTS))
+                except BaseException:  # nobody else reads
+                    _log.exception("%s: what arrived was not dealt with", self._name)
+                    self._look_at_all()
                 self.wake()
             elif self._held:
                 quiet = 0

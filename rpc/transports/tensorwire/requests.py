@@ -236,7 +236,10 @@ class RequestSide:
             elif descriptor == self._bell.descriptor and not self._closed:
                 self._bell.silence()
         if self.sweeping:
-            self._sweep()
+            try:
+                self._sweep()
+            except BaseException:  # the same
+                _log.exception("%s: connections were not looked after", self._name)
 
     def _deliver(self, me: _Server, work: Work) -> None:
         pace = self._pace

@@ -37,7 +37,8 @@ from rpc.transports.tensorwire.connector import Target
 from rpc.transports.tensorwire.devices import DeviceMap
 from rpc.transports.tensorwire.handshake import Identity, derive_key
 from rpc.transports.tensorwire.link import Resources
-from rpc.transports.tensorwire.peer import Machinery, RemotePeer
+from rpc.transports.tensorwire.machinery import Machinery
+from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide

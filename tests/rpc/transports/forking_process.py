@@ -34,7 +34,10 @@ class Road:
     """Both ends of one direction between two workers, in this process."""
 
     def __init__(self) -> None:
-        self.pool, self.segments = SendPool(Budget(1 << 30), memmove), ReceivedSegments()
+        self.pool, self.segments = (
+            SendPool(Budget(1 << 30), memmove),
+            ReceivedSegments("alice", "sockets"),
+        )
         offer = self.pool.offer(LENGTH)
         assert offer is not None
         self.segments.add(offer.segment, offer.size, offer.descriptor)

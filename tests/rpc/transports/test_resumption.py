@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
-from rpc.transports.resumption import CannotResumeError, Offer, Receipts, Seam, SentMessages
+from rpc.transports.resumption import (
+    _MOST_IN_VAIN,
+    CannotResumeError,
+    Offer,
+    Receipts,
+    Seam,
+    SentMessages,
+)
 
 
 @dataclass
@@ -136,8 +143,20 @@ def resumptions(memory: SentMessages[int], sent: int, received: int) -> int:
 def test_what_arrives_on_no_connection_is_not_sent_for_ever() -> None:
     memory: SentMessages[int] = SentMessages()
     memory.messages.extend(range(5))
-    assert 10 <= resumptions(memory, 5, 2) <= 100
-    with pytest.raises(CannotResumeError, match="message 2 did not arrive on any of"):
+    for received in (2, 3):
+        assert resumptions(memory, 5, received) == _MOST_IN_VAIN
+    memory.missing(5, 4)
+    assert resumptions(memory, 5, 4) == _MOST_IN_VAIN - 1
+
+
+def test_who_gives_up_says_which_message_did_not_arrive_and_on_how_many_connections() -> None:
+    memory: SentMessages[int] = SentMessages()
+    memory.messages.extend(range(5))
+    count = resumptions(memory, 5, 2)
+    memory.missing(5, 1)  # forgets how many were in vain
+    for _ in range(count):
+        memory.missing(5, 2)
+    with pytest.raises(CannotResumeError, match=f"message 2 did not arrive on any of {count} con"):
         memory.missing(5, 2)
 
 

@@ -32,7 +32,7 @@ class Pair:
         self.budget = Budget(limit)
         self.now = 0.0
         self.pool = SendPool(self.budget, memmove, lambda: self.now)
-        self.segments = ReceivedSegments()
+        self.segments = ReceivedSegments("alice", "sockets")
 
     def extend(self, length: int) -> bool:
         offer = self.pool.offer(length)
@@ -312,3 +312,16 @@ def test_received_bytes_outlive_both_pools(pair: Pair) -> None:
     pair.close()
     assert pair.put(b"x") is None
     assert bytes(view_of(array, 5)) == b"hello"
+
+
+def test_each_reason_of_a_refusal_is_answered_every_time_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    segments = ReceivedSegments("alice", "sockets")
+    no_room, not_ours = OSError(errno.ENOMEM, "no room"), FrameError("not ours")
+    numbers = [segments.refused(error) for error in (no_room, not_ours, no_room, not_ours)]
+    assert numbers == [errno.ENOMEM, 0] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "shared memory from worker alice cannot be mapped ([Errno 12] no room); using sockets",
+        "shared memory from worker alice cannot be mapped (not ours); using sockets",
+    ]

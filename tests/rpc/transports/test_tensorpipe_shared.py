@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports import tensorpipe_wire as wire
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.shared_memory import SHARED_FROM
 from rpc.transports.tensorpipe_shared import (
     HostMemory,
@@ -162,6 +162,30 @@ class TestPlacing:
             2.0 * LARGE,
         ]
         assert all(tensor.sum() == 6 << 18 for tensor in kept)
+
+    def test_what_cannot_be_taken_in_says_so_and_gives_its_memory_back(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pair.prepare()
+        large = torch.ones(1 << 18)
+
+        def refuse(*_: object) -> torch.Tensor:
+            raise MemoryError("nothing is left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("rpc.transports.tensorpipe_shared.tensor_over", refuse)
+            for _ in range(100):
+                found = pair.carry(request(large, large, payload=bytes(SHARED_FROM)))
+                assert found[:3] == (FrameKind.REQUEST, 7, b"header")
+                assert isinstance(found.payload, Unreceived)
+                what = f"a message of {SHARED_FROM + 2 * large.nbytes} bytes from worker 'peer'"
+                why = f"{what} could not be taken in: MemoryError: nothing is left"
+                assert found.payload.decode() == why
+            placed = pair.sender.place(Frame(FrameKind.NOTICE, 0, b"", b"", (large,)))
+            assert type(placed) is PlacedFrame
+            with pytest.raises(FrameError, match="could not be taken in"):
+                pair.receiver.open(placed)
+        assert pair.carry(request(large)).tensors[0].sum() == large.numel()
 
 
 class TestHandingOver:

@@ -13,8 +13,8 @@ import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.tensorwire import acceptor
-from rpc.transports.tensorwire.acceptor import Door
-from rpc.transports.tensorwire.handshake import Identity
+from rpc.transports.tensorwire.acceptor import Door, Proven
+from rpc.transports.tensorwire.handshake import ChannelKind, Hello, Identity, Initiator
 from rpc.transports.tensorwire.requests import RequestSide
 
 _SECONDS = 10.0
@@ -38,10 +38,12 @@ class _Interrupted(RequestSide):
 
 
 class _Crowded(socket.socket):
-    """A listener of a process that has no descriptors left."""
+    """A listener of a process that has no descriptors left, or lacks something else."""
+
+    lacking = errno.EMFILE
 
     def accept(self) -> tuple[socket.socket, object]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(self.lacking, os.strerror(self.lacking))
 
 
 def _listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
@@ -52,11 +54,12 @@ def _listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
     return listener
 
 
-def _door(*listeners: socket.socket) -> Door:
-    def unwanted(_: object) -> None:
-        raise AssertionError("nobody has proven anything")
+def _unwanted(_: Proven) -> None:
+    raise AssertionError("nobody has proven anything")
 
-    return Door(list(listeners), b"key", Identity(0, 0), _SECONDS, unwanted)
+
+def _door(*listeners: socket.socket, proven: Callable[[Proven], None] = _unwanted) -> Door:
+    return Door(list(listeners), b"key", Identity(0, 0), _SECONDS, proven)
 
 
 @pytest.fixture
@@ -100,22 +103,30 @@ class _Hall:
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        patched.setattr(acceptor, "_MAX_UNPROVEN", 3)
+        patched.setattr(acceptor, "_MOST_SILENT", 3)
+        patched.setattr(acceptor, "_MOST_HEARD", 3)
         patched.setattr(acceptor, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.requests = _Told()
         self.listeners = [_listener(), _listener()]
-        self.door = _door(*self.listeners)
+        self.proven: list[Proven] = []
+        self.door = _door(*self.listeners, proven=self.proven.append)
         self.door.open(self.requests)
         self.guests: list[socket.socket] = []
 
-    def enter(self, number: int = 0) -> socket.socket:
-        """Somebody connects to a listener."""
+    def enter(self, number: int = 0, says: bytes = b"") -> socket.socket:
+        """Somebody connects to a listener, and says something at once."""
         guest = socket.socket(socket.AF_UNIX)
         guest.connect(self.listeners[number].getsockname())
         guest.settimeout(_SECONDS)
+        guest.sendall(says)
         self.requests.ready[self.listeners[number].fileno()](0)
         self.guests.append(guest)
         return guest
+
+    def hear(self) -> None:
+        """Reads what guests have said."""
+        for handler in list(self.requests.ready.values())[len(self.listeners) :]:
+            handler(0)
 
     def inside(self) -> list[bool]:
         """Which guests have not been sent away."""
@@ -124,6 +135,8 @@ class _Hall:
     def close(self) -> None:
         self.door.close()
         self.requests.close()
+        for proven in self.proven:
+            proven.hang_up()
         for guest in self.guests:
             guest.close()
 
@@ -143,20 +156,93 @@ def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hall]:
     made.close()
 
 
+def _member() -> Initiator:
+    return Initiator(
+        b"key", Hello(ChannelKind.MAIN, Identity(1, 1), Identity(0, 0), b"t" * 16, b"n" * 32)
+    )
+
+
+def _answer(member: Initiator, sock: socket.socket) -> None:
+    """A member answers the challenge that has come."""
+    answer = b""
+    while not answer:
+        answer = member.receive(sock.recv(member.wanted))
+    sock.sendall(answer)
+
+
 def test_where_too_many_are_silent_the_oldest_makes_room(hall: _Hall) -> None:
-    for _ in range(3):
+    for _ in range(4):
         hall.enter()
-        hall.now += 0.4
-    hall.enter()
     assert hall.inside() == [False, True, True, True]
 
 
-def test_those_who_came_just_now_are_not_pushed_out(hall: _Hall) -> None:
-    for _ in range(3):
+def test_a_member_gets_in_while_strangers_come_faster_than_it_is_heard(hall: _Hall) -> None:
+    member = _member()
+    for _ in range(10):
         hall.enter()
-        hall.now += 0.1
-    hall.enter()
-    assert hall.inside() == [True, True, True, False]
+    sock = hall.enter(says=member.begin())
+    for _ in range(10):
+        hall.enter()
+    _answer(member, sock)
+    hall.hear()
+    assert [proven.hello.initiator for proven in hall.proven] == [Identity(1, 1)]
+
+
+def test_a_member_that_speaks_late_is_heard_if_others_come_from_elsewhere(
+    hall: _Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = iter([*"sssss", "member", *"sssss"])
+    monkeypatch.setattr(acceptor, "_origin", lambda *_: next(places))
+    member = _member()
+    for _ in range(5):
+        hall.enter()
+    sock = hall.enter()
+    for _ in range(5):
+        hall.enter()
+    sock.sendall(member.begin())
+    hall.hear()
+    _answer(member, sock)
+    hall.hear()
+    assert len(hall.proven) == 1
+
+
+def test_members_that_come_all_at_once_do_not_push_each_other_out(hall: _Hall) -> None:
+    members = [_member() for _ in range(4)]
+    for member in members:
+        hall.enter(says=member.begin())
+    *early, late = hall.guests
+    for member, sock in zip(members, early, strict=False):
+        _answer(member, sock)
+    hall.hear()
+    assert len(hall.proven) == 3
+    member = _member()
+    _answer(member, hall.enter(says=member.begin()))
+    hall.hear()
+    assert len(hall.proven) == 4
+    assert late.recv(1000)  # it was challenged
+    assert late.recv(1) == b""
+
+
+def test_a_member_that_only_said_hello_makes_room_when_its_time_is_over(hall: _Hall) -> None:
+    for _ in range(3):
+        hall.enter(says=_member().begin())
+    hall.now += 1.1
+    hall.enter(says=_member().begin())
+    for guest in hall.guests:
+        assert guest.recv(1000)  # its challenge
+    assert hall.inside() == [False, True, True, True]
+
+
+def test_who_comes_from_which_host_or_process_is_known() -> None:
+    with _listener() as listener, socket.socket(socket.AF_UNIX) as guest:
+        guest.connect(listener.getsockname())
+        with listener.accept()[0] as accepted:
+            assert acceptor._origin(accepted, ("", 0)) == os.getpid()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        guest = socket.create_connection(listener.getsockname())
+        accepted, address = listener.accept()
+        with guest, accepted:
+            assert acceptor._origin(accepted, address) == "127.0.0.1"
 
 
 def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(hall: _Hall) -> None:
@@ -167,13 +253,50 @@ def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(hall: _Hall) -> Non
 
 def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hall) -> None:
     hall.enter()
-    talker = hall.enter()
-    talker.send(b"TWhs")
-    _, handler = list(hall.requests.ready.items())[-1]
-    handler(0)
+    hall.enter(says=b"TWhs")
+    talker = hall.enter(says=_member().begin())
+    assert talker.recv(1000)  # its challenge
     hall.now += 6.0
     hall.door.sweep()
-    assert hall.inside() == [False, True]
+    assert hall.inside() == [False, False, True]
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(error: int) -> None:
+    listener = _listener(_Crowded)
+    assert isinstance(listener, _Crowded)
+    listener.lacking = error
+    door, requests = _door(listener), _Told()
+    door.open(requests)
+    for _ in range(2):
+        requests.ready[listener.fileno()](0)
+        assert requests.sweeping
+        assert not requests.ready
+        door.sweep()
+        assert list(requests.ready) == [listener.fileno()]
+    door.close()
+    requests.close()
+
+
+def test_a_listener_that_cannot_be_watched_again_is_at_the_sweep_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    listener = _listener(_Crowded)
+    door, requests = _door(listener), _Told()
+    door.open(requests)
+    requests.ready[listener.fileno()](0)
+    with monkeypatch.context() as short:
+        short.setattr(requests, "add", no_memory)
+        door.sweep()
+    assert requests.sweeping
+    assert not requests.ready
+    door.sweep()
+    assert list(requests.ready) == [listener.fileno()]
+    door.close()
+    requests.close()
 
 
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:

@@ -101,6 +101,22 @@ def test_a_channel_that_fails_ends_and_says_so_and_the_others_are_served(
     assert str(error) in caplog.text
 
 
+def test_a_channel_without_memory_to_receive_breaks_and_can_be_mended(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = ends
+
+    def no_memory(_: memoryview) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(bad.channel, "_receive", no_memory)
+    bad.offer()
+    assert good.is_served()
+    until(lambda: bool(bad.reasons))
+    assert "there is no memory to receive anything" in bad.reasons[0]
+    assert not bad.channel.garbled
+
+
 def test_a_channel_that_cannot_be_ended_is_not_served_again_and_again(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

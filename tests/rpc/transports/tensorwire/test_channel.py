@@ -129,6 +129,24 @@ def test_a_descriptor_is_passed_once_and_closed_here(wire: Wire) -> None:
     os.close(reading)
 
 
+def test_where_too_many_descriptors_are_on_their_way_the_message_leaves_without(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many(*_: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+
+    monkeypatch.setattr(socket, "send_fds", too_many)
+    reading, writing = os.pipe()
+    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    wire.sender.send_small(1, 5, b"", b"", b"after it")
+    data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+    assert b"about it" in data
+    assert data.endswith(b"after it")
+    assert descriptors == []
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"", "the descriptor is closed"
+
+
 def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
     while not wire.watching:
         wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)

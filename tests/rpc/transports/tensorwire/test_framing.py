@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
+from rpc.transports.base import Unreceived
 from rpc.transports.frame_table import INLINE_ALIGNMENT
+from rpc.transports.tensorwire import framing
 from rpc.transports.tensorwire.framing import (
     FIXED_SIZE,
     Acknowledged,
@@ -183,6 +185,68 @@ def test_inline_bytes_of_frames_with_a_table_are_writable() -> None:
         sent = Sent(1, 0, b"", b"t", b"x" * size)
         ((found, _),) = feed(FrameDecoder(LIMIT), sent.encode(0), 500)
         assert not memoryview(found.payload).readonly
+
+
+def no_memory(length: int) -> memoryview:
+    raise MemoryError(f"{length} bytes cannot be allocated")
+
+
+@given(
+    st.integers(0, 4000),
+    st.integers(0, 600),
+    st.integers(0, 4000),
+    st.integers(1, 25_000),
+    st.integers(0, 2),
+)
+def test_of_a_frame_without_memory_the_table_and_the_beginning_of_the_header_arrive(
+    header: int, table: int, inline: int, step: int, before: int
+) -> None:
+    short = Sent(1, 5, b"header", b"", b"payload")
+    long = Sent(2, 6, bytes(range(250)) * 16, bytes(range(200)) * 3, b"i" * inline)
+    long = long._replace(header=long.header[:header], table=long.table[:table])
+    sent = [short] * before + [long, short, long]
+    data = b"".join(frame.encode(number) for number, frame in enumerate(sent))
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in (("_LARGE", 100), ("_KEPT_BYTES", 1000), ("_WASTE_BYTES", 300)):
+            patched.setattr(framing, name, value)
+        decoder = FrameDecoder(LIMIT, no_memory)
+        found = feed(decoder, data, step)
+    assert decoder.received == len(found) == len(sent)
+    for (frame, rows), whole in zip(found, sent, strict=True):
+        assert (frame.kind, frame.correlation, rows) == (*whole[:2], whole.table)
+        if type(frame.payload) is Unreceived:
+            assert whole is long
+            assert frame.header == whole.header[:1000]
+            assert b"bytes cannot be allocated" in frame.payload
+        else:
+            assert (frame.header, bytes(frame.payload)) == (whole.header, whole.inline)
+
+
+def test_a_frame_whose_header_cannot_be_copied_arrives_without_the_rest_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = Sent(1, 7, b"h" * 400_000, b"table", b"payload" * 2000)
+
+    def short_of_memory(data: bytes) -> bytes:
+        return bytes(data if len(data) < 400_000 else no_memory(len(data)))
+
+    monkeypatch.setattr(framing, "bytes", short_of_memory, raising=False)
+    ((frame, table),) = feed(FrameDecoder(1 << 20), sent.encode(0), 10_000)
+    assert (frame.header, table) == (b"h" * (1 << 18), b"table")
+    assert frame.payload == b"400000 bytes cannot be allocated"
+    assert type(frame.payload) is Unreceived
+
+
+def test_a_frame_without_memory_that_breaks_off_is_whole_on_another_connection() -> None:
+    sent = [Sent(1, number, b"h" * 30_000, b"", b"payload") for number in range(2)]
+    tries = iter([False, True, True])
+    decoder = FrameDecoder(
+        LIMIT, lambda length: memoryview(bytearray(length)) if next(tries) else no_memory(length)
+    )
+    assert feed(decoder, sent[0].encode(0)[:20_000], 5000) == []
+    decoder.restart()
+    data = b"".join(frame.encode(number) for number, frame in enumerate(sent))
+    assert plain(feed(decoder, data, 5000)) == sent
 
 
 class _Bulk:

@@ -18,6 +18,7 @@ from rpc.errors import WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import Connector
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.handshake import Identity
@@ -294,6 +295,44 @@ def test_a_sender_does_not_keep_the_users_memory_long(make: Maker, settings: Set
         assert len(a.call(b, b"h", b"", torch.zeros(size)).tensors[0]) == size
     until(lambda: not keeps_memory_of_others(a, b))
     until(lambda: not keeps_memory_of_others(b, a))
+
+
+def test_an_attempt_that_fails_as_nobody_reckoned_with_is_followed_by_another(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutter = Cutter()
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    opens, failed = Connector.replace, list[Any]()
+
+    def fail_at_first(*args: Any) -> Any:
+        if len(failed) < 3:
+            failed.append(args)
+            raise MemoryError
+        return opens(*args)
+
+    monkeypatch.setattr(Connector, "replace", fail_at_first)
+    assert cutter.cut()
+    assert a.call(b, b"again").header == b"again"
+    assert len(failed) == 3
+    assert a.lost == b.lost == []
+
+
+def test_a_link_that_cannot_be_put_together_again_is_given_up(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutter = Cutter()
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Sender, "resume", fail)
+    assert cutter.cut()
+    a.until(lambda: bool(a.lost))
+    b.until(lambda: bool(b.lost))
+    assert any("cannot be resumed: MemoryError" in w.lost[0][1] for w in (a, b))
 
 
 def test_without_a_thread_to_mend_it_a_link_is_given_up(

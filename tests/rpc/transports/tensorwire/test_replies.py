@@ -20,6 +20,7 @@ from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
+from tests.waiting import until
 
 SECONDS = 20.0
 
@@ -93,6 +94,30 @@ def test_replies_are_read_when_nobody_waits(side: Side) -> None:
         side.reply(number)
     side.block(99)
     assert threading.get_ident() not in side.arrived.values()
+
+
+@pytest.mark.parametrize("error", [MemoryError("nothing is left"), SystemExit("not for this")])
+def test_a_channel_that_fails_does_not_end_the_reading(
+    side: Side,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+) -> None:
+    read, failed = MainReader.read, list[int]()
+
+    def fail_at_first(reader: MainReader) -> list[Frame]:
+        if len(failed) < 2:
+            failed.append(threading.get_ident())
+            raise error
+        return read(reader)
+
+    monkeypatch.setattr(MainReader, "read", fail_at_first)
+    side.reply(1)
+    until(lambda: len(failed) == 2)
+    side.reply(2)
+    side.block(1)
+    side.block(2)
+    assert str(error) in caplog.text
 
 
 def test_a_waiting_thread_reads_its_reply_itself(side: Side) -> None:

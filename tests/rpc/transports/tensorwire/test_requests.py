@@ -166,6 +166,26 @@ def test_a_socket_whose_handler_raises_does_not_take_the_baton_along(
     other.close()
 
 
+def test_a_sweep_that_raises_does_not_take_the_baton_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swept, done = threading.Event(), threading.Event()
+
+    def sweep() -> None:
+        requests.sweeping = False
+        swept.set()
+        raise MemoryError("nothing is left")
+
+    requests = RequestSide("test", sweep, DEFAULT_BUSY_POLL_SEC)
+    requests.sweeping = True
+    requests.start()
+    assert swept.wait(SECONDS)
+    requests.push((lambda _: done.set(), None))
+    assert done.wait(SECONDS)
+    requests.close()
+    assert "nothing is left" in caplog.text
+
+
 class ClosedWhileRead:
     """Reads from a socket that another thread removes and closes at that moment."""
 

@@ -478,6 +478,35 @@ def test_a_message_for_which_there_is_no_memory_says_so_and_no_peer_is_lost(
     assert a.lost == b.lost == []
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_header_for_which_there_is_no_memory_fails_its_call_and_no_other(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    a, b = make(Settings(local_paths=local), Settings(local_paths=local))
+    large = torch.ones(1 << 19)
+    for _ in range(4):  # so that there is shared memory
+        a.call(b, b"h", b"", large)
+    header = b"first" + bytes(3 << 20)
+    b.received.clear()
+    without_large_memory(monkeypatch)
+    asked = [a.ask(b, header), a.ask(b, header, b"payload", large, torch.ones(9)), a.ask(b, b"h")]
+    b.until(lambda: len(b.received) == 3)
+    frames = {frame.correlation: frame for _, frame in b.received}
+    sizes = ["", f" of {7 + large.nbytes + 36} bytes"]
+    for correlation, size in zip(asked, sizes, strict=False):
+        frame = frames[correlation]
+        assert frame.header == header[: 1 << 18]
+        assert isinstance(frame.payload, Unreceived)
+        why = f"a message{size} from worker 'worker0' could not be taken in: "
+        assert frame.payload.decode().startswith(why)
+        assert frame.payload.endswith(b"bytes cannot be allocated")
+    assert a.reply(asked[2]).header == b"h"
+    monkeypatch.undo()
+    for _ in range(20):  # more than there is room for, if no slot came back
+        assert a.call(b, header, b"", large).header == header
+    assert a.lost == b.lost == []
+
+
 def test_a_notice_for_which_there_is_no_memory_loses_the_peer(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,56 @@
+"""What all peers of one worker share: its memory, its threads, its bounds and its receiver.
+
+Knows which threads may wait, as others depend on the reading of some. Owns nothing: the
+transport makes it and ends what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rpc.ids import Life
+from rpc.transports.base import Frame, Patience
+from rpc.transports.flow import WhenFull
+from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.tensorwire.bulk import BulkMover
+from rpc.transports.tensorwire.link import Resources
+from rpc.transports.tensorwire.replies import ReplySide
+from rpc.transports.tensorwire.requests import RequestSide
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What all peers of one worker share.
+
+    Args:
+        resources: memory.
+        replies: reads the links this worker opens.
+        requests: reads the links opened to it.
+        bulk: reads bulk channels.
+        receipts: acknowledges what arrives slowly.
+        resume_seconds: how long a connection may be broken.
+        max_bytes_in_flight: see ``Settings``, like ``when_full``.
+        deliver: the receiver's, like ``patience``.
+        lost: told once when a peer is lost.
+    """
+
+    resources: Resources
+    replies: ReplySide
+    requests: RequestSide
+    bulk: BulkMover
+    receipts: LateReceipts
+    resume_seconds: float
+    max_bytes_in_flight: int
+    when_full: WhenFull
+    deliver: Callable[[Life, Frame], None]
+    patience: Callable[[int], Patience]
+    lost: Callable[[Life, str], None]
+
+    def may_wait(self) -> bool:
+        """Prepares the running thread for a wait; False if others depend on its reading."""
+        if self.replies.is_reading_here() or self.bulk.is_moving_here():
+            return False
+        self.requests.about_to_block()
+        self.replies.let_go()
+        return True

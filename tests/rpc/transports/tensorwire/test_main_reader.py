@@ -1,0 +1,68 @@
+"""The reading half of a main channel: what ends it, and what another connection mends."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from rpc.transports.copying import CopyCrew
+from rpc.transports.shared_memory import Budget
+from rpc.transports.tensorwire.channel import Sender, Unsent
+from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.link import Link, Resources
+from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+
+
+class Socket:
+    """Receives what the test says: bytes, or an error."""
+
+    def __init__(self, found: bytes | Exception) -> None:
+        self.found = found
+
+    def recv(self, _: int) -> bytes:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def read(found: bytes | Exception) -> MainReader:
+    """A reader that has read once."""
+    sock: Any = Socket(found)
+    buffers = ReceiveBuffers(0)
+    resources = Resources(Budget(0), buffers, 1 << 30, CopyCrew("test", 0))
+    link = Link(resources, "bob", DeviceMap("bob", {}), shared=False)
+    sender = Sender(sock, Unsent(), lambda _: None)
+    reader = MainReader(sock, link, 1 << 30, buffers, sender, lambda _: None)
+    assert reader.read() == []
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (b"", "closed by the other end"),
+        (OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), "Connection reset by peer"),
+        (MemoryError(), "there is no memory to receive anything"),
+    ],
+)
+def test_a_connection_that_ends_can_be_mended(found: bytes | Exception, why: str) -> None:
+    reader = read(found)
+    assert why in reader.over
+    assert not reader.garbled
+
+
+def test_bytes_that_are_no_frames_cannot_be_mended() -> None:
+    reader = read(b"x" * 100)
+    assert "cannot be read" in reader.over
+    assert reader.garbled
+
+
+def test_a_socket_that_has_nothing_at_the_moment_is_dry_and_not_over() -> None:
+    reader = read(BlockingIOError())
+    assert reader.dry
+    assert reader.silent
+    assert not reader.over
