@@ -33,7 +33,7 @@ def read(found: bytes | Exception) -> MainReader:
     """A reader that has read once."""
     sock: Any = Socket(found)
     buffers = ReceiveBuffers(0)
-    resources = Resources(Budget(0), buffers, 1 << 30, CopyCrew("test", 0))
+    resources = Resources(Budget(0), buffers, 1 << 30, CopyCrew("test", 0), 0.0)
     link = Link(resources, "bob", DeviceMap("bob", {}), shared=False)
     sender = Sender(sock, Unsent(), lambda _: None)
     reader = MainReader(sock, link, 1 << 30, buffers, sender, lambda _: None)
