@@ -522,8 +522,10 @@ class Caller:
     def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame, decode: Decode) -> Any:
         if reply.status is Status.ERROR and type(frame.payload) is not Unreceived:
             raise decode_error(bytes(frame.payload))
-        adopted = self._agent.references.adopt(reply.references)
-        replace = None
+        references, replace = self._agent.references, None
+        adopted = references.nothing_adopted
+        if reply.references:
+            adopted = references.adopt(reply.references)
         if reply.extensions:
             replace = self._agent.extensions.on_reply(sender, call.extensions, reply.extensions)
         return packing.unpack(

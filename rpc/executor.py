@@ -208,8 +208,9 @@ class Executor:
             False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
+            active = self._size + self._guests - len(self._idle) - self._waiting
             admitted = (
-                self._guests < guests and not self._closed and self._active() < self._allowed()
+                self._guests < guests and not self._closed and active < self._limit + self._extra
             )
             if admitted:
                 self._guests += 1

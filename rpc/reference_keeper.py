@@ -84,7 +84,7 @@ class ReferenceKeeper:
         """The worker shut down; its handles mean nothing to a later one of its name."""
         self.report = ReferenceReport(self._lock, self._table, self._values)
         self._makes_constants: dict[Maker, bool] = {}
-        self._no_references = Adopted(self)
+        self.nothing_adopted = Adopted(self)
         self._reaper: Reaper[Holding] = Reaper(
             f"rpc-reaper-{agent.info.name}", self._bury, agent.activity_changed
         )
@@ -335,7 +335,7 @@ class ReferenceKeeper:
     def adopt(self, table: bytes) -> Adopted:
         """Takes in the references of a message, each as a new handle."""
         if not table:
-            return self._no_references
+            return self.nothing_adopted
         adopted = Adopted(self)
         effects: list[Effect] = []
         with self._lock:

@@ -138,7 +138,9 @@ class Service:
         references = self._agent.references
         if request.operation is Operation.CREATE:
             self._creates = references.creation_arrived(self._caller, request.target)
-        adopted = references.adopt(request.references)
+        adopted = references.nothing_adopted
+        if request.references:
+            adopted = references.adopt(request.references)
         if not adopted.pending:
             self._serve(adopted)
             return
