@@ -34,6 +34,7 @@ from autograd_dist.wire import (
     spread,
 )
 from rpc.errors import AgentClosedError
+from rpc.ids import new_tuple
 from rpc.slot import Slot
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class BackwardPasses:
             UnknownContextError: there is no such context here.
         """
         context = self._contexts.find(context_id)
-        pass_id = PassId(context_id, self._me, next(self._numbers))
+        pass_id: PassId = new_tuple(PassId, (context_id, self._me, next(self._numbers)))
         home: Home[Failure | None] = Home(self._agent.transport)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home

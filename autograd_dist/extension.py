@@ -42,6 +42,7 @@ from autograd_dist.wire import (
     encode_call,
 )
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError, WorkerLostError
+from rpc.ids import new_tuple
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
@@ -286,7 +287,7 @@ def _attach_received(
 ) -> list[torch.Tensor]:
     if not received.positions:
         return tensors
-    origin = Origin(received.context_id, sender, received.message_id)
+    origin: Origin = new_tuple(Origin, (received.context_id, sender, received.message_id))
     tracked = attach_recv(origin, [tensors[i] for i in received.positions])
     context.add_receipt(sender, received.message_id, tracked[0].grad_fn)
     result = list(tensors)

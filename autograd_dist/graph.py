@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autograd_dist.recv_node import Node, RecvNode
+from rpc.ids import new_tuple
 
 Edge = tuple[Node, int]
 """A node and which of its gradient inputs is meant."""
@@ -33,14 +34,14 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     node: Node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(tensor)
-    return tuple.__new__(GradientEdge, (node, tensor.output_nr, *_NO_TOKEN))
+    return new_tuple(GradientEdge, (node, tensor.output_nr, *_NO_TOKEN))
 
 
 def gradient_edges(edges: Iterable[Edge]) -> tuple[GradientEdge, ...]:
     """Edges as torch's engine takes them."""
     made = []
     for edge in edges:
-        made.append(tuple.__new__(GradientEdge, edge + _NO_TOKEN))
+        made.append(new_tuple(GradientEdge, edge + _NO_TOKEN))
     return tuple(made)
 
 

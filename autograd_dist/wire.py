@@ -12,6 +12,7 @@ import torch
 from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Request, Settle, Survey
 from rpc.errors import FrameError
+from rpc.ids import new_tuple
 
 EXTENSION_NAME: Final = "autograd_dist"
 
@@ -25,10 +26,6 @@ _POSITION: Final = "I"
 
 _BARE, _WITH_FAILURE, _WITH_GRADIENTS = range(3)
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
-
-
-_new: Final = tuple.__new__
-"""Makes named tuples; their own is a function in Python."""
 
 
 class CallMetadata(NamedTuple):
@@ -59,7 +56,7 @@ class CallMetadata(NamedTuple):
         positions = _unpack_positions(data, _CALL.size)
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
-        return _new(cls, (context_id, message_id, positions, grad_enabled))
+        return new_tuple(cls, (context_id, message_id, positions, grad_enabled))
 
     @staticmethod
     def context_of(data: bytes) -> int:
@@ -160,8 +157,8 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
     end = _HEAD.size + _FIELDS.size
     present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
     request = _request(kind, first, second, body, end)
-    pass_id = _new(PassId, (context_id, root, number))
-    return _new(PassMessage, (pass_id, oldest, request, bool(retain_graph), present))
+    pass_id = new_tuple(PassId, (context_id, root, number))
+    return new_tuple(PassMessage, (pass_id, oldest, request, bool(retain_graph), present))
 
 
 def decode_release(body: bytes) -> Release:
@@ -233,7 +230,7 @@ class AckMessage(NamedTuple):
             return cls(Ack(stuck, resolved), message_id, tuple(map(bool, data[start:])))
         if kind != _BARE or len(data) > _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of kind {kind}")
-        return _new(cls, (Ack(stuck, resolved), 0, None))
+        return new_tuple(cls, (new_tuple(Ack, (stuck, resolved, None)), 0, None))
 
 
 def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = None) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import profiler
@@ -33,7 +33,7 @@ from rpc.errors import (
 )
 from rpc.futures import Future
 from rpc.holdings import Loan
-from rpc.ids import GlobalId
+from rpc.ids import GlobalId, new_tuple
 from rpc.interrupts import restore, shut_out
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import MethodName, method_name, text_of
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 _REPLY = Ending.REPLY
 _ERROR = Status.ERROR
 _BARE = Reply(Status.OK)  # nothing comes with the payload
-_new: Final = tuple.__new__
-"""Makes named tuples; their own is a function in Python."""
 
 
 @dataclass(slots=True)
@@ -196,7 +194,7 @@ class Caller:
         series = self._book[name, peer]
         call = Call(name, sink, limit, loan, packed.extensions, series)
         payload, plain, extensions, _, table, slots = packed
-        header: Request = _new(
+        header: Request = new_tuple(
             Request, (operation, plain, limit, target, extensions, loan.table, table, function)
         )
         try:
@@ -487,7 +485,7 @@ class Caller:
         if rearm:
             agent.pulse.wake()
         try:
-            frame = _new(Frame, (FrameKind.REQUEST, call_id, header, payload, slots))
+            frame = new_tuple(Frame, (FrameKind.REQUEST, call_id, header, payload, slots))
             agent.transport.send(to.id, frame)
         except BaseException as error:
             with self._lock:

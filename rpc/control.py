@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from rpc.errors import FrameError
-from rpc.ids import GlobalId, Life, Reference
+from rpc.ids import GlobalId, Life, Reference, new_tuple
 
 T = TypeVar("T")
 
@@ -229,9 +229,8 @@ def _reference_numbers(value: Reference) -> tuple[int, ...]:
 
 
 def _reference_from(numbers: tuple[int, ...]) -> Reference:
-    creator, incarnation, counter, worker, owner_incarnation, creation = numbers
-    rref = GlobalId(creator, incarnation, counter)
-    return Reference(rref, Life(worker, owner_incarnation), creation)
+    rref, owner = new_tuple(GlobalId, numbers[:3]), new_tuple(Life, numbers[3:5])
+    return new_tuple(Reference, (rref, owner, numbers[5]))
 
 
 def _write_reference(out: bytearray, value: Reference) -> None:
@@ -381,7 +380,7 @@ def borrowed_value(entry: bytes | bytearray | memoryview) -> GlobalId | None:
         numbers = _PASSED.unpack(entry)
     except struct.error:
         raise FrameError(f"{len(entry)} bytes are not one reference") from None
-    return GlobalId(*numbers[:3]) if numbers[9] == Passage.BORROW else None
+    return new_tuple(GlobalId, numbers[:3]) if numbers[9] == Passage.BORROW else None
 
 
 _PASSAGES: Final = {int(passage): passage for passage in Passage}
@@ -391,7 +390,8 @@ def _unpack_passed(numbers: tuple[int, ...]) -> Passed:
     passage = _PASSAGES.get(numbers[9])
     if passage is None:
         raise FrameError(f"unknown passage {numbers[9]} of a reference")
-    return Passed(_reference_from(numbers[:6]), GlobalId(*numbers[6:9]), passage)
+    fork = new_tuple(GlobalId, numbers[6:9])
+    return new_tuple(Passed, (_reference_from(numbers[:6]), fork, passage))
 
 
 # --- Duplicates -------------------------------------------------------------

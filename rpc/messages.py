@@ -22,6 +22,7 @@ import struct
 from typing import NamedTuple
 
 from rpc.errors import EncodeError, FrameError
+from rpc.ids import new_tuple
 
 PROTOCOL_VERSION = 1
 
@@ -146,8 +147,7 @@ class Request(NamedTuple):
         if end > len(data):
             raise _too_short(data, end)
         plain, references, table = flags & _PLAIN == _PLAIN, data[start:end], data[end:]
-        # Not by the constructor of a NamedTuple, which is a function of Python's.
-        return tuple.__new__(
+        return new_tuple(
             cls, (operation, plain, timeout, target, extensions, references, table, function)
         )
 
@@ -204,7 +204,7 @@ class Reply(NamedTuple):
         if end > len(data):
             raise _too_short(data, end)
         plain = flags & _PLAIN == _PLAIN
-        return tuple.__new__(cls, (known, plain, extensions, data[start:end], data[end:]))
+        return new_tuple(cls, (known, plain, extensions, data[start:end], data[end:]))
 
 
 def _wrong_version(version: int) -> FrameError:

@@ -16,6 +16,7 @@ import torch
 from rpc import codec, tensor_table
 from rpc.errors import DecodeError
 from rpc.holdings import NOTHING_LENT, Adopted, Loan
+from rpc.ids import new_tuple
 from rpc.messages import Extensions
 from rpc.reference_keeper import ReferenceKeeper
 from rpc.transports.base import Unreceived
@@ -66,8 +67,7 @@ def pack(
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
         table, slots = tensor_table.pack_tensors(tensors, limit)
     loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
-    # Not by its own constructor, which is a function of Python's.
-    return tuple.__new__(Packed, (payload, plain, extensions, loan, table, slots))
+    return new_tuple(Packed, (payload, plain, extensions, loan, table, slots))
 
 
 def takes_long(value: object) -> bool:

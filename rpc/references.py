@@ -82,7 +82,7 @@ from rpc.control import (
     Registered,
     Rejected,
 )
-from rpc.ids import GlobalId, Life, Reference
+from rpc.ids import GlobalId, Life, Reference, new_tuple
 from rpc.reference_terms import (
     Carrier,
     Counts,
@@ -188,10 +188,11 @@ class ReferenceTable:
         """
         creation = self._creations_made.get(owner, 0)
         self._creations_made[owner] = creation + 1
-        reference = Reference(self._new_id(), owner, creation)
-        handle = UserHandle(reference, self._new_id())
-        self._users[handle.fork] = _User(handle, _State.CREATING)
-        return handle, Passed(reference, handle.fork, Passage.CREATION)
+        reference: Reference = new_tuple(Reference, (self._new_id(), owner, creation))
+        fork = self._new_id()
+        handle: UserHandle = new_tuple(UserHandle, (reference, fork))
+        self._users[fork] = _User(handle, _State.CREATING)
+        return handle, new_tuple(Passed, (reference, fork, Passage.CREATION))
 
     def creation_confirmed(self, fork: GlobalId) -> list[Effect]:
         """The reply of ``remote()`` came. Ignored if it was given up before."""
@@ -239,7 +240,7 @@ class ReferenceTable:
             passage = Passage.RETURN
         else:
             passage = Passage.BORROW
-        passed = Passed(handle.reference, self._new_id(), passage)
+        passed: Passed = new_tuple(Passed, (handle.reference, self._new_id(), passage))
         self._holds[passed.fork] = _Hold(handle.fork, to, passage)
         self._users[handle.fork].held_for.add(passed.fork)
         return passed
@@ -521,7 +522,7 @@ class ReferenceTable:
     def _new_id(self) -> GlobalId:
         counter = self._next_counter
         self._next_counter += 1
-        return GlobalId(self._life.worker, self._life.incarnation, counter)
+        return new_tuple(GlobalId, (*self._life, counter))
 
     def _is_lost(self, life: Life) -> bool:
         return life.incarnation <= self._lost.get(life.worker, -1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import profiler
@@ -34,7 +34,7 @@ from rpc.errors import (
 )
 from rpc.extension_set import Scopes, leave, require_answer
 from rpc.holdings import Adopted
-from rpc.ids import GlobalId, Life
+from rpc.ids import GlobalId, Life, new_tuple
 from rpc.messages import Extensions, Operation, Reply, Request, Status
 from rpc.method_names import UNDECODED, MethodName, announced_name, method_name, text_of
 from rpc.observation import profiler_enabled, run_handler, traced
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 
 _ASYNC_MARK = "_wrapped_async_rpc_function"
-_new: Final = tuple.__new__
-"""Makes named tuples; their own is a function in Python."""
-
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
@@ -352,7 +349,7 @@ class Service:
             agent.announce(self.sender, FrameKind.REPLY)
         packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
         payload, plain, extensions, loan, table, slots = packed
-        reply: Reply = _new(Reply, (Status.OK, plain, extensions, loan.table, table))
+        reply: Reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
         try:
             self._send(reply, payload, slots)
         except BaseException as error:
@@ -437,7 +434,7 @@ class Service:
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
-        frame = _new(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
+        frame = new_tuple(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
         if self.request.extensions and traced() is not None:
             # Whoever gets the reply may ask for the records at once.
             self._callee.leaving(self)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.errors import DecodeError
+from rpc.ids import new_tuple
 
 PROTOCOL: Final = 5
 """Of every pickle that is sent."""
@@ -96,8 +97,7 @@ def encode_simple(value: Any) -> Encoded | None:
             or hasattr(tensor, "_is_buffer")
         ):
             return None
-    # Not by its own constructor, which is a function of Python's.
-    return tuple.__new__(Encoded, (payload, tensors, references, True, None))
+    return new_tuple(Encoded, (payload, tensors, references, True, None))
 
 
 def _pack_mixed(

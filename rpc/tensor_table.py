@@ -31,6 +31,7 @@ import torch
 from torch.nn import Parameter
 
 from rpc.errors import EncodeError, FrameError
+from rpc.ids import new_tuple
 
 INLINE_LIMIT: Final = 32 * 1024
 """Bytes up to which a CPU tensor travels inside the header.
@@ -246,8 +247,7 @@ def unpack_tensors(
             parameters.append(index)
     if position != end or next(waiting, None) is not None:
         raise FrameError(f"a tensor table for {count} tensors does not end with the last one")
-    # Not by its own constructor, which is a function of Python's.
-    return tuple.__new__(UnpackedTensors, (tensors, requiring_grad, parameters))
+    return new_tuple(UnpackedTensors, (tensors, requiring_grad, parameters))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rpc.errors import EncodeError, FrameError
+from rpc.ids import new_tuple
 from rpc.transports.regions import array_at, view_of
 
 INLINE_ALIGNMENT = 16
@@ -98,8 +99,7 @@ def look_at(tensor: torch.Tensor) -> Look:
     elements = tensor.numel() if tensor.is_contiguous() else _dense_elements(shape, strides)
     if elements is None:
         raise EncodeError(f"a tensor of shape {shape} and strides {strides} is not dense")
-    # Not by its own constructor, which is a function of Python's; the same below.
-    return tuple.__new__(Look, (code, shape, strides, elements * _ITEM_SIZES[code]))
+    return new_tuple(Look, (code, shape, strides, elements * _ITEM_SIZES[code]))
 
 
 def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
@@ -167,7 +167,7 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
                 layout = _unpack_layout(code, dimensions, nbytes, table[position:end])
                 position = end
             total += nbytes
-            items.append(tuple.__new__(Item, (_PLACES[place], segment, at, nbytes, *layout)))
+            items.append(new_tuple(Item, (_PLACES[place], segment, at, nbytes, *layout)))
     except (struct.error, IndexError, UnicodeDecodeError):
         raise FrameError("a frame's table ends early") from None
     if not items or position != len(table):

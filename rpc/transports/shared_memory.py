@@ -28,6 +28,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rpc.errors import FrameError
+from rpc.ids import new_tuple
 from rpc.transports.regions import Array, Region, array_at, view_of
 
 _log = logging.getLogger(__name__)
@@ -222,8 +223,7 @@ class SendPool:
                 ended = self._closed and not self._copying
             if ended:
                 self._part()
-        # Not by its own constructor, which is a function of Python's.
-        return tuple.__new__(Slot, (segment.number, position))
+        return new_tuple(Slot, (segment.number, position))
 
     def take_back(self, slots: Iterable[Slot]) -> None:
         """Frees slots that were filled for a message that is not sent, after all."""

@@ -27,6 +27,7 @@ import numpy
 import torch
 
 from rpc.errors import FrameError
+from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind
 
 Payload = bytes | bytearray | memoryview
@@ -76,7 +77,6 @@ _PLACED = 2
 _ENVELOPE = struct.Struct("<BBBxiQQQII")
 _ENTRY = struct.Struct("<BQII")
 _LENGTH = struct.Struct("<Q")
-_tuple = tuple.__new__
 
 
 class Envelope(NamedTuple):
@@ -220,7 +220,7 @@ def receive_question(data: bytes) -> Call:
     if bus is None:
         raise FrameError("no TensorWire transport is attached to this process's RPC agent")
     envelope, frame = unpack(data, _socket.tables.recv_tables)
-    return _tuple(Call, (bus.question, (envelope, frame), _NO_KEYWORDS))
+    return new_tuple(Call, (bus.question, (envelope, frame), _NO_KEYWORDS))
 
 
 def receive_answer(data: bytes) -> None:
@@ -275,8 +275,8 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
     frame_kind = _KINDS.get(kind, FrameKind.NOTICE)
     # what Frame(...) and Envelope(...) do, without a call of Python's in between
     frame_type = PlacedFrame if flags & _PLACED else Frame
-    frame = _tuple(frame_type, (frame_kind, correlation, header, payload, tuple(tensors)))
-    return _tuple(Envelope, (kind, sender, life, correlation, number, attempt)), frame
+    frame = new_tuple(frame_type, (frame_kind, correlation, header, payload, tuple(tensors)))
+    return new_tuple(Envelope, (kind, sender, life, correlation, number, attempt)), frame
 
 
 def call_pickle(data: bytes) -> bytes:

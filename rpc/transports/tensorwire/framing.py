@@ -24,10 +24,11 @@ import enum
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 from rpc.errors import FrameError
+from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.frame_table import INLINE_ALIGNMENT
 
@@ -70,9 +71,6 @@ class WireKind(enum.IntEnum):
     """Bulk channels only: the segment ``correlation`` cannot be mapped here; header: the system's
     number of the error, or 0."""
 
-
-_new: Final = tuple.__new__
-"""Makes named tuples; their own is a function in Python."""
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 _ACKNOWLEDGE = int(WireKind.ACKNOWLEDGE)
@@ -249,7 +247,7 @@ class FrameDecoder:
                 parts = _KINDS[kind], correlation, data[at_header:at_table], inline_part, ()
             except KeyError:
                 raise FrameError("an acknowledgement without its table") from None
-            frames.append((_new(Frame, parts), data[at_table:at_inline]))
+            frames.append((new_tuple(Frame, parts), data[at_table:at_inline]))
         self._rest = data[start:]
         return frames
 
