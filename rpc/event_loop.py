@@ -21,7 +21,7 @@ import torch
 
 from rpc.errors import AgentClosedError
 from rpc.executor import SECONDS_TO_END, Executor, abandon
-from rpc.handed_loop import HandedLoop
+from rpc.handed_loop import HandedLoop, every_task
 from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
@@ -199,7 +199,7 @@ def _report(
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    tasks = every_task(loop) - {asyncio.current_task(loop)}
     for task in tasks:
         task.cancel()
     if tasks:

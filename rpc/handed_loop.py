@@ -50,6 +50,20 @@ class _Here(threading.local):
     left: _Left | None = None
 
 
+def every_task(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    """The tasks of a loop that have not ended, whichever thread made them; called by the loop.
+
+    From Python 3.14 on ``asyncio.all_tasks`` tells the thread that runs a loop of those only
+    that were made on it. It goes through all threads for one that does not.
+    """
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.all_tasks(loop)
+    finally:
+        asyncio._set_running_loop(running)
+
+
 class HandedLoop:
     """The threads of one asyncio loop.
 
