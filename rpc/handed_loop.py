@@ -276,6 +276,8 @@ class HandedLoop:
             is_last = not self._count
         if is_last:
             self._loop.close()
+            if self._inside is not None:
+                del self._inside.call_exception_handler  # each would keep the other
             self._all_out.set()
 
 
