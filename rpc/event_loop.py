@@ -11,7 +11,6 @@ import contextvars
 import logging
 import threading
 import time
-import types
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 
 from rpc.errors import AgentClosedError
 from rpc.executor import SECONDS_TO_END, Executor, abandon
-from rpc.handed_loop import HandedLoop
+from rpc.handed_loop import HandedLoop, every_task
 from rpc.threads import Thread
 
 _SECONDS_TO_CANCEL = 2.0
@@ -58,7 +57,7 @@ class EventLoop:
         succeed: Callable[[Any], None],
         fail: Callable[[BaseException], None],
     ) -> Callable[[], None]:
-        """Runs a coroutine in the caller's context and, if that is off, grad mode.
+        """Runs a coroutine in the caller's context and grad mode.
 
         Its end is reported on the executor.
 
@@ -82,7 +81,7 @@ class EventLoop:
         begun: list[asyncio.Task[Any]] = []
 
         def begin() -> None:
-            task = asyncio.ensure_future(coroutine if has_grad else _without_grad(coroutine))
+            task = asyncio.ensure_future(_WithItsModes(coroutine, has_grad))
             begun.append(task)
             self._tasks.add(task)
             task.add_done_callback(ended)
@@ -159,25 +158,46 @@ class EventLoop:
             self._loop, self._handed = loop, handed
 
 
-@types.coroutine
-def _without_grad(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Each step by itself is in ``no_grad``: between two, others run on the thread.
+class _WithItsModes(Coroutine[Any, Any, Any]):
+    """A coroutine each of whose steps by itself is in the coroutine's own modes of gradients.
 
-    torch's own decorator throws into generators in a way that Python 3.12 deprecates.
+    Between two steps others run on the thread, and the next may be on another one.
     """
-    step = partial(coroutine.send, None)
-    while True:
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], has_grad: bool) -> None:
+        self._coroutine = coroutine
+        self._has_grad = has_grad
+        self._infers = False
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
         try:
-            with torch.no_grad():
-                awaited = step()
-        except StopIteration as end:
-            return end.value
+            return self._step(self._coroutine.throw, *error)
         finally:
-            del step  # it may have an error, whose traceback has this frame
-        try:
-            step = partial(coroutine.send, (yield awaited))
-        except BaseException as error:
-            step = partial(coroutine.throw, error)
+            del error  # the traceback of what is raised has this frame
+
+    def close(self) -> None:
+        self._step(self._coroutine.close)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """Its name, code and frame, which asyncio shows."""
+        return getattr(self._coroutine, name)
+
+    def _step(self, step: Callable[..., Any], *values: Any) -> Any:
+        with torch._C._InferenceMode(self._infers):  # at its end the thread has its own again
+            if torch.is_grad_enabled() is not self._has_grad:
+                torch.set_grad_enabled(self._has_grad)
+            try:
+                return step(*values)
+            finally:
+                del values
+                self._has_grad = torch.is_grad_enabled()
+                self._infers = torch.is_inference_mode_enabled()
 
 
 def _error_of(task: asyncio.Task[Any], closed: bool) -> BaseException | None:
@@ -199,7 +219,7 @@ def _report(
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    tasks = every_task(loop) - {asyncio.current_task(loop)}
     for task in tasks:
         task.cancel()
     if tasks:

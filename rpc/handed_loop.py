@@ -8,7 +8,8 @@ one loop; where none blocks, one thread runs everything.
 
 asyncio knows nothing of this, so three things of its own are looked after: which thread
 runs the loop, which task is in a step, and how many callbacks the round that was left
-counts on. Loops that are not made as asyncio's are not handed on; they stand still.
+counts on. What is to run in a ``Context`` that a waiting thread is in comes later: nobody
+else can enter it. Loops that are not made as asyncio's are not handed on; they stand still.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rpc.executor import share_this_thread
 from rpc.threads import Thread
 
 _IDLE_KEPT = 1
+_PAUSE = 0.001
 
 _logger = logging.getLogger("rpc")
 
@@ -50,6 +52,20 @@ class _Here(threading.local):
     left: _Left | None = None
 
 
+def every_task(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    """The tasks of a loop that have not ended, whichever thread made them; called by the loop.
+
+    From Python 3.14 on ``asyncio.all_tasks`` tells the thread that runs a loop of those only
+    that were made on it. It goes through all threads for one that does not.
+    """
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.all_tasks(loop)
+    finally:
+        asyncio._set_running_loop(running)
+
+
 class HandedLoop:
     """The threads of one asyncio loop.
 
@@ -61,9 +77,15 @@ class HandedLoop:
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._name = name
         self._loop = loop
-        self._inside: Any = loop if isinstance(loop, asyncio.BaseEventLoop) else None
+        inside: Any = loop if isinstance(loop, asyncio.SelectorEventLoop) else None
+        self._inside = inside
         self._lock = threading.Lock()
         self._is_held = False
+        self._waiting = 0  # whoever has the loop has this and the next
+        self._held_back: list[asyncio.Handle] = []
+        if inside is not None:
+            self._tell = inside.call_exception_handler
+            inside.call_exception_handler = self._hold_back_or_tell
         self._returning: deque[threading.Lock] = deque()  # a bell for each that has waited
         self._idle: list[threading.Lock] = []  # likewise for each without anything to do
         self._threads: list[threading.Thread] = []
@@ -93,6 +115,7 @@ class HandedLoop:
         if task is not None:
             _leave_task(self._loop, task)
         inside._thread_id = None
+        self._waiting += 1
         self._hand_on()
 
     def leave_wait(self) -> None:
@@ -101,9 +124,12 @@ class HandedLoop:
         if left is None:
             return
         self._take_back()
+        self._waiting -= 1
         self._inside._thread_id = threading.get_ident()
         if left.task is not None:
             _enter_task(self._loop, left.task)
+        held_back, self._held_back = self._held_back, []
+        self._inside._ready.extend(held_back)
         for _ in range(left.callbacks - len(self._inside._ready)):
             self._loop.call_soon(_nothing)
         if self._returning or self._ended:  # it may have been told so while another had it
@@ -138,6 +164,22 @@ class HandedLoop:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return [thread for thread in threads if thread.is_alive()]
+
+    # --- Holding back
+
+    def _hold_back_or_tell(self, context: dict[str, Any]) -> None:
+        """Stands for the loop's ``call_exception_handler``."""
+        handle, error = context.get("handle"), context.get("exception")
+        if not (self._waiting and isinstance(handle, asyncio.Handle) and _was_not_begun(error)):
+            self._tell(context)
+        elif self._is_for_a_file(handle):  # and is called again at once, while that is ready
+            time.sleep(_PAUSE)
+        else:
+            self._held_back.append(handle)
+
+    def _is_for_a_file(self, handle: asyncio.Handle) -> bool:
+        watched = self._inside._selector.get_map().values()
+        return any(handle is each for key in watched for each in key.data)
 
     # --- Handing on
 
@@ -234,7 +276,16 @@ class HandedLoop:
             is_last = not self._count
         if is_last:
             self._loop.close()
+            if self._inside is not None:
+                del self._inside.call_exception_handler  # each would keep the other
             self._all_out.set()
+
+
+def _was_not_begun(error: object) -> bool:
+    """True of the error of a callback whose context is another thread's now."""
+    if not isinstance(error, RuntimeError) or "cannot enter context" not in str(error):
+        return False
+    return error.__traceback__ is None or error.__traceback__.tb_next is None
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -489,6 +490,48 @@ def test_while_a_coroutine_waits_on_its_thread_those_that_have_begun_go_on(
     assert {outcomes.outcome(), outcomes.outcome()} == {None, "let through"}
     blocked.go_on.set()
     assert outcomes.outcome() == "waited"
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_on"),
+    [
+        (torch.no_grad, torch.is_grad_enabled),
+        (torch.inference_mode, torch.is_inference_mode_enabled),
+    ],
+)
+def test_a_mode_of_gradients_goes_with_its_coroutine_from_thread_to_thread(
+    outcomes: Outcomes, mode: Callable[[], AbstractContextManager[Any]], is_on: Callable[[], bool]
+) -> None:
+    gate: list[asyncio.Event] = []
+    usual = is_on()
+
+    async def compute() -> list[bool]:
+        with mode():
+            gate.append(asyncio.Event())
+            await gate[0].wait()
+            inside = is_on()
+        return [inside, is_on()]
+
+    async def look() -> list[bool]:
+        return [is_on()]
+
+    async def open_it() -> list[bool]:
+        gate[0].set()
+        return []
+
+    outcomes.run(compute())
+    until(lambda: bool(gate))
+    outcomes.run(look())
+    assert outcomes.outcome() == [usual]  # on the same thread
+    blocked = Blocking()
+    outcomes.run(blocked())
+    assert blocked.begun.wait(SECONDS)
+    outcomes.run(open_it())  # on another
+    assert sorted([outcomes.outcome(), outcomes.outcome()]) == [[], [not usual, usual]]
+    blocked.go_on.set()
+    assert outcomes.outcome() == "waited"
+    outcomes.run(look())
+    assert outcomes.outcome() == [usual]
 
 
 def test_one_that_runs_while_another_waits_is_cancelled(

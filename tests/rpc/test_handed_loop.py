@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +199,63 @@ def test_without_another_thread_the_others_go_on_when_the_wait_is_over(
     assert not over.is_set()
     go_on.set()
     assert over.wait(SECONDS)
+
+
+def test_what_shares_the_context_of_one_that_waits_comes_after_it(
+    loop: asyncio.AbstractEventLoop, handed: HandedLoop
+) -> None:
+    context = contextvars.copy_context()
+    go_on, others, over = threading.Event(), threading.Event(), threading.Event()
+
+    def begin() -> None:
+        loop.call_soon(wait_for, go_on, context=context)
+        loop.call_soon(over.set, context=context)
+        loop.call_soon(others.set)
+
+    loop.call_soon_threadsafe(begin)
+    assert others.wait(SECONDS)
+    assert not over.is_set()
+    go_on.set()
+    assert over.wait(SECONDS)
+
+
+def test_a_reader_that_waits_is_not_called_again_meanwhile(
+    loop: asyncio.AbstractEventLoop, handed: HandedLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on, over = threading.Event(), threading.Event()
+    read: list[bytes] = []
+    ours, theirs = socket.socketpair()
+
+    def receive() -> None:
+        wait_for(go_on)
+        read.append(ours.recv(1))
+        over.set()
+
+    ours.setblocking(False)
+    with ours, theirs:
+        theirs.send(b"a")
+        loop.call_soon_threadsafe(loop.add_reader, ours, receive)
+        for _ in range(5):  # whatever else there is goes on
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.001), loop).result(SECONDS)
+        go_on.set()
+        assert over.wait(SECONDS)
+        removed = threading.Event()
+        loop.call_soon_threadsafe(lambda: (loop.remove_reader(ours), removed.set()))
+        assert removed.wait(SECONDS)
+    assert read == [b"a"]
+    assert caplog.text == ""
+
+
+def test_a_context_that_a_stranger_is_in_is_an_error_as_ever(
+    loop: asyncio.AbstractEventLoop, handed: HandedLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        loop.call_soon_threadsafe(print, context=context)
+        until(lambda: "cannot enter context" in caplog.text)
+
+    context.run(call)
 
 
 class Foreign(asyncio.AbstractEventLoop):
