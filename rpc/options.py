@@ -309,7 +309,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             TypeError: if it is no list.
             ValueError: if one is not a CUDA device.
         """
-        self.devices = devices  # type: ignore[assignment]
+        self.devices = devices
 
 
 def _require_map(argument: str, value: object, wanted: str) -> None:
