@@ -213,9 +213,10 @@ def _check_environment(query: Mapping[str, str]) -> None:
             continue
         if name not in query or query[name] == value:
             _check_number(f"environment variable {name.upper()}", value, wanted)
-    port = os.environ.get("MASTER_PORT")
-    if port is not None and not 0 <= int(port) < 2**16:
-        raise ValueError(f"environment variable MASTER_PORT={port!r} must be from 0 to 65535")
+            if name == "master_port" and not 0 <= int(value) < 2**16:
+                raise ValueError(
+                    f"environment variable MASTER_PORT={value!r} must be from 0 to 65535"
+                )
 
 
 def _check_number(what: str, value: str, wanted: str) -> None:
