@@ -117,6 +117,8 @@ def _by_owner(
         raise TypeError(
             f"params_rref must be a list of RRefs, but got one {type(params_rref).__name__}"
         )
+    if not isinstance(params_rref, Iterable):
+        raise TypeError(f"params_rref must be a list of RRefs, but got {params_rref!r}")
     by_owner: dict[rpc.WorkerInfo, list[rpc.RRef[Any]]] = {}
     for position, rref in enumerate(params_rref):
         if not isinstance(rref, rpc.RRef):

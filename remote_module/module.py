@@ -20,6 +20,7 @@ from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
 from rpc import leftovers
+from rpc.callables import require_arguments
 from rpc.current import current_agent
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             its ``module_rref`` instead.
 
     Raises:
-        TypeError: ``module_cls`` cannot be called.
+        TypeError: ``module_cls`` cannot be called, or not with ``args`` and ``kwargs``.
         ValueError: there is no such place, or the interface is none.
     """
 
@@ -104,6 +105,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         super().__init__()
         if not callable(module_cls):
             raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
+        require_arguments(args, kwargs)
         self._place(remote_device, _module_interface_cls)
         self._attach(
             rpc.remote(

@@ -20,7 +20,7 @@ import torch
 from rpc import deadlines, finalizers, process_end, process_forks, profiling
 from rpc.accusations import Accusations
 from rpc.call_metrics import Snapshot
-from rpc.callables import require_callable
+from rpc.callables import require_call
 from rpc.callee import Callee
 from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
@@ -295,7 +295,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
-        require_callable("func", func)
+        require_call(func, args, kwargs)
         if finalizers.running():
             finalizers.refuse("rpc_sync")
         if retry is not None:
@@ -324,7 +324,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> Future[Any]:
         """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
-        require_callable("func", func)
+        require_call(func, args, kwargs)
         if finalizers.running():
             return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
         if retry is not None:
@@ -362,7 +362,7 @@ class Agent(process_forks.Member):
         retry: Retry | None = None,
     ) -> RRef[Any]:
         """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
-        require_callable("func", func)
+        require_call(func, args, kwargs)
         finalizers.refuse("remote")
         if retry is not None:
             tried = RetriedCall(to, func, args or (), kwargs or {})

@@ -28,6 +28,7 @@ from rpc.backend_registry import (
 )
 from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.call_metrics import Snapshot
+from rpc.callables import require_arguments
 from rpc.constants import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -286,6 +287,7 @@ def remote(
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs, retry)
     if isinstance(func, torch.jit.ScriptFunction):
+        require_arguments(args, kwargs)
         check_arguments(func, args or (), kwargs or {})
     return current_agent().remote(to, func, args, kwargs, timeout, retry)
 
@@ -433,6 +435,7 @@ def _serialized(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], None]:
     if retry is not None:
         require_retriable(func, retry)  # what is sent in its place can always be retried
+    require_arguments(args, kwargs)
     call = PythonUDF(func, tuple(args or ()), kwargs or {})
     run = run_serialized_async if is_async_execution(func) else run_serialized
     return run, serialize_call(_default_pickler, call), None

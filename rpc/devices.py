@@ -56,10 +56,21 @@ class DeviceInfo:
 
 
 def as_device(device: DeviceLike) -> torch.device:
-    """A number means that CUDA device; text and ``torch.device`` mean themselves."""
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    return torch.device(device)
+    """A number means that CUDA device; text and ``torch.device`` mean themselves.
+
+    Raises:
+        TypeError: it is none of these.
+        RuntimeError: torch knows no such device.
+    """
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            return torch.device("cuda", device)
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise type(error)(
+            f"{device!r} is no device; give the number of a CUDA device, a torch.device, "
+            "or a name such as 'cuda:0' or 'cpu'"
+        ) from error
 
 
 def as_device_map(device_map: Mapping[Any, DeviceLike]) -> DeviceMap:

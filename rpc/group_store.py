@@ -208,8 +208,15 @@ def _check_environment(query: Mapping[str, str]) -> None:
     """Looks at the variables that count, as the URL does not say the same."""
     for name, wanted in _NUMBERS.items():
         value = os.environ.get(name.upper())
-        if value and (name not in query or query[name] == value):
+        # An empty WORLD_SIZE says, as none does, that the group is dynamic.
+        if value is None or (not value and name == "world_size"):
+            continue
+        if name not in query or query[name] == value:
             _check_number(f"environment variable {name.upper()}", value, wanted)
+            if name == "master_port" and not 0 <= int(value) < 2**16:
+                raise ValueError(
+                    f"environment variable MASTER_PORT={value!r} must be from 0 to 65535"
+                )
 
 
 def _check_number(what: str, value: str, wanted: str) -> None:

@@ -262,6 +262,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     @device_maps.setter
     def device_maps(self, device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]]) -> None:
         _require_map("device_maps", device_maps, "a map from workers' names to their device maps")
+        for to in device_maps:
+            _require_name(to)
         self._device_maps = {to: as_device_map(each) for to, each in device_maps.items()}
 
     @property
@@ -271,6 +273,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     @devices.setter
     def devices(self, devices: Iterable[DeviceLike]) -> None:
+        if isinstance(devices, str) or not isinstance(devices, Iterable):
+            raise _wrong_type("devices", devices, "a list of CUDA devices")
         self._devices = [_cuda_device(device) for device in devices]
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
@@ -281,8 +285,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             device_map: this worker's devices to the destination's.
 
         Raises:
+            TypeError: if ``to`` is no name.
             ValueError: if a device would be mapped to two.
         """
+        _require_name(to)
         known = self._device_maps.get(to, {})
         added = as_device_map(device_map)
         for source, target in added.items():
@@ -300,14 +306,23 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             devices: numbers, names or ``torch.device``.
 
         Raises:
+            TypeError: if it is no list.
             ValueError: if one is not a CUDA device.
         """
-        self.devices = list(devices)
+        self.devices = devices
 
 
 def _require_map(argument: str, value: object, wanted: str) -> None:
     if not isinstance(value, Mapping):
         raise _wrong_type(argument, value, wanted)
+
+
+def _require_name(to: object) -> None:
+    if not isinstance(to, str):
+        raise TypeError(
+            f"device maps go by the name of the destination, but got {to!r}, "
+            f"which is a {type(to).__name__}"
+        )
 
 
 def _seconds(argument: str, value: float) -> float:
@@ -329,7 +344,9 @@ def _bytes(argument: str, size: int, least: int) -> int:
 def _names(argument: str, value: Sequence[str] | None, known: frozenset[str]) -> list[str] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+    if isinstance(value, str) or not (
+        isinstance(value, Iterable) and all(isinstance(name, str) for name in value)
+    ):
         raise _wrong_type(argument, value, "a list of names")
     for name in value:
         if name not in known:

@@ -14,7 +14,7 @@ import gc
 import inspect
 import sys
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 
 from rpc.remote_errors import slots_of
 
@@ -41,12 +41,7 @@ def again(error: BaseException) -> BaseException:
 
 
 def _twin(error: BaseException) -> BaseException:
-    kind = type(error)
-    builtin: type = kind
-    while builtin.__flags__ & _HEAP_TYPE_FLAG:
-        assert builtin.__base__ is not None
-        builtin = builtin.__base__  # the one whose layout it has
-    if builtin.__basicsize__ > _PLAIN_SIZE:  # it keeps more than arguments and attributes
+    if _builtin_of(type(error)).__basicsize__ > _PLAIN_SIZE:  # more than arguments and attributes
         twin = copy.copy(error)
         twin.args = error.args
         return twin
@@ -56,13 +51,33 @@ def _twin(error: BaseException) -> BaseException:
     return twin
 
 
+def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
+    """The class of Python's own whose layout errors of a class have."""
+    builtin: type = kind
+    while builtin.__flags__ & _HEAP_TYPE_FLAG:
+        assert builtin.__base__ is not None
+        builtin = builtin.__base__
+    return builtin
+
+
 def bare_copy(error: BaseException) -> BaseException:
     """An error with the same arguments and attributes; its constructor does not run."""
     kind = type(error)
-    twin: BaseException = kind.__new__(kind, *error.args)  # no constructor need take these
+    twin = _blank(kind, error.args)
     twin.args = error.args
     twin.__dict__.update(error.__dict__)
     return twin
+
+
+def _blank(kind: type[BaseException], args: tuple[object, ...]) -> BaseException:
+    try:
+        return kind.__new__(kind, *args)  # no constructor need take these
+    except TypeError:
+        if isinstance(kind.__new__, FunctionType):
+            raise
+        # What is first a RuntimeError and then an OSError has the layout of the latter, and Python
+        # refuses to have it made by the former.
+        return _builtin_of(kind).__new__(kind)
 
 
 def keep(error: BaseException) -> BaseException:

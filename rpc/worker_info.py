@@ -20,6 +20,7 @@ class WorkerInfo:
         id: the worker's rank, at least 0.
 
     Raises:
+        TypeError: if the name is no text, or the id no whole number.
         RuntimeError: if the name is not acceptable.
     """
 
@@ -27,6 +28,15 @@ class WorkerInfo:
     id: int
 
     def __post_init__(self) -> None:
+        for what, value, fits in (
+            ("name", self.name, isinstance(self.name, str)),
+            ("id", self.id, hasattr(self.id, "__index__") and not isinstance(self.id, bool)),
+        ):
+            if not fits:
+                raise TypeError(
+                    "incompatible constructor arguments: WorkerInfo takes a name and a whole "
+                    f"number, but got {what}={value!r}, which is a {type(value).__name__}"
+                )
         if not _is_name(self.name):
             raise RuntimeError(
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter "

@@ -480,7 +480,7 @@ def test_references_are_needed(agents: list[Agent]) -> None:
     for one in (make("first"), torch.ones(2)):
         with pytest.raises(TypeError, match="params_rref must be a list of RRefs, but got one"):
             DistributedOptimizer(optim.SGD, one, lr=1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match="params_rref must be a list of RRefs, but got 3"):
         DistributedOptimizer(optim.SGD, 3, lr=1.0)  # type: ignore[arg-type]
 
 

@@ -189,6 +189,8 @@ def test_bad_arguments_fail_at_once(agents: list[Agent]) -> None:
         RemoteModule("there/cpu/cpu", Echo)
     with pytest.raises(TypeError, match="module_cls must be a class of modules, but got 3"):
         RemoteModule("there", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="args=5 is a int, not a tuple"):
+        RemoteModule("there", Echo, 5)  # type: ignore[arg-type]
 
 
 def test_a_module_of_an_earlier_session_is_stale_in_the_next() -> None:

@@ -436,6 +436,21 @@ def test_what_cannot_be_called_is_refused_at_once(pair: list[Agent], start: str)
         getattr(pair[0], start)("bob", 3)
 
 
+@pytest.mark.parametrize("start", ["rpc_sync", "rpc_async", "remote"])
+def test_what_cannot_be_arguments_is_refused_before_anything_is_sent(
+    pair: list[Agent], start: str
+) -> None:
+    call = getattr(pair[0], start)
+    with pytest.raises(TypeError, match=r"args=tensor.* is a Tensor, not a tuple"):
+        call("bob", identity, torch.zeros(1))
+    with pytest.raises(TypeError, match=r"kwargs=\('value', 1\) is a tuple, not a dict"):
+        call("bob", identity, None, ("value", 1))
+    with pytest.raises(TypeError, match="has the key 1"):
+        call("bob", identity, (), {1: 2})
+    assert not pair[0].metrics().made
+    assert pair[0].rpc_sync("bob", identity, None, {"value": 4}) == 4
+
+
 def test_an_argument_that_cannot_be_sent_is_named(pair: list[Agent]) -> None:
     with pytest.raises(EncodeError, match=r"argument 1.*lock"):
         pair[0].rpc_sync("bob", identity, (1, threading.Lock()))

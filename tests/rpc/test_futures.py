@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rpc import executor
-from rpc.errors import CallCancelledError, RemoteError
+from rpc.errors import CallCancelledError, RemoteError, RpcTimeoutError
 from rpc.executor import Executor
 from rpc.futures import Future
 
@@ -477,6 +477,15 @@ def test_an_error_that_nobody_looked_at_is_logged_when_its_future_is_collected(
     assert error not in record.args  # who keeps records is not to keep its frames
 
 
+def test_a_timeout_that_nobody_looked_at_is_logged_with_its_type_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    failed(RpcTimeoutError("late"))
+    assert messages(caplog) == [
+        "the call of f on w1 failed and nobody looked: RpcTimeoutError: late"
+    ]
+
+
 def test_the_end_of_a_call_that_was_given_up_is_no_news(caplog: pytest.LogCaptureFixture):
     def give_up(future: Future[int]) -> bool:
         future.set_exception(CallCancelledError("given up"))
@@ -583,7 +592,9 @@ def test_a_waited_for_failure_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), Refused(3, hint="h"), OSError(2, "gone")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), Refused(3, hint="h"), OSError(2, "gone"), RpcTimeoutError("late")]
+)
 def test_who_collected_futures_gets_their_error_although_they_are_gone(error: Exception):
     future = failed(error)
     both = torch.futures.collect_all([done(), future])

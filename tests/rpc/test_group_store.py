@@ -230,6 +230,22 @@ class TestOpenStore:
         with pytest.raises(ValueError, match=f"variable {name}='{value}' is no whole.*; give th"):
             group_store.open_store("env://", -1, None, SOON)
 
+    @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT"])
+    def test_a_variable_that_is_empty_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        _launch(monkeypatch, **({"RANK": "0", "WORLD_SIZE": "1"} | {name: ""}))
+        with pytest.raises(ValueError, match=f"variable {name}='' is no whole.*; give th"):
+            group_store.open_store("env://", -1, None, SOON)
+
+    @pytest.mark.parametrize("port", ["99999", "-1"])
+    def test_a_variable_with_a_port_that_cannot_be_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, port: str
+    ) -> None:
+        _launch(monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_PORT=port)
+        with pytest.raises(ValueError, match=f"MASTER_PORT='{port}' must be from 0 to 65535"):
+            group_store.open_store("env://", -1, None, SOON)
+
     def test_variables_that_do_not_count_may_be_anything(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

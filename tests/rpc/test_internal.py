@@ -88,6 +88,14 @@ def test_calls_are_serialized_by_the_pickler_in_use(alice: Agent):
     assert pickler.functions == [operator.sub, _async_add, max]
 
 
+def test_arguments_without_their_tuple_are_refused_past_the_pickler_in_use(alice: Agent):
+    with (
+        api._use_rpc_pickler(_Counting()),
+        pytest.raises(TypeError, match="args='ab' is a str, not a tuple"),
+    ):
+        rpc.rpc_sync("bob", max, "ab")
+
+
 @idempotent
 def _negate(number: int) -> int:
     return -number

@@ -104,6 +104,9 @@ class TestValues:
     def test_transports_are_a_list_of_names(self) -> None:
         with pytest.raises(TypeError, match="_transports='uv'"):
             TensorPipeRpcBackendOptions(_transports="uv")
+        wrong: Any = 5
+        with pytest.raises(TypeError, match="_channels=5 is a int, not a list of names"):
+            TensorPipeRpcBackendOptions(_channels=wrong)
 
     @pytest.mark.parametrize("kind", [TensorPipeRpcBackendOptions, TensorWireRpcBackendOptions])
     def test_a_transport_or_channel_that_torch_does_not_know_is_refused_for_every_backend(
@@ -155,6 +158,29 @@ class TestDeviceMaps:
             TensorPipeRpcBackendOptions(device_maps=wrong)
         with pytest.raises(TypeError, match="device_map='cuda:0' is a str, not a map of"):
             TensorPipeRpcBackendOptions(device_maps={"b": wrong})
+
+    @pytest.mark.parametrize(
+        ("device", "error"), [("foo", RuntimeError), (-1, RuntimeError), (1.5, TypeError)]
+    )
+    def test_what_is_no_device_is_named(self, device: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match=f"{device!r} is no device; give the number of a CUDA"):
+            TensorPipeRpcBackendOptions(device_maps={"b": {0: device}})
+        with pytest.raises(error, match=f"{device!r} is no device; give the number of a CUDA"):
+            TensorPipeRpcBackendOptions(devices=[device])
+
+    def test_a_worker_that_is_not_given_by_name_is_named(self) -> None:
+        by_rank: Any = 1
+        with pytest.raises(TypeError, match="name of the destination, but got 1, which is a int"):
+            TensorPipeRpcBackendOptions(device_maps={by_rank: {0: 1}})
+        with pytest.raises(TypeError, match="name of the destination, but got 1, which is a int"):
+            TensorPipeRpcBackendOptions().set_device_map(by_rank, {0: 1})
+
+    @pytest.mark.parametrize("devices", [5, "cuda:0"])
+    def test_devices_are_a_list(self, devices: Any) -> None:
+        with pytest.raises(TypeError, match=f"devices={devices!r} is a .*not a list of CUDA"):
+            TensorPipeRpcBackendOptions(devices=devices)
+        with pytest.raises(TypeError, match=f"devices={devices!r} is a .*not a list of CUDA"):
+            TensorPipeRpcBackendOptions().set_devices(devices)
 
     def test_a_source_cannot_have_two_targets(self) -> None:
         options = TensorPipeRpcBackendOptions(device_maps={"b": {0: 1}})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rpc.errors import RpcTimeoutError, WorkerLostError
-from rpc.raising import again, keep
+from rpc.raising import again, bare_copy, keep
 from rpc.remote_errors import decode_error, encode_error
 from rpc.testing import local_group
 from rpc.worker_info import WorkerInfo
@@ -215,3 +215,14 @@ def test_a_reference_whose_value_failed_is_freed_after_its_error_was_raised(owne
                 use_what_was_not_made(lambda: alice.remote(owner, refuse))
         gc.collect()
         until(lambda: not any(agent.debug_info()["num_owner_rrefs"] for agent in agents))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x", 1), RpcTimeoutError("late"), WorkerLostError("bob", 1, "gone")],
+    ids=repr,
+)
+def test_a_bare_copy_is_of_the_same_type_whatever_that_derives_from(error: BaseException) -> None:
+    twin = bare_copy(error)
+    assert type(twin) is type(error)
+    assert (twin.args, str(twin), vars(twin)) == (error.args, str(error), vars(error))

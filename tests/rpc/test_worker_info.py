@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,20 @@ def test_good_names(name: str):
 def test_a_bad_name_is_refused_as_torch_refuses_it(name: str):
     with pytest.raises(RuntimeError, match=r"Worker name must match \^\[A-Za-z0-9-_:\]\*\$, and"):
         WorkerInfo(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "shown"),
+    [
+        (5, 0, "name=5, which is a int"),
+        ("a", "0", "id='0', which is a str"),
+        ("a", 1.5, "id=1.5, which is a float"),
+        ("a", True, "id=True, which is a bool"),
+    ],
+)
+def test_what_is_no_name_or_no_number_is_refused(name: Any, number: Any, shown: str):
+    with pytest.raises(TypeError, match=shown):
+        WorkerInfo(name, number)
 
 
 def test_it_shows_itself_as_torchs_does():
