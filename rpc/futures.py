@@ -52,6 +52,8 @@ def wait_in_usual_modes(
 
 _logger = logging.getLogger("rpc")
 
+_is_done = torch._C.Future.done  # not by way of torch's function in Python
+
 _CALLBACK = "a callback on "
 _MOST_NESTED = 32
 
@@ -189,13 +191,14 @@ class Future(_TorchFuture[T]):
     def wait(self) -> T:
         """Blocks until the result is there and returns it, or raises the call's error."""
         try:
-            if not self.done():
+            if not _is_done(self):
                 with blocking():
                     if self._waiter is None:
                         self._sleep()
                     else:
                         wait_in_usual_modes(self._waiter, self.done, self._sleep)
-            return cast(T, torch._C.Future.wait(self))
+            result: T = torch._C.Future.wait(self)
+            return result
         finally:
             del self  # the error knows this frame, and must not keep the future alive
 
