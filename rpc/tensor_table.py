@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from rpc.errors import EncodeError, FrameError
@@ -170,8 +171,10 @@ def pack_tensors(
         inline_limit: bytes up to which a CPU tensor becomes part of the table.
 
     Raises:
-        EncodeError: a tensor's elements are not in memory.
+        EncodeError: a tensor's elements are not in memory, or it has a tangent.
     """
+    if forward_ad._current_level >= 0:
+        _require_no_tangent(tensors)
     parts = [_COUNT.pack(len(tensors))]
     slots: list[torch.Tensor] = []
     room = _INLINE_IN_ALL
@@ -297,6 +300,17 @@ def _check_memory(tensor: torch.Tensor) -> None:
             f"storage was freed, or shrunk to {held} of the {(last + 1) * tensor.itemsize} bytes "
             "that it needs (FSDP frees parameters so between uses); send it while it is filled"
         )
+
+
+def _require_no_tangent(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses dual tensors of forward-mode differentiation, whose other half would be lost."""
+    for tensor in tensors:
+        _, tangent = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if tangent is not None:
+            raise EncodeError(
+                f"a dual tensor of shape {tuple(tensor.shape)} cannot be sent: its tangent would "
+                "be lost; send both halves, as forward_ad.unpack_dual gives them"
+            )
 
 
 def _without_storage(tensor: torch.Tensor) -> EncodeError:

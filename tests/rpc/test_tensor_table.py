@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from rpc.errors import EncodeError, FrameError
 from rpc.tensor_table import INLINE_LIMIT, pack_tensors, unpack_tensors
@@ -321,6 +322,20 @@ def test_what_a_transform_of_functions_hands_out_is_refused(
 ) -> None:
     with pytest.raises(EncodeError, match="cannot be sent"):
         transform(lambda tensor: pack_tensors([tensor], limit))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch uses it there
+@pytest.mark.parametrize("limit", [INLINE_LIMIT, -1], ids=["inline", "slot"])
+def test_a_dual_tensor_is_refused_while_its_tangent_means_something(limit: int) -> None:
+    with forward_ad.dual_level():  # type: ignore[no-untyped-call]
+        primal, tangent = torch.ones(3), torch.full((3,), 2.0)
+        dual = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
+        with pytest.raises(EncodeError, match=r"a dual tensor of shape \(3,\) cannot be sent: its"):
+            pack_tensors((torch.ones(2, dtype=torch.int64), dual), limit)
+        halves = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
+        table, slots = pack_tensors((*halves, torch.ones(2, dtype=torch.int64)), limit)
+    assert unpack_tensors(table, slots).tensors[1].equal(tangent)
+    assert pack_tensors((dual,), limit)[0]
 
 
 def test_the_limit_separates_inline_tensors_from_slots() -> None:
