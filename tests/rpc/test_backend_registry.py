@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rpc
+from rpc import collecting, torch_contexts
 from rpc.backend_registry import _Members
 from rpc.current import current_agent, find_agent, set_process_agent
 from rpc.testing import connect
@@ -64,8 +65,10 @@ def test_a_backend_may_bring_an_agent_of_its_own(options: Options) -> None:
     try:
         rpc.init_rpc("alone", backend=backend, rank=0, world_size=1)
         assert isinstance(current_agent(), Stub)
-    finally:
+    finally:  # all that ``rpc.shutdown`` does but to end the agent, which this one cannot
         set_process_agent(None)
+        collecting.stop_using()
+        torch_contexts.stop_using()
 
 
 def test_a_backend_that_returns_no_agent_is_refused_and_named(options: Options) -> None:
