@@ -47,7 +47,8 @@ def stuck(pair: list[Agent], clock: VirtualClock) -> Iterator[list[Agent]]:
     """A call from alice to bob has been under way for 12.5 seconds."""
     gate.clear()
     future = pair[0].rpc_async("bob", wait_at_the_gate, timeout=0)
-    until(lambda: any(r["call"] == "wait_at_the_gate" for r in pair[1].callee.serving()))
+    # Its name is known before its thread has begun.
+    until(lambda: "gate.wait(20)" in describe(pair[1]))
     clock.advance(12.5)
     yield pair
     gate.set()
