@@ -117,7 +117,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.
     """
-    if not (isinstance(context_id, int) and isinstance(roots, (list, Sequence))):
+    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
         raise TypeError(
             "backward(): incompatible function arguments. Expected (context_id: int, "
             "roots: sequence of tensors, retain_graph: bool = False), but got "

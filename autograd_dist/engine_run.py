@@ -49,7 +49,7 @@ class running:
         self._run = run
 
     def __enter__(self) -> None:
-        self._outer = current_run() if _is_set(_SLOT) else None
+        self._outer = current_run()
         _set(_SLOT, self._run)
 
     def __exit__(self, *_: object) -> None:

@@ -96,7 +96,7 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     # together wherever the engine works out which nodes lead where.
     anchor = _ANCHOR.detach().requires_grad_()
     apply = Receive.apply if torch._C._are_functorch_transforms_active() else _apply
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # as mostly; the block runs three functions of Python
         return list(apply(anchor, origin, plain))
     with torch.enable_grad():
         return list(apply(anchor, origin, plain))

@@ -296,8 +296,7 @@ class Agent(process_forks.Member):
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         require_call(func, args, kwargs)
-        if finalizers.running():
-            finalizers.refuse("rpc_sync")
+        finalizers.refuse("rpc_sync")
         if retry is not None:
             waiting = WaitingCaller()
             tried = RetriedCall(to, func, args or (), kwargs or {})
@@ -306,7 +305,7 @@ class Agent(process_forks.Member):
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
-        peer = self.group.find(to) if self.membership is None else self.find(to, timeout)
+        peer = self.find(to, timeout)
         before = shut_out()
         try:
             self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)

@@ -17,7 +17,7 @@ from rpc.call_metrics import Book, CallMetrics, ErrorKind
 from rpc.cancellation import EarlyCancellations
 from rpc.ids import Life
 from rpc.messages import Operation, Request
-from rpc.method_names import UNDECODED, announced_name, text_of
+from rpc.method_names import text_of
 from rpc.retry import OnceTable, RequestId, Verdict
 from rpc.service import Outcome, Service
 from rpc.transports.base import Frame
@@ -140,13 +140,10 @@ class Callee:
         """The reply to a request was sent, or need not be."""
         service.deadline = 0.0  # what it left running does nothing on the caller's behalf
         now = self._agent.clock.now()
-        name = service.method
-        if name is UNDECODED:
-            name = announced_name(service.request)
         with self._lock:
             since = self._serving.pop(service, now)
             self._handled += 1
-            series = self._book[name, service.sender]
+            series = self._book[service.name, service.sender]
             series.ended(now - since, service.sent, service.received)
             if service.failed:
                 series.failed(ErrorKind.REMOTE)

@@ -507,7 +507,8 @@ class Caller:
         if call.loan.passed:
             self._agent.references.call_ended(call.loan)
         if ended.ending is Ending.LATE_REPLY:
-            self._agent.references.adopt(reply.references)
+            if reply.references:
+                self._agent.references.adopt(reply.references)
             return
 
         def unpack(reply: Reply, frame: Frame, decode: Decode) -> Any:

@@ -39,14 +39,10 @@ class EarlyFrames:
 
     def keep(self, sender: Life, frame: Frame) -> bool:
         """Keeps a frame for later; False if it need not wait."""
-        if self.held is None:
-            return False
         return self._append(partial(self._deliver, sender, frame))
 
     def keep_loss(self, life: Life, reason: str) -> bool:
         """Likewise the news that a worker cannot be reached."""
-        if self.held is None:
-            return False
         return self._append(partial(self._lose, life, reason))
 
     def _append(self, arrival: Callable[[], None]) -> bool:

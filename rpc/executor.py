@@ -208,6 +208,7 @@ class Executor:
             False, and the task is dropped, after :meth:`close`.
         """
         with self._lock:
+            # As ``_active`` and ``_allowed`` say; every request comes here.
             active = self._size + self._guests - len(self._idle) - self._waiting
             admitted = (
                 self._guests < guests and not self._closed and active < self._limit + self._extra

@@ -41,7 +41,7 @@ def refuse(what: str) -> None:
     Raises:
         RpcError: the running code is a finalizer.
     """
-    if running():
+    if _collecting and running():
         raise RpcError(
             f"{what} was called by a finalizer that the garbage collector runs, which cannot wait; "
             "use rpc_async, which is done as soon as the collector has finished"

@@ -29,6 +29,11 @@ from rpc.threads import Thread
 
 _IDLE_KEPT = 1
 _PAUSE = 0.001
+"""Seconds until the callback of a file is tried again whose context a waiting thread is in.
+
+The selector names the file at once as long as it is ready, and nothing tells when the context
+is free; other callbacks come in between.
+"""
 
 _logger = logging.getLogger("rpc")
 
@@ -208,10 +213,15 @@ class HandedLoop:
     def _hand_back(self) -> None:
         """There is no other thread to run the loop now."""
         with self._lock:
-            bell = self._returning.popleft() if self._returning else None
-            self._is_held = bell is not None
+            bell = self._next_to_return()
         if bell is not None:
             bell.release()
+
+    def _next_to_return(self) -> threading.Lock | None:
+        """Who has waited longest holds the loop now, or nobody does. Needs the lock."""
+        bell = self._returning.popleft() if self._returning else None
+        self._is_held = bell is not None
+        return bell
 
     def _take_back(self) -> None:
         with self._lock:
@@ -258,8 +268,7 @@ class HandedLoop:
     def _rest(self, bell: threading.Lock) -> bool:
         """Hands the loop on, and waits until it is back; False if this thread is to end."""
         with self._lock:
-            successor = self._returning.popleft() if self._returning else None
-            self._is_held = successor is not None
+            successor = self._next_to_return()
             stays = not self._ended and len(self._idle) < _IDLE_KEPT
             if stays and successor is not None:
                 self._idle.append(bell)

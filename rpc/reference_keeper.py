@@ -333,9 +333,7 @@ class ReferenceKeeper:
             self._perform(effects)
 
     def adopt(self, table: bytes) -> Adopted:
-        """Takes in the references of a message, each as a new handle."""
-        if not table:
-            return self.nothing_adopted
+        """Takes in the references of a message that has some, each as a new handle."""
         adopted = Adopted(self)
         effects: list[Effect] = []
         with self._lock:
