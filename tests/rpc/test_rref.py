@@ -463,9 +463,11 @@ def test_a_method_error_leaves_the_reference_usable(pair: list[Agent]) -> None:
 
 
 _gate = threading.Event()
+_at_the_gate: list[None] = []
 
 
 def wait_at_the_gate() -> int:
+    _at_the_gate.append(None)
     _gate.wait(20)
     return 1
 
@@ -496,6 +498,7 @@ def test_a_timed_out_to_here_may_be_repeated() -> None:
 @pytest.fixture
 def closed_gate() -> Iterator[None]:
     _gate.clear()
+    _at_the_gate.clear()
     yield
     _gate.set()
 
@@ -576,6 +579,8 @@ def test_what_waits_for_a_value_fails_when_its_creation_times_out(
             assert eventually(lambda: len(alice.caller.outstanding()) == 4)
         else:
             assert eventually(lambda: len(place._waiting) == 1)
+        # One that has not begun by then fails by itself, with another error.
+        assert eventually(lambda: len(_at_the_gate) == 2)
         clock.advance(2)
         thread.join(SECONDS)
         told = "RRef creation failed: RPC ran for more than set timeout (1000 ms)"
