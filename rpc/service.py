@@ -43,6 +43,7 @@ from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.retry import RequestId
 from rpc.rref import call_method
 from rpc.simple_values import encode_constant
+from rpc.slot import Slot
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
 
@@ -177,12 +178,18 @@ class Service:
         elif operation is Operation.EXTENSION:
             self._extension(adopted, scopes)
         else:
+            value = None
+            if operation is Operation.METHOD:
+                value = self._place()
+                if not value.done():
+                    self._suspend(value.when_done, self._later(lambda _: self._serve(adopted)))
+                    return
             # The id of a request that may come more than once, but is to run once; or nothing.
             once = self.request.target
             if operation is not Operation.CALL:
                 once = once[PASSED_BYTES:]
             if not once or self._callee.admit(self, RequestId.decode(once)):
-                self._call(adopted, scopes)
+                self._call(adopted, scopes, value)
 
     def answer(self, outcome: Outcome) -> None:
         """Replies with what a function returned or raised, maybe for another request."""
@@ -207,13 +214,13 @@ class Service:
         self._payload, self._tensors = b"", ()  # the handler owns them now
         return value
 
-    def _call(self, adopted: Adopted, scopes: Scopes | None) -> None:
+    def _call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> None:
         deadlines.enter(self)
         if deadlines.is_over(self, self._agent.clock.now()):
             self.give_up()
             return
-        func, args, kwargs = self._what_to_call(adopted, scopes)
-        del adopted
+        func, args, kwargs = self._what_to_call(adopted, scopes, value)
+        del adopted, value
         try:
             if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
                 name = text_of(self.method)
@@ -233,14 +240,14 @@ class Service:
             del args, kwargs
             self._succeed(result)
 
-    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None) -> Any:
-        """The function, its arguments, and those it takes by name."""
+    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> Any:
+        """The function, or the method of a value, its arguments, and those it takes by name."""
         request = self.request
-        if request.operation is Operation.METHOD:
+        if value is not None:
             args = self._unpack(adopted, scopes)
             name = request.function.decode()
             self.method = f"RRef.{name}"
-            return getattr(self._agent.references.place_of(request.target).wait(), name), args, {}
+            return getattr(value.value(), name), args, {}
         if request.function:
             func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
         else:
@@ -257,13 +264,42 @@ class Service:
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(future).__name__}"
             )
-        context = contextvars.copy_context()
-        executor = self._agent.executor
+        settle = self._later(lambda done: self._settle(done.value, self._fail))
+        self._suspend(future.add_done_callback, settle)
 
-        def completed(done: Any) -> None:
-            executor.submit(lambda: context.run(self._settle, done.value, self._fail))
+    def _place(self) -> Slot:
+        """Where the value is, or will be, that the request asks for or a method of."""
+        return self._agent.references.place_of(self.request.target)
 
-        future.add_done_callback(completed)
+    def _later(self, go_on: Callable[[Any], None]) -> Callable[[Any], object]:
+        """``go_on`` as a callback that leaves it to a handler thread, in this context."""
+        context, submit = contextvars.copy_context(), self._agent.executor.submit
+        return lambda done: submit(lambda: context.run(go_on, done))
+
+    def _suspend(
+        self,
+        when_done: Callable[[Callable[[Any], None]], object],
+        go_on: Callable[[Any], object],
+    ) -> None:
+        """Goes on when something is done, unless the caller gives the request up before that.
+
+        What is never done then keeps nothing: neither this nor a shutdown waits for it.
+        """
+        turn = [go_on]  # whoever takes it decides how this ends
+
+        def resume(done: Any) -> None:
+            with suppress(IndexError):
+                turn.pop()(done)
+
+        def stop() -> None:
+            with suppress(IndexError):
+                turn.pop()
+                self.give_up()
+
+        self._stop = stop
+        when_done(resume)
+        if self.cancelled:
+            stop()
 
     def _settle(self, value: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
         try:
@@ -278,10 +314,16 @@ class Service:
         if scopes is not None:
             extensions = self._agent.extensions
             extensions.on_request(self.sender, self.request.extensions, scopes)([])
-        slot = self._agent.references.place_of(self.request.target)
+        slot = self._place()
+        if slot.done():
+            self._settle(slot.value, self._reply_error)
+            return
         context = contextvars.copy_context()
         # Whoever fills the slot is a handler, which may as well encode the replies.
-        slot.when_done(lambda done: context.run(self._settle, done.value, self._reply_error))
+        self._suspend(
+            slot.when_done,
+            lambda done: context.run(self._settle, done.value, self._reply_error),
+        )
 
     def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
         request = self.request

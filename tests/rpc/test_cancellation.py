@@ -6,8 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 import rpc
 from rpc import CallCancelledError, RpcTimeoutError
@@ -53,6 +55,7 @@ class Seen:
         self.started: list[str] = []
         self.told = threading.Event()
         self.stopped = threading.Event()
+        self.promises: list[torch.futures.Future[int]] = []
 
 
 seen = Seen()
@@ -72,6 +75,19 @@ def look_until_told() -> bool:
         seen.told.set()
         seen.gate.wait(SECONDS)  # an answer that came before the caller's clock would be taken
     return rpc.cancelled()
+
+
+@rpc.functions.async_execution
+def promise() -> torch.futures.Future[int]:
+    seen.promises.append(torch.futures.Future())
+    return seen.promises[-1]
+
+
+@rpc.functions.async_execution
+def promise_once_given_up() -> torch.futures.Future[int]:
+    seen.started.append("looking")
+    until(rpc.cancelled)
+    return torch.futures.Future()
 
 
 async def sleep_for_long() -> None:
@@ -200,6 +216,72 @@ class TestDeadlines:
         assert seen.stopped.wait(SECONDS)
         with pytest.raises(RpcTimeoutError):
             future.wait()
+
+
+class TestWhatIsNeverDone:
+    """A request that only waits for something ends when nobody waits for its reply."""
+
+    def test_a_future_that_is_never_set(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", promise, timeout=5)
+        until(lambda: bool(seen.promises))
+        pair.clock.advance(6)
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+        handled = pair.bob.callee.handled()
+        seen.promises[0].set_result(3)
+        assert rpc.rpc_sync("bob", abs, (-4,)) == 4
+        assert pair.bob.callee.handled() == handled + 1
+
+    def test_one_that_is_set_before_the_call_is_given_up(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", promise)
+        until(lambda: bool(seen.promises))
+        seen.promises[0].set_result(3)
+        assert future.wait() == 3
+        assert not future.cancel()
+
+    def test_one_that_is_cancelled_as_it_begins_to_wait(self, pair: Pair) -> None:
+        future = rpc.rpc_async("bob", promise_once_given_up)
+        until(lambda: bool(seen.started))
+        assert future.cancel()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+    def test_a_value_that_is_never_made(self, pair: Pair) -> None:
+        rref = rpc.remote("bob", promise)
+        until(lambda: bool(seen.promises))
+        with ThreadPoolExecutor() as pool:
+            fetch = pool.submit(rref.to_here, timeout=5)
+            method = rref.rpc_async(timeout=5).bit_length()
+            until(lambda: len(pair.bob.callee.serving()) == 3)
+            pair.clock.advance(6)
+            with pytest.raises(RpcTimeoutError):
+                fetch.result()
+            with pytest.raises(RpcTimeoutError):
+                method.wait()
+        until(lambda: len(pair.bob.callee.serving()) == 1)
+        seen.promises[0].set_result(3)
+        assert rref.to_here() == 3
+
+    def test_a_value_that_is_never_made_within_its_time(self, pair: Pair) -> None:
+        rref = rpc.remote("bob", promise, timeout=5)
+        waits = rref.rpc_async().bit_length()
+        until(lambda: len(pair.bob.callee.serving()) == 2)
+        pair.clock.advance(6)
+        with pytest.raises(rpc.RRefCreationError):
+            rref.to_here()
+        with pytest.raises(rpc.RRefCreationError):
+            waits.wait()
+        until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+
+def test_methods_of_a_value_to_come_hold_no_thread(pair: Pair) -> None:
+    rref = rpc.remote("bob", promise)
+    threads = pair.bob.executor.thread_count()
+    calls = [rref.rpc_async().bit_length() for _ in range(50)]
+    until(lambda: len(pair.bob.callee.serving()) == 51)
+    assert pair.bob.executor.thread_count() <= threads + 2
+    seen.promises[0].set_result(7)
+    assert [call.wait() for call in calls] == [3] * 50
 
 
 def test_a_handler_is_told_that_its_caller_was_lost(pair: Pair) -> None:

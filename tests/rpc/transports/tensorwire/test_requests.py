@@ -107,9 +107,18 @@ def threads_of(side: Side, work: Callable[[], object], times: int) -> list[int]:
 
 
 def test_deliveries_that_compute_a_little_stay_on_one_thread(side: Side) -> None:
-    threads = threads_of(side, lambda: compute(0.001), 40)
+    took: list[float] = []
+
+    def work() -> None:
+        began = time.perf_counter()
+        compute(0.001)
+        took.append(time.perf_counter() - began)
+
+    threads = threads_of(side, work, 40)
     moves = sum(one != next_ for one, next_ in itertools.pairwise(threads))
-    assert moves <= 10  # a machine that is busy looks like a delivery that is stuck
+    # Where the machine is busy, a delivery looks as if it waited: to the watch, or when it ends.
+    disturbed = sum(seconds > 0.003 for seconds in took)
+    assert moves <= 10 + 2 * disturbed
 
 
 def test_deliveries_that_wait_a_little_run_side_by_side(side: Side) -> None:
