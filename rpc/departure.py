@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rpc.control import ControlMessage, Leaving, Probe, Quiet, Ready
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("rpc")
 _MOST_NAMED = 3
+_SECONDS_OF_SILENCE = 10.0
 
 
 class Departure:
@@ -39,6 +41,7 @@ class Departure:
         self._todo: deque[Effect] = deque()
         self._answering = False
         self._probed = False
+        self._will_speak = False
         self._asked_by: int | None = None
         self._finished = threading.Event()
         self._closing = False
@@ -116,13 +119,33 @@ class Departure:
         )
 
     def _still_under_way(self, timeout: float) -> str:
-        named = self._under_way()
-        rest = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        what = ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
+        what = self._under_way()
         return f"shutdown: calls were still under way here after {timeout:.2f} seconds{what}"
 
-    def _under_way(self) -> list[str]:
-        """What keeps this worker from being quiet, for people; like calls are named once."""
+    def _speak_in(self, seconds: float) -> None:
+        agent = self._agent
+        agent.timers.at(agent.clock.now() + seconds, partial(self._speak_up, seconds))
+
+    def _speak_up(self, seconds: float) -> None:
+        """Says what the whole group waits for if that is still here, and will again."""
+        with self._lock:
+            speaks = self._will_speak = self._probed and not self._closing
+        if speaks:
+            _logger.warning(
+                "shutdown: every worker has called it and waits for calls under way on %r%s",
+                self._agent.info.name,
+                self._under_way(),
+            )
+            self._speak_in(2 * seconds)
+
+    def _under_way(self) -> str:
+        """What keeps this worker from being quiet, to be put at the end of a sentence."""
+        named = self._what_is_under_way()
+        rest = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        return ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
+
+    def _what_is_under_way(self) -> list[str]:
+        """The same one by one; like calls are named once."""
         agent = self._agent
 
         def name(worker: int) -> str:
@@ -133,10 +156,11 @@ class Departure:
         calls += [f"{row['call']} called on {name(row['to'])}" for row in made]
         others = (
             (agent.caller, "calls that were given up and not answered"),
-            (agent.completions, "callbacks of futures"),
             (agent.references, "notices of references"),
+            (agent.completions, "callbacks of futures"),
         )
-        return list(dict.fromkeys(calls)) or [what for part, what in others if not part.quiet()]
+        # The first of them only: what asks may itself run where callbacks do.
+        return list(dict.fromkeys(calls)) or [w for part, w in others if not part.quiet()][:1]
 
     def worker_joined(self, worker_id: int) -> None:
         """A worker joined: it has to be waited for too."""
@@ -233,6 +257,9 @@ class Departure:
                 self._asked_by = self._machine.leader
             self._probed = True
             self._answer_if_quiet()
+            if self._probed and not self._will_speak:
+                self._will_speak = True
+                self._speak_in(_SECONDS_OF_SILENCE)
         elif isinstance(effect, Enter):
             if effect.phase is Phase.RELEASE:
                 self.release()

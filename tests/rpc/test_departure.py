@@ -19,7 +19,7 @@ from rpc.current import current_agent
 from rpc.errors import AgentClosedError, RpcTimeoutError
 from rpc.futures import Future
 from rpc.termination import Phase
-from rpc.testing import MemoryHub, connect
+from rpc.testing import MemoryHub, VirtualClock, connect
 from rpc.transports.base import Frame, FrameKind
 from tests.rpc.worker_processes import WorkerProcess, join, leave, served
 from tests.waiting import until
@@ -155,6 +155,35 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
     held(alice, bob).cancel()
     with pytest.raises(RpcTimeoutError, match=f"{BUSY}: hold called by 'alice'"):
         bob.departure.leave_alone(0.5)
+
+
+def test_what_the_whole_group_waits_for_is_said_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _free.clear()
+    clock = VirtualClock()
+    agents = alice, bob, _ = connect("alice", "bob", "carol", clock=clock)
+    held(alice, bob).cancel()
+    begins = "shutdown: every worker has called it and waits for calls under way on "
+    says = {
+        f"{begins}'bob': hold called by 'alice'",
+        f"{begins}'alice': calls that were given up and not answered",
+    }
+
+    def said(times: int) -> bool:
+        clock.advance(1)
+        messages = [record.getMessage() for record in caplog.records]
+        return set(messages) == says and all(messages.count(each) >= times for each in says)
+
+    with leaving(bob, agents[2]):
+        clock.advance(3600)  # not a word while one goes on
+        assert not caplog.records
+        with leaving(alice):
+            until(lambda: said(1))
+            until(lambda: said(2))
+    caplog.clear()
+    clock.advance(3600)
+    assert not caplog.records
 
 
 class _LateToClose:
