@@ -22,6 +22,7 @@ from rpc.liveness_probes import StoreProber
 from rpc.membership import LIVENESS, Membership, peer_of
 from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
+from rpc.transports.host import usable_cores
 from rpc.worker_info import WorkerInfo
 
 Check = Callable[[list[Record]], None]
@@ -93,8 +94,30 @@ def address_towards(init_method: str) -> str | None:
 
     So a group on one host listens on the loopback interface only.
     """
+    mine = _address_towards(_host_of_store(init_method))
+    return None if mine is None or _is_loopback(mine) else mine
+
+
+def is_crowded(init_method: str, world_size: int) -> bool:
+    """True if a static group is known to have more workers on this host than it has cores.
+
+    They are all here if the store is at a loopback address; how many of them torchrun started
+    here, it says itself.
+    """
+    workers = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if urlsplit(init_method).scheme == "env" and workers.isdecimal():
+        return int(workers) > usable_cores()
+    mine = _address_towards(_host_of_store(init_method))
+    return mine is not None and _is_loopback(mine) and world_size > usable_cores()
+
+
+def _host_of_store(init_method: str) -> str | None:
     parts = urlsplit(init_method)
-    host = os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+    return os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+
+
+def _address_towards(host: str | None) -> str | None:
+    """This host's address on the way to another; None if there is no way, or no other."""
     if not host:
         return None
     try:
@@ -104,4 +127,8 @@ def address_towards(init_method: str) -> str | None:
             mine: str = probe.getsockname()[0]
     except OSError:
         return None
-    return None if ip_address(mine.partition("%")[0]).is_loopback else mine
+    return mine
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback

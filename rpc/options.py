@@ -152,8 +152,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             waits to reply, and keeps its thread. (Not where ``link_resume_timeout`` is 0.)
             Default 32 MiB.
         when_full: what a call does at that bound. Default wait.
-        _transports: torch's names, best first. Default torch's choice; in a dynamic group
-            ``["uv"]``, which is TCP, as torch keeps what a peer in shared memory took.
+        _transports: torch's names, best first. Default torch's choice; ``["uv"]``, which is
+            TCP, in a dynamic group, as torch keeps what a peer in shared memory took, and
+            where a static group is known to have more workers on this host than cores, as
+            a thread of torch's keeps a core busy in each of them otherwise.
         _channels: torch's names, best first. Default torch's choice.
 
     Raises:

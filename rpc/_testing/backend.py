@@ -152,7 +152,7 @@ def _init_tensorpipe(
     rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
 ) -> Agent:
     _require(rpc_backend_options, FaultyTensorPipeRpcBackendOptions)
-    inner = TensorPipeTransport(rpc_backend_options, dynamic=world_size is None)
+    inner = TensorPipeTransport(rpc_backend_options, over_tcp=world_size is None)
     return _form(
         FAULTY_TENSORPIPE,
         (store, name, rank, world_size),

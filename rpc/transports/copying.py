@@ -8,23 +8,18 @@ copies alone. A share is one call of ``memmove``, during which Python runs elsew
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from contextlib import suppress
 from ctypes import memmove
 
 from rpc.threads import Thread
+from rpc.transports.host import usable_cores
 
 _MOST_HELPERS = 3
 _SHARE = 4 << 20
 """Bytes from which a share is worth the waking of a helper."""
 _PAGE = 4096
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 class _Share:

@@ -1,4 +1,4 @@
-"""Which host a process is on, as far as another process can tell.
+"""The host that a process is on: which it is, and how much of it the process may use.
 
 Two processes share a host, for a purpose, if the same boot of the same kernel runs
 both and they share the namespace that the purpose needs. Host names, and what
@@ -8,11 +8,14 @@ uses it proves that it holds.
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def host_identity(namespace: str) -> str:
@@ -28,3 +31,12 @@ def host_identity(namespace: str) -> str:
         return f"{_BOOT_ID.read_text().strip()}/{(_NAMESPACES / namespace).stat().st_ino}"
     except OSError:
         return ""
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no quota, or none that is known
+        quota, period = map(int, _QUOTA.read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores

@@ -89,9 +89,11 @@ class TensorPipeTransport:
 
     Args:
         options: transports, channels and device maps for torch.
-        dynamic: peers come and go. Then TCP is used unless the options say otherwise: what
-            torch takes for a peer in shared memory (two dozen descriptors) it never gives
-            back, and its connections there can fail when another worker is killed.
+        over_tcp: torch carries frames over TCP unless the options say otherwise. So where
+            peers come and go: what torch takes for a peer in shared memory (two dozen
+            descriptors) it never gives back, and its connections there can fail when another
+            worker is killed. And where workers share cores: torch's thread looks out for
+            what comes through shared memory without a pause.
     """
 
     inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free
@@ -112,9 +114,9 @@ class TensorPipeTransport:
     _outgoing: Outgoing
     _parting: Parting
 
-    def __init__(self, options: TensorPipeRpcBackendOptions, dynamic: bool = False) -> None:
+    def __init__(self, options: TensorPipeRpcBackendOptions, over_tcp: bool = False) -> None:
         self._options = options
-        self._transports = options._transports or (["uv"] if dynamic else None)
+        self._transports = options._transports or (["uv"] if over_tcp else None)
         self._lock = threading.Lock()
         self._exit = Exit(self._lock)
         self._state = _State.NEW

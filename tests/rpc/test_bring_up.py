@@ -1,0 +1,74 @@
+"""What is known of a group before its workers have met."""
+
+from __future__ import annotations
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from rpc import bring_up, builtin_backends
+from rpc.bring_up import address_towards, is_crowded
+from rpc.options import TensorPipeRpcBackendOptions
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bring_up, "usable_cores", lambda: 2)
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "init_method", ["tcp://127.0.0.1:29500", "tcp://localhost:29500", "tcp://[::1]:29500", "env://"]
+)
+def test_more_workers_than_cores_at_a_loopback_address_crowd(
+    init_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert not is_crowded(init_method, 2)
+    assert is_crowded(init_method, 3)
+    assert address_towards(init_method) is None
+
+
+@pytest.mark.parametrize("init_method", ["file:///tmp/store", "env://", "tcp://nowhere.invalid:1"])
+def test_workers_that_may_be_on_several_hosts_do_not(init_method: str) -> None:
+    assert not is_crowded(init_method, 300)
+    assert address_towards(init_method) is None
+
+
+def test_the_stores_other_host_says_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bring_up, "_address_towards", lambda host: "192.0.2.7")
+    assert not is_crowded("tcp://192.0.2.1:29500", 300)
+    assert address_towards("tcp://192.0.2.1:29500") == "192.0.2.7"
+
+
+def test_what_torchrun_says_counts_where_it_says_where_the_store_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert is_crowded("env://", 30)
+    assert not is_crowded("tcp://127.0.0.1:29500", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not is_crowded("env://", 30)
+
+
+class _MadeError(Exception):
+    """A transport was asked for."""
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("world_size", [2, None])
+def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
+    crowded: bool, world_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+
+    def make(options: object, over_tcp: bool) -> None:
+        taken.append(over_tcp)
+        raise _MadeError
+
+    monkeypatch.setattr(builtin_backends, "TensorPipeTransport", make)
+    monkeypatch.setattr(builtin_backends, "is_crowded", lambda *_: crowded)
+    options = TensorPipeRpcBackendOptions()
+    with pytest.raises(_MadeError):
+        builtin_backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
+    assert taken == [crowded or world_size is None]
