@@ -61,7 +61,7 @@ class Lookout:
         self.info = watcher.info
         self.group = watcher.group
         self.caller = self.completions = self.departure = self.pulse = self
-        self.clock = self.timers = self.notices = self
+        self.clock = self.timers = self.notices = self.losses = self
         self.membership = self if run.plan.dynamic else None
         self._due = 0.0
         agent = prober = cast("Any", self)
@@ -128,7 +128,7 @@ class Lookout:
     def at(self, when: float, task: Callable[[], None]) -> None:
         self._run.at(when, lambda: self._run.awake(self._watcher, task))
 
-    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
+    def declare(self, life: Life, reason: str, evidence: Evidence) -> None:
         if self._run.lose(self._watcher, life, reason):
             self.accusations.lost(life, reason, evidence)
 
@@ -192,23 +192,23 @@ class Lookout:
     # --- What happens to it
 
     def connection_closed(self, life: Life) -> None:
-        """As ``Agent.peer_lost``."""
+        """As ``Losses.reported``."""
         told = self.watch.verdict()
         if told is not None:
             self.expelled(told)
         if self._watcher.sees(life):
-            self.declare_lost(life, "its connection was closed", Evidence.CLOSED)
+            self.declare(life, "its connection was closed", Evidence.CLOSED)
 
     def told_of_loss(self, life: Life, reason: str) -> None:
-        """As ``Agent._told_of_loss``."""
+        """As ``Losses.told``."""
         self._check_wording(reason)
         if life == self.life:
             self.expelled(reason)
         else:
-            self.declare_lost(life, reason, Evidence.TOLD)
+            self.declare(life, reason, Evidence.TOLD)
 
     def struck_off(self, life: Life) -> None:
-        """As ``Agent.struck_off``."""
+        """As ``Losses.struck_off``."""
         if life == self.life:
             self.expelled(self.watch.verdict() or "somebody declared it lost")
         else:

@@ -214,7 +214,7 @@ class Watchers:
         )
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
-        """As ``Agent._lose``."""
+        """As ``Losses._lose``."""
         if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
@@ -240,7 +240,7 @@ class Watchers:
         self._carry(watcher, to, arrive, is_speech=True)
 
     def strike_off(self, by: Watcher, life: Life) -> None:
-        """All hear what the store says, as ``Agent.struck_off`` does; some time each."""
+        """All hear what the store says, as ``Losses.struck_off`` does; some time each."""
         if by.cut_until > self.now:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
         elif by.life in self.listed:
@@ -255,7 +255,7 @@ class Watchers:
             self.awake(watcher, lambda: watcher.lookout.struck_off(life))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
-        """As ``Agent.expelled``."""
+        """As ``Losses.expelled``."""
         if watcher.expelled:
             return
         watcher.expelled = True
@@ -296,7 +296,7 @@ class Watchers:
         self.at(self._soon(), try_to_arrive)
 
     def _close_connection(self, watcher: Watcher, life: Life) -> None:
-        """The end of a connection is noticed, as ``Agent.peer_lost`` does."""
+        """The end of a connection is noticed, as ``Losses.reported`` does."""
         noticed = partial(watcher.lookout.connection_closed, life)
         self.at(self._soon(), lambda: self.awake(watcher, noticed))
 
