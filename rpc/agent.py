@@ -449,7 +449,6 @@ class Agent(process_forks.Member):
         to: int,
         extension: str,
         body: bytes,
-        tensors: Sequence[torch.Tensor] = (),
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Future[bytes]:
         """Sends an extension's own message to its counterpart on worker ``to``.
@@ -458,7 +457,6 @@ class Agent(process_forks.Member):
             to: its id.
             extension: the extension's name.
             body: what the extension makes of it.
-            tensors: sent along.
             timeout: seconds until the future fails, -1 for the default, 0 for no limit.
 
         Returns:
@@ -467,7 +465,7 @@ class Agent(process_forks.Member):
         info = self.group.peer(to).info
         future = self.caller.future(f"{extension} message to {info.name}")
         sink = FutureSink(future, self.completions)
-        self.caller.message(info, extension, body, tensors, timeout, sink)
+        self.caller.message(info, extension, body, (), timeout, sink)
         return future
 
     def ask_extension(
@@ -478,7 +476,7 @@ class Agent(process_forks.Member):
         tensors: Sequence[torch.Tensor],
         answered: Answered,
     ) -> None:
-        """As :meth:`send_extension_message`, without limit of time and without a future.
+        """As :meth:`send_extension_message`, with tensors, no limit of time and no future.
 
         Args:
             to: its id.
