@@ -240,7 +240,7 @@ class Watchers:
         self._carry(watcher, to, arrive, is_speech=True)
 
     def strike_off(self, by: Watcher, life: Life) -> None:
-        """All hear what the store says, as ``Losses.struck_off`` does; some time each."""
+        """All hear what the store says; some time each."""
         if by.cut_until > self.now:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
         elif by.life in self.listed:
@@ -252,7 +252,7 @@ class Watchers:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
         else:
-            self.awake(watcher, lambda: watcher.lookout.struck_off(life))
+            self.awake(watcher, lambda: watcher.lookout.losses.struck_off(life, left=False))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
         """As ``Losses.expelled``."""
@@ -296,7 +296,7 @@ class Watchers:
         self.at(self._soon(), try_to_arrive)
 
     def _close_connection(self, watcher: Watcher, life: Life) -> None:
-        """The end of a connection is noticed, as ``Losses.reported`` does."""
+        """The end of a connection is noticed."""
         noticed = partial(watcher.lookout.connection_closed, life)
         self.at(self._soon(), lambda: self.awake(watcher, noticed))
 
