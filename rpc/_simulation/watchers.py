@@ -25,7 +25,7 @@ from functools import partial
 
 from rpc._simulation.lookout import Lookout, address_of
 from rpc._simulation.mishaps import Ill, Mishap, Plan
-from rpc._simulation.rules import Rule, RuleBrokenError, require
+from rpc._simulation.rules import Rule, RuleBrokenError, broken_by, require
 from rpc._simulation.steps import short
 from rpc._simulation.vigil import Vigil
 from rpc._simulation.worker import Machines, info_of
@@ -118,18 +118,13 @@ class Watchers:
 
     def run(self) -> RuleBrokenError | None:
         """Plays it to its end; returns the rule that was broken, if one was."""
-        try:
-            for mishap in self.plan.mishaps:
-                self.at(mishap.at, partial(self._befall, mishap))
-            self._play(self.plan.end)
-            self.vigil.check_at_rest()
-        except RuleBrokenError as error:
-            return error
-        except Exception as error:
-            broken = RuleBrokenError(Rule.NO_EXCEPTION, f"{type(error).__name__}: {error}")
-            broken.__cause__ = error
-            return broken
-        return None
+        return broken_by(self._play_all)
+
+    def _play_all(self) -> None:
+        for mishap in self.plan.mishaps:
+            self.at(mishap.at, partial(self._befall, mishap))
+        self._play(self.plan.end)
+        self.vigil.check_at_rest()
 
     def _play(self, end: float) -> None:
         for count in itertools.count():
