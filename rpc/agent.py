@@ -1,9 +1,9 @@
 """One worker: everything it owns with a lifetime, started, stopped and joined here.
 
 The only place where decisions meet I/O. It delegates: requests it makes are
-``caller``'s, requests it serves ``callee``'s, references ``reference_keeper``'s,
-leaving the group ``departure``'s, losing others ``losses``'s. Several agents can live
-in one process.
+``caller``'s, requests it serves ``callee``'s, what its transport tells it ``arrivals``'s,
+references ``reference_keeper``'s, leaving the group ``departure``'s, losing others
+``losses``'s. Several agents can live in one process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from rpc import deadlines, finalizers, process_end, process_forks, profiling
 from rpc.accusations import Accusations
+from rpc.arrivals import Arrivals
 from rpc.call_metrics import Snapshot
 from rpc.callables import require_call
 from rpc.callee import Callee
@@ -26,12 +27,11 @@ from rpc.caller import Caller
 from rpc.clock import Clock, MonotonicClock
 from rpc.completions import Completions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
-from rpc.control import Cancel, Leaving, Lost, encode_passed
+from rpc.control import Leaving, encode_passed
 from rpc.current import context_of, forked_from
 from rpc.debug import agent_debug_info
 from rpc.departure import Departure
-from rpc.early_frames import EarlyFrames
-from rpc.errors import FrameError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.event_loop import EventLoop
 from rpc.executor import SECONDS_TO_END, Executor
 from rpc.extension_set import ExtensionSet
@@ -41,7 +41,6 @@ from rpc.group import Group
 from rpc.ids import Life
 from rpc.interrupts import restore, shut_out
 from rpc.latecomers import CallToCome
-from rpc.liveness import Evidence
 from rpc.liveness_probes import Prober
 from rpc.losses import Losses
 from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
@@ -54,7 +53,7 @@ from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef
 from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.timers import Timers
-from rpc.transports.base import Announces, Frame, FrameKind, MapsDevices, Patience, Peer, Transport
+from rpc.transports.base import Announces, MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
 from rpc.watch import Watch
 from rpc.worker_info import WorkerInfo, may_exist
@@ -142,7 +141,7 @@ class Agent(process_forks.Member):
         self.gatherings = Gatherings()
         self.gil_profiling = False
         self.losses = Losses(self)
-        self._early_frames = EarlyFrames(self._deliver_early, self.losses.reported)
+        self.arrivals = Arrivals(self)
         self.events = MembershipEvents(self.completions.submit)
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
@@ -159,7 +158,7 @@ class Agent(process_forks.Member):
     def start(self) -> bytes:
         """Begins to listen; returns the address for the other workers."""
         finalizers.watch()
-        address = self.transport.start(self.info, self.life.incarnation, self)
+        address = self.transport.start(self.info, self.life.incarnation, self.arrivals)
         self._start_watch()
         self.pulse.start()
         self.references.start()
@@ -169,7 +168,7 @@ class Agent(process_forks.Member):
 
     def join(self, peers: Sequence[Peer]) -> None:
         """Makes the group known; ``peers`` includes this worker."""
-        with self._early_frames.held_back():
+        with self.arrivals.early.held_back():
             for peer in peers:
                 self._add_peer(peer)
 
@@ -193,7 +192,7 @@ class Agent(process_forks.Member):
 
     def add_peer(self, peer: Peer) -> None:
         """A worker joined, or came back in a new life; if this raises, it is not known."""
-        with self._early_frames.held_back():
+        with self.arrivals.early.held_back():
             self._add_peer(peer)
 
     def _add_peer(self, peer: Peer) -> None:
@@ -201,7 +200,7 @@ class Agent(process_forks.Member):
         known = self.group.latest(peer.info.id)
         if known is not None and known.incarnation < peer.incarnation:
             if peer.info == self.info:
-                self.expelled("a later life of this worker joined the group")
+                self.losses.expelled("a later life of this worker joined the group")
                 return
             self.losses.lost(known.life, "it was replaced")
         self.transport.add_peer(peer)
@@ -450,7 +449,6 @@ class Agent(process_forks.Member):
         to: int,
         extension: str,
         body: bytes,
-        tensors: Sequence[torch.Tensor] = (),
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Future[bytes]:
         """Sends an extension's own message to its counterpart on worker ``to``.
@@ -459,7 +457,6 @@ class Agent(process_forks.Member):
             to: its id.
             extension: the extension's name.
             body: what the extension makes of it.
-            tensors: sent along.
             timeout: seconds until the future fails, -1 for the default, 0 for no limit.
 
         Returns:
@@ -468,7 +465,7 @@ class Agent(process_forks.Member):
         info = self.group.peer(to).info
         future = self.caller.future(f"{extension} message to {info.name}")
         sink = FutureSink(future, self.completions)
-        self.caller.message(info, extension, body, tensors, timeout, sink)
+        self.caller.message(info, extension, body, (), timeout, sink)
         return future
 
     def ask_extension(
@@ -479,7 +476,7 @@ class Agent(process_forks.Member):
         tensors: Sequence[torch.Tensor],
         answered: Answered,
     ) -> None:
-        """As :meth:`send_extension_message`, without limit of time and without a future.
+        """As :meth:`send_extension_message`, with tensors, no limit of time and no future.
 
         Args:
             to: its id.
@@ -513,80 +510,6 @@ class Agent(process_forks.Member):
     def get_debug_info(self) -> dict[str, str]:
         """Counters under the names that the original gives them; see ``rpc.debug``."""
         return agent_debug_info(self)
-
-    # --- What the transport tells (``transports.base.Receiver``)
-
-    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
-        """Takes one frame from a peer; see ``transports.base.Receiver``."""
-        early = self._early_frames
-        if early.held is not None and early.keep(sender, frame):
-            return
-        if in_batch:
-            with self.completions.elsewhere():
-                self._deliver(sender, frame, 0)
-        else:
-            self._deliver(sender, frame)
-
-    def _deliver_early(self, sender: Life, frame: Frame) -> None:
-        """Runs no handler here: it might wait for what is delivered next."""
-        self._deliver(sender, frame, 0)
-
-    def _deliver(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
-        if not self.group.has(sender):
-            self.losses.refused(sender)
-            return
-        try:
-            if frame.kind is FrameKind.REQUEST:
-                self.callee.request_arrived(sender, frame, guests)
-            elif frame.kind is FrameKind.REPLY:
-                self.caller.reply_arrived(sender.worker, frame)
-            else:
-                self._control_arrived(sender, frame)
-        except (FrameError, UnknownWorkerError) as error:
-            _logger.error("dropped a message from %s: %s", sender, error)
-
-    def peer_lost(self, life: Life, reason: str) -> None:
-        """Takes the transport's word that a worker cannot be reached any more."""
-        if not self._early_frames.keep_loss(life, reason):
-            self.losses.reported(life, reason)
-
-    def patience(self, correlation: int) -> Patience:
-        """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""
-        return self.caller.patience(correlation)
-
-    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
-        """A life of a worker is over: ends what involved it here, and tells the others.
-
-        Whatever it still sends is refused; should it live, it learns why.
-        """
-        self.losses.declare(life, reason, evidence)
-
-    def struck_off(self, life: Life, left: bool) -> None:
-        """The group's store does not list a life any more.
-
-        Args:
-            life: which.
-            left: it left of its own accord, rather than that somebody declared it lost.
-        """
-        self.losses.struck_off(life, left)
-
-    def expelled(self, reason: str) -> None:
-        """The others declared this worker lost: its calls fail, now and from now on."""
-        self.losses.expelled(reason)
-
-    def _control_arrived(self, sender: Life, frame: Frame) -> None:
-        messages = self.notices.arrived(sender, frame)
-        for message in messages:
-            if isinstance(message, Leaving) and not message.phase:
-                self.losses.left(sender)
-            elif isinstance(message, Cancel):
-                self.callee.cancel(sender, message.correlations)
-            elif isinstance(message, Lost):
-                self.losses.told(Life(message.worker, message.incarnation), message.reason)
-            elif not self.departure.control_arrived(sender.worker, message):
-                self.references.control_arrived(sender, message)
-        self.notices.acted_upon(sender, messages)
-        self.activity_changed()
 
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""

@@ -61,8 +61,8 @@ class CallExtension(Protocol):
     def on_message(
         self, sender: int, body: bytes, tensors: list[torch.Tensor]
     ) -> Future[Answer] | Answer:
-        """Handles a message sent with ``Agent.send_extension_message``; the
-        (eventual) result travels back. Runs on a system thread that may block."""
+        """Handles a message sent with ``Agent.send_extension_message`` or ``ask_extension``;
+        the (eventual) result travels back. Runs on a system thread that may block."""
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
         """Releases whatever waits for, or belongs to, a lost worker."""

@@ -43,7 +43,12 @@ class Losses:
             self.declare(life, reason, Evidence.TOLD)
 
     def struck_off(self, life: Life, left: bool) -> None:
-        """See :meth:`rpc.agent.Agent.struck_off`."""
+        """The group's store does not list a life any more.
+
+        Args:
+            life: which.
+            left: it left of its own accord, rather than that somebody declared it lost.
+        """
         watch = self._agent.watch
         if life == self._agent.life:
             told = None if watch is None else watch.verdict()
@@ -54,7 +59,10 @@ class Losses:
             self.lost(life, "the group does not list it any more")
 
     def declare(self, life: Life, reason: str, evidence: Evidence) -> None:
-        """See :meth:`rpc.agent.Agent.declare_lost`."""
+        """A life of a worker is over: ends what involved it here, and tells the others.
+
+        Whatever it still sends is refused; should it live, it learns why.
+        """
         if self.lost(life, reason):
             self._agent.accusations.lost(life, reason, evidence)
 
@@ -75,7 +83,7 @@ class Losses:
             _logger.debug("dropped a message from %s: that life is over", life)
 
     def expelled(self, reason: str) -> None:
-        """See :meth:`rpc.agent.Agent.expelled`."""
+        """The others declared this worker lost: its calls fail, now and from now on."""
         agent = self._agent
         if agent.is_expelled:
             return

@@ -245,7 +245,7 @@ class Membership:
             if rank not in records and record.name not in unreadable:
                 del self._known[rank]
                 life = Life(rank, record.incarnation)
-                self._agent.struck_off(life, member_list.has_left(self._store, record))
+                self._agent.losses.struck_off(life, member_list.has_left(self._store, record))
         for rank, record in records.items():
             known = self._known.get(rank)
             if known is None or known.incarnation < record.incarnation:

@@ -134,11 +134,11 @@ class Watch:
     def _learn(self, reason: str) -> None:
         if not self._expelled:
             self._expelled = True
-            self._agent.completions.submit(partial(self._agent.expelled, reason))
+            self._agent.completions.submit(partial(self._agent.losses.expelled, reason))
 
     def _fell_silent(self, effect: Silent) -> None:
         reason = f"it gave no sign of life for {effect.seconds:.1f} s"
-        declare = partial(self._agent.declare_lost, effect.life, reason, Evidence.SILENT)
+        declare = partial(self._agent.losses.declare, effect.life, reason, Evidence.SILENT)
         self._agent.completions.submit(declare)
 
     def _watched(self) -> Set[Life]:

@@ -1,4 +1,4 @@
-"""What ``Watch`` and ``Accusations`` need of an agent and of the network, in a simulated group.
+"""What ``Watch``, ``Accusations`` and ``Losses`` need in a simulated group, of agent and network.
 
 One object is the agent, its clock, threads, timers, store and prober, for one life of one
 worker: it hands everything on to the run and shows it to the vigil. Decides nothing.
@@ -14,8 +14,9 @@ from rpc._simulation.rules import Rule, require
 from rpc.accusations import Accusations
 from rpc.control import Lost
 from rpc.ids import Life
-from rpc.liveness import Effect, Evidence, Liveness, Silent, Suspicion
+from rpc.liveness import Effect, Liveness, Silent, Suspicion
 from rpc.liveness_probes import Answer
+from rpc.losses import Losses
 from rpc.watch import Watch
 
 if TYPE_CHECKING:
@@ -43,6 +44,21 @@ class _Witnessed:
         return effects
 
 
+class _Losses(Losses):
+    """What a worker makes of the news that a life is over, by its agent's own decisions."""
+
+    def __init__(self, agent: Any, watcher: Watcher, run: Watchers) -> None:
+        super().__init__(agent)
+        self._watcher = watcher
+        self._run = run
+
+    def lost(self, life: Life, reason: str) -> bool:
+        return self._run.lose(self._watcher, life, reason)
+
+    def expelled(self, reason: str) -> None:
+        self._run.expel(self._watcher, reason)
+
+
 class Lookout:
     """One agent, as far as it looks after others.
 
@@ -67,6 +83,7 @@ class Lookout:
         agent = prober = cast("Any", self)
         self.watch = Watch(agent, 1.0, prober)
         self.accusations = Accusations(agent, 1.0)
+        self.losses = _Losses(agent, watcher, run)
         self._put_to_the_test(run.machines)
 
     def _put_to_the_test(self, machines: Machines) -> None:
@@ -128,13 +145,6 @@ class Lookout:
     def at(self, when: float, task: Callable[[], None]) -> None:
         self._run.at(when, lambda: self._run.awake(self._watcher, task))
 
-    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
-        if self._run.lose(self._watcher, life, reason):
-            self.accusations.lost(life, reason, evidence)
-
-    def expelled(self, reason: str) -> None:
-        self._run.expel(self._watcher, reason)
-
     # --- What it tells the others
 
     def _accuses(self, life: Life) -> None:
@@ -192,24 +202,10 @@ class Lookout:
     # --- What happens to it
 
     def connection_closed(self, life: Life) -> None:
-        """As ``Agent.peer_lost``."""
-        told = self.watch.verdict()
-        if told is not None:
-            self.expelled(told)
-        if self._watcher.sees(life):
-            self.declare_lost(life, "its connection was closed", Evidence.CLOSED)
+        """The transport cannot reach a worker any more."""
+        self.losses.reported(life, "its connection was closed")
 
     def told_of_loss(self, life: Life, reason: str) -> None:
-        """As ``Agent._told_of_loss``."""
+        """Another worker says that a life is over."""
         self._check_wording(reason)
-        if life == self.life:
-            self.expelled(reason)
-        else:
-            self.declare_lost(life, reason, Evidence.TOLD)
-
-    def struck_off(self, life: Life) -> None:
-        """As ``Agent.struck_off``."""
-        if life == self.life:
-            self.expelled(self.watch.verdict() or "somebody declared it lost")
-        else:
-            self._run.lose(self._watcher, life, "it is not listed")
+        self.losses.told(life, reason)

@@ -6,6 +6,7 @@ Whether it holds is looked at in ``ledger``, for shutdowns in ``shutdowns``.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 
 class Rule(enum.Enum):
@@ -62,3 +63,16 @@ def require(holds: bool, rule: Rule, *detail: object) -> None:
     """
     if not holds:
         raise RuleBrokenError(rule, " ".join(map(str, detail)))
+
+
+def broken_by(play: Callable[[], None]) -> RuleBrokenError | None:
+    """Plays a run; returns the rule that it broke, if it did: that nothing raises is one."""
+    try:
+        play()
+    except RuleBrokenError as error:
+        return error
+    except Exception as error:
+        broken = RuleBrokenError(Rule.NO_EXCEPTION, f"{type(error).__name__}: {error}")
+        broken.__cause__ = error
+        return broken
+    return None

@@ -15,7 +15,7 @@ from rpc._simulation import steps
 from rpc._simulation.at_rest import AtRest
 from rpc._simulation.generator import Generator, Scenario
 from rpc._simulation.links import FOREVER
-from rpc._simulation.rules import Rule, RuleBrokenError, require
+from rpc._simulation.rules import Rule, RuleBrokenError, broken_by, require
 from rpc._simulation.steps import Act, Phase, Step
 from rpc._simulation.worker import Machines
 from rpc._simulation.world import World
@@ -124,16 +124,12 @@ class _Run:
         self, work: Callable[[], None], choose: Callable[[Phase], Act | None]
     ) -> RuleBrokenError | None:
         """Goes through all phases; returns the rule that was broken, if one was."""
-        try:
+
+        def all_of_it() -> None:
             work()
             self._end(choose)
-        except RuleBrokenError as error:
-            return error
-        except Exception as error:
-            broken = RuleBrokenError(Rule.NO_EXCEPTION, f"{type(error).__name__}: {error}")
-            broken.__cause__ = error
-            return broken
-        return None
+
+        return broken_by(all_of_it)
 
     def _end(self, choose: Callable[[Phase], Act | None]) -> None:
         rest = AtRest(self._world)

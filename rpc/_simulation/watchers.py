@@ -25,7 +25,7 @@ from functools import partial
 
 from rpc._simulation.lookout import Lookout, address_of
 from rpc._simulation.mishaps import Ill, Mishap, Plan
-from rpc._simulation.rules import Rule, RuleBrokenError, require
+from rpc._simulation.rules import Rule, RuleBrokenError, broken_by, require
 from rpc._simulation.steps import short
 from rpc._simulation.vigil import Vigil
 from rpc._simulation.worker import Machines, info_of
@@ -118,18 +118,13 @@ class Watchers:
 
     def run(self) -> RuleBrokenError | None:
         """Plays it to its end; returns the rule that was broken, if one was."""
-        try:
-            for mishap in self.plan.mishaps:
-                self.at(mishap.at, partial(self._befall, mishap))
-            self._play(self.plan.end)
-            self.vigil.check_at_rest()
-        except RuleBrokenError as error:
-            return error
-        except Exception as error:
-            broken = RuleBrokenError(Rule.NO_EXCEPTION, f"{type(error).__name__}: {error}")
-            broken.__cause__ = error
-            return broken
-        return None
+        return broken_by(self._play_all)
+
+    def _play_all(self) -> None:
+        for mishap in self.plan.mishaps:
+            self.at(mishap.at, partial(self._befall, mishap))
+        self._play(self.plan.end)
+        self.vigil.check_at_rest()
 
     def _play(self, end: float) -> None:
         for count in itertools.count():
@@ -214,7 +209,7 @@ class Watchers:
         )
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
-        """As ``Agent._lose``."""
+        """As ``Losses._lose``."""
         if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
@@ -240,7 +235,7 @@ class Watchers:
         self._carry(watcher, to, arrive, is_speech=True)
 
     def strike_off(self, by: Watcher, life: Life) -> None:
-        """All hear what the store says, as ``Agent.struck_off`` does; some time each."""
+        """All hear what the store says; some time each."""
         if by.cut_until > self.now:
             self.at(by.cut_until + _DELAY, lambda: self.strike_off(by, life))
         elif by.life in self.listed:
@@ -252,10 +247,10 @@ class Watchers:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
         else:
-            self.awake(watcher, lambda: watcher.lookout.struck_off(life))
+            self.awake(watcher, lambda: watcher.lookout.losses.struck_off(life, left=False))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
-        """As ``Agent.expelled``."""
+        """As ``Losses.expelled``."""
         if watcher.expelled:
             return
         watcher.expelled = True
@@ -296,7 +291,7 @@ class Watchers:
         self.at(self._soon(), try_to_arrive)
 
     def _close_connection(self, watcher: Watcher, life: Life) -> None:
-        """The end of a connection is noticed, as ``Agent.peer_lost`` does."""
+        """The end of a connection is noticed."""
         noticed = partial(watcher.lookout.connection_closed, life)
         self.at(self._soon(), lambda: self.awake(watcher, noticed))
 

@@ -181,15 +181,24 @@ class SendPool:
     Args:
         budget: what new segments are charged to.
         copy: copies bytes from one address to another: to which, from which, how many.
+        peer_name: for log lines, as is the next.
+        instead: what large tensors go through without segments.
         clock: tells the time in seconds.
     """
 
     def __init__(
-        self, budget: Budget, copy: Copy, clock: Callable[[], float] = time.monotonic
+        self,
+        budget: Budget,
+        copy: Copy,
+        peer_name: str,
+        instead: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._budget = budget
         self._copy = copy
+        self._peer_name = peer_name
+        self._instead = instead
         self._segments: dict[int, _Segment] = {}
         self._usable: list[_Segment] = []
         self._next = 0
@@ -299,18 +308,16 @@ class SendPool:
         if until := self._news():
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
-    def answered(self, number: int, usable: bool, error: int = 0) -> str:
+    def answered(self, number: int, usable: bool, error: int = 0) -> None:
         """The peer has mapped segment ``number``, or could not: then none is offered again.
 
-        If what it lacks may be there later, one is, after a pause that doubles.
+        If what it lacks may be there later, one is, after a pause that doubles. The log says
+        once that large tensors go without.
 
         Args:
             number: the offer's.
             usable: it has mapped it.
             error: why not, as the system's number; 0 if there is none.
-
-        Returns:
-            How long large tensors go without, in words, if that has not been told yet.
 
         Raises:
             FrameError: no such segment was offered.
@@ -323,13 +330,19 @@ class SendPool:
                 segment.usable = True
                 self._pause = _FIRST_PAUSE_SECONDS
                 self._usable.append(segment)
-                return ""
+                return
             self._failed = error not in _PASSING
             self._not_before = self._clock() + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
             del self._segments[number]
         self._discard(segment)
-        return self._news()
+        if until := self._news():
+            _log.warning(
+                "worker %s cannot map shared memory; tensors to it go through %s, %s",
+                self._peer_name,
+                self._instead,
+                until,
+            )
 
     def _news(self) -> str:
         """How long large tensors go without, if that has not been told yet."""

@@ -14,7 +14,6 @@ whatever cannot be opened, or finds no room, goes through torch.
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import threading
@@ -50,10 +49,9 @@ from rpc.transports.shared_memory import (
 )
 from rpc.transports.tensorpipe_wire import Payload, PlacedFrame
 
-_log = logging.getLogger(__name__)
-
 _OFFER = struct.Struct("<QQii16s")
 _ANSWER = struct.Struct("<Q?i")
+_INSTEAD = "torch"
 _ANY_SIZE = 1 << 62
 _FILES = "/proc/{}/fd/{}"
 
@@ -74,7 +72,7 @@ class HostMemory:
     def shared_with(self, peer_name: str, host: str) -> SharedTensors:
         """What is shared with a peer, given the host that it published."""
         same = bool(host) and host == self.host
-        pool = SendPool(self._budget, self._crew.copy) if same else None
+        pool = SendPool(self._budget, self._crew.copy, peer_name, _INSTEAD) if same else None
         return SharedTensors(peer_name, pool)
 
     def close(self) -> None:
@@ -93,7 +91,7 @@ class SharedTensors:
     def __init__(self, peer_name: str, pool: SendPool | None) -> None:
         self._peer_name = peer_name
         self._pool = pool
-        self._segments = ReceivedSegments(peer_name, "torch")
+        self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
@@ -186,13 +184,7 @@ class SharedTensors:
         pool = self._pool
         if self._take_back() is None or pool is None:
             return
-        until = pool.answered(number, usable, error)
-        if until:
-            _log.warning(
-                "worker %s cannot map shared memory; tensors to it go through torch, %s",
-                self._peer_name,
-                until,
-            )
+        pool.answered(number, usable, error)
 
     def _take_back(self) -> Offer | None:
         """Ends an offer, whose descriptor is needed no more."""

@@ -31,7 +31,7 @@ class Agent:
         self.peers: set[Life] = set()
         self.struck: list[Life] = []
         self.left: list[Life] = []
-        self.group = self
+        self.group = self.losses = self
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -78,6 +78,7 @@ class View:
     """What one agent makes of what it is told, and that it is told nothing twice."""
 
     def __init__(self, me: Life) -> None:
+        self.losses = self
         self.life = me
         self.is_expelled = False
         self.lives: dict[int, int] = {}

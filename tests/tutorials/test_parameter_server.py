@@ -41,6 +41,18 @@ def _training(folder: Path, *arguments: str) -> Iterator[Job]:
         yield job
 
 
+@contextmanager
+def _by_hand(folder: Path, *arguments: str) -> Iterator[tuple[Job, Job]]:
+    """A server and one trainer, each started by a command of its own."""
+    ranks = [*arguments, "--world-size", "2", "--master-port", str(free_port()), "--rank"]
+    (folder / "trainer").mkdir()
+    with (
+        _training(folder / "trainer", *ranks, "1") as trainer,
+        _training(folder, *ranks, "0") as server,
+    ):
+        yield server, trainer
+
+
 def _accuracy(output: str) -> float:
     found = re.search(r"final test accuracy: ([\d.]+)%", output)
     assert found, output
@@ -123,12 +135,7 @@ def test_an_unknown_backend_is_named_with_the_ones_there_are(tmp_path: Path) -> 
 
 
 def test_ranks_started_by_hand_find_each_other(tmp_path: Path) -> None:
-    arguments = ["--epochs", "2", "--world-size", "2", "--master-port", str(free_port())]
-    (tmp_path / "trainer").mkdir()
-    with (
-        _training(tmp_path / "trainer", *arguments, "--rank", "1") as trainer,
-        _training(tmp_path, *arguments, "--rank", "0") as server,
-    ):
+    with _by_hand(tmp_path, "--epochs", "2") as (server, trainer):
         assert server.wait(SECONDS_FOR_A_RUN) == 0, server.output()
         assert trainer.wait(SECONDS_TO_NOTICE) == 0, trainer.output()
         assert "1 server, 1 trainers" in server.output()
@@ -136,12 +143,7 @@ def test_ranks_started_by_hand_find_each_other(tmp_path: Path) -> None:
 
 
 def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> None:
-    arguments = [*_FOREVER, "--world-size", "2", "--master-port", str(free_port())]
-    (tmp_path / "trainer").mkdir()
-    with (
-        _training(tmp_path / "trainer", *arguments, "--rank", "1") as trainer,
-        _training(tmp_path, *arguments, "--rank", "0") as server,
-    ):
+    with _by_hand(tmp_path, *_FOREVER) as (server, trainer):
         server.wait_for_output("epoch 1:")
         trainer.process.kill()
         assert server.wait(SECONDS_TO_NOTICE) == 1
@@ -149,12 +151,7 @@ def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> N
 
 
 def test_a_trainer_started_by_hand_names_the_server_it_lost(tmp_path: Path) -> None:
-    arguments = [*_FOREVER, "--world-size", "2", "--master-port", str(free_port())]
-    (tmp_path / "trainer").mkdir()
-    with (
-        _training(tmp_path / "trainer", *arguments, "--rank", "1") as trainer,
-        _training(tmp_path, *arguments, "--rank", "0") as server,
-    ):
+    with _by_hand(tmp_path, *_FOREVER) as (server, trainer):
         server.wait_for_output("epoch 1:")
         server.process.kill()
         assert trainer.wait(SECONDS_TO_NOTICE) == 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import math
 import os
 import time
@@ -62,9 +61,8 @@ from rpc.transports.tensorwire.framing import (
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.transfers import Transfers
 
-_log = logging.getLogger("rpc.transports.tensorwire")
-
 STREAM_FROM = 1 << 20
+_INSTEAD = "sockets"
 _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
@@ -149,8 +147,10 @@ class Link:
         self._devices = devices
         self._limit = resources.max_message_bytes
         self._copy = resources.crew.copy
-        self._pool = SendPool(resources.budget, resources.crew.copy) if shared else None
-        self._segments = ReceivedSegments(peer_name, "sockets")
+        self._pool = None
+        if shared:
+            self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
+        self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -332,13 +332,7 @@ class Link:
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
         elif isinstance(event, SegmentAnswered) and self._pool is not None:
-            until = self._pool.answered(event.segment, event.usable, event.error)
-            if until:
-                _log.warning(
-                    "worker %s cannot map shared memory; tensors to it go through sockets, %s",
-                    self._peer_name,
-                    until,
-                )
+            self._pool.answered(event.segment, event.usable, event.error)
         return None
 
     def _map_segment(self, offered: SegmentOffered, sender: Sender, descriptors: list[int]) -> None:

@@ -35,7 +35,7 @@ class Road:
 
     def __init__(self) -> None:
         self.pool, self.segments = (
-            SendPool(Budget(1 << 30), memmove),
+            SendPool(Budget(1 << 30), memmove, "bob", "sockets"),
             ReceivedSegments("alice", "sockets"),
         )
         offer = self.pool.offer(LENGTH)

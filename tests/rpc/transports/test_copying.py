@@ -186,7 +186,7 @@ def test_a_pool_copies_as_it_is_told() -> None:
         told.append(length)
         ctypes.memmove(target, source, length)
 
-    pool = SendPool(Budget(64 * MIB), copy)
+    pool = SendPool(Budget(64 * MIB), copy, "bob", "sockets")
     offer = pool.offer(5000)
     assert offer is not None
     os.close(offer.descriptor)

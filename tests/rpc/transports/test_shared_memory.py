@@ -31,7 +31,7 @@ class Pair:
     def __init__(self, limit: int = 1 << 30) -> None:
         self.budget = Budget(limit)
         self.now = 0.0
-        self.pool = SendPool(self.budget, memmove, lambda: self.now)
+        self.pool = SendPool(self.budget, memmove, "bob", "sockets", lambda: self.now)
         self.segments = ReceivedSegments("alice", "sockets")
 
     def extend(self, length: int) -> bool:
@@ -170,7 +170,7 @@ def test_slots_never_overlap_and_all_come_back(steps: list[tuple[int, int]]) -> 
 
 def test_the_budget_bounds_all_pools_together_and_is_given_back() -> None:
     budget = Budget(40 * MIB)
-    pools = [SendPool(budget, memmove) for _ in range(6)]
+    pools = [SendPool(budget, memmove, "bob", "sockets") for _ in range(6)]
     offers = [pool.offer(1000) for pool in pools]
     made = [offer for offer in offers if offer is not None]
     assert 2 <= len(made) < 6
@@ -197,25 +197,32 @@ def test_after_a_refusal_nothing_is_offered_any_more(pair: Pair) -> None:
     assert pair.budget.take(1 << 30)
 
 
-def refuse(pair: Pair, error: int) -> str:
-    """Refuses the offer that must be made now; returns what is to be told."""
+def refuse(pair: Pair, error: int) -> None:
+    """Refuses the offer that must be made now."""
     offer = pair.pool.offer(1000)
     assert offer is not None
     os.close(offer.descriptor)
-    return pair.pool.answered(offer.segment, False, error)
+    pair.pool.answered(offer.segment, False, error)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of refusals, from their last comma on."""
+    lines = [line for line in caplog.messages if line.startswith("worker bob cannot map")]
+    return [line.rpartition(", ")[2] for line in lines]
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_a_refusal_for_a_shortage_holds_for_a_while_and_is_told_once(
-    pair: Pair, error: int
+    pair: Pair, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert refuse(pair, error) == "for now"
+    refuse(pair, error)
     for pause in (1, 2, 4, 8, 16, 32, 32):
         assert pair.pool.offer(1000) is None
         pair.now += pause - 0.5
         assert pair.pool.offer(1000) is None
         pair.now += 0.5
-        assert refuse(pair, error) == ""
+        refuse(pair, error)
+    assert told(caplog) == ["for now"]
     assert pair.budget.take(1 << 30)
     pair.budget.give_back(1 << 30)
     pair.now += 32
@@ -235,10 +242,13 @@ def test_after_a_segment_was_taken_the_next_refusal_holds_as_shortly_as_the_firs
     assert pair.extend(1000)
 
 
-def test_a_refusal_for_good_is_told_although_a_shortage_was(pair: Pair) -> None:
-    assert refuse(pair, errno.ENOMEM) == "for now"
+def test_a_refusal_for_good_is_told_although_a_shortage_was(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(pair, errno.ENOMEM)
     pair.now += 1
-    assert refuse(pair, errno.EPERM) == "from now on"
+    refuse(pair, errno.EPERM)
+    assert told(caplog) == ["for now", "from now on"]
     pair.now += 1000
     assert pair.pool.offer(1000) is None
 

@@ -46,8 +46,11 @@ class _Crowded(socket.socket):
         raise OSError(self.lacking, os.strerror(self.lacking))
 
 
-def _listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
-    listener = kind(socket.AF_UNIX)
+def _listener() -> socket.socket:
+    return _listening(socket.socket(socket.AF_UNIX))
+
+
+def _listening(listener: socket.socket) -> socket.socket:
     listener.setblocking(False)
     listener.bind("")
     listener.listen()
@@ -261,46 +264,62 @@ def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hal
     assert hall.inside() == [False, False, True]
 
 
+class _Strained:
+    """A door whose only listener lacks something whenever somebody connects."""
+
+    def __init__(self) -> None:
+        self.listener = _Crowded(socket.AF_UNIX)
+        self.requests = _Told()
+        self.door = _door(_listening(self.listener))
+        self.door.open(self.requests)
+
+    def knock(self) -> None:
+        self.requests.ready[self.listener.fileno()](0)
+
+    def watched(self) -> list[int]:
+        """The descriptors that are read."""
+        return list(self.requests.ready)
+
+
+@pytest.fixture
+def strained() -> Iterator[_Strained]:
+    made = _Strained()
+    yield made
+    made.door.close()
+    made.requests.close()
+
+
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(error: int) -> None:
-    listener = _listener(_Crowded)
-    assert isinstance(listener, _Crowded)
-    listener.lacking = error
-    door, requests = _door(listener), _Told()
-    door.open(requests)
+def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(
+    strained: _Strained, error: int
+) -> None:
+    strained.listener.lacking = error
     for _ in range(2):
-        requests.ready[listener.fileno()](0)
-        assert requests.sweeping
-        assert not requests.ready
-        door.sweep()
-        assert list(requests.ready) == [listener.fileno()]
-    door.close()
-    requests.close()
+        strained.knock()
+        assert strained.requests.sweeping
+        assert strained.watched() == []
+        strained.door.sweep()
+        assert strained.watched() == [strained.listener.fileno()]
 
 
 def test_a_listener_that_cannot_be_watched_again_is_at_the_sweep_after(
-    monkeypatch: pytest.MonkeyPatch,
+    strained: _Strained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    listener = _listener(_Crowded)
-    door, requests = _door(listener), _Told()
-    door.open(requests)
-    requests.ready[listener.fileno()](0)
+    strained.knock()
     with monkeypatch.context() as short:
-        short.setattr(requests, "add", no_memory)
-        door.sweep()
-    assert requests.sweeping
-    assert not requests.ready
-    door.sweep()
-    assert list(requests.ready) == [listener.fileno()]
-    door.close()
-    requests.close()
+        short.setattr(strained.requests, "add", no_memory)
+        strained.door.sweep()
+    assert strained.requests.sweeping
+    assert strained.watched() == []
+    strained.door.sweep()
+    assert strained.watched() == [strained.listener.fileno()]
 
 
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
-    listener = _listener(_Crowded)
+    listener = _listening(_Crowded(socket.AF_UNIX))
     door = _door(listener)
     paused = threading.Event()
 
