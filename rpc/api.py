@@ -52,7 +52,6 @@ from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
     _InternalRPCPickler,
-    require_pickler,
     run_serialized,
     run_serialized_async,
     serialize_call,
@@ -415,11 +414,9 @@ def _wait_all() -> Iterator[None]:
 def _use_rpc_pickler(rpc_pickler: _InternalRPCPickler) -> Iterator[None]:
     """Serializes the calls of this process with ``rpc_pickler`` inside the block.
 
-    Raises:
-        TypeError: it has no methods ``serialize`` and ``deserialize``, or is a class.
+    What it is, is looked at when a call is made: a ``TypeError`` says if it cannot serialize.
     """
     global _default_pickler
-    require_pickler(rpc_pickler)
     _default_pickler = rpc_pickler
     try:
         yield

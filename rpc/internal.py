@@ -99,19 +99,6 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
-def require_pickler(pickler: object) -> None:
-    """Refuses what cannot serialize calls.
-
-    Raises:
-        TypeError: it has no methods ``serialize`` and ``deserialize``, or is a class.
-    """
-    methods = (getattr(pickler, name, None) for name in ("serialize", "deserialize"))
-    if isinstance(pickler, type) or not all(map(callable, methods)):
-        raise TypeError(
-            f"rpc_pickler={pickler!r} must be an object with the methods serialize and deserialize"
-        )
-
-
 def serialize_call(
     pickler: _InternalRPCPickler, call: PythonUDF
 ) -> tuple[bytes, list[torch.Tensor], list[Reference]]:
@@ -120,6 +107,7 @@ def serialize_call(
     Returns:
         What :func:`run_serialized` takes; the references in it travel as they are.
     """
+    _require_pickler(pickler)
     references: list[Reference] = []
     outer = _leaving.set(references)
     try:
@@ -127,6 +115,14 @@ def serialize_call(
     finally:
         _leaving.reset(outer)
     return *_serialized_by(pickler, found), references
+
+
+def _require_pickler(pickler: object) -> None:
+    methods = (getattr(pickler, name, None) for name in ("serialize", "deserialize"))
+    if isinstance(pickler, type) or not all(map(callable, methods)):
+        raise TypeError(
+            f"rpc_pickler={pickler!r} must be an object with the methods serialize and deserialize"
+        )
 
 
 def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Tensor]]:
