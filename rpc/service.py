@@ -289,11 +289,14 @@ class Service:
 
         def resume(done: Any) -> None:
             with suppress(IndexError):
-                turn.pop()(done)
+                act = turn.pop()
+                self._stop = None  # it refers to this
+                act(done)
 
         def stop() -> None:
             with suppress(IndexError):
                 turn.pop()
+                self._stop = None
                 self.give_up()
 
         self._stop = stop

@@ -19,8 +19,10 @@ from torch import nn
 import autograd_dist
 import rpc
 from rpc.agent import Agent
+from rpc.functions import async_execution
+from rpc.service import Service
 from rpc.testing import as_worker
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 
 def identity(value: object) -> object:
@@ -87,6 +89,30 @@ def test_an_async_handler_leaves_no_tensor_in_a_cycle(pair: list[Agent]) -> None
 
     assert tensors_in_cycles(lambda: alice.rpc_sync("bob", identity_later, (x,))) == 0
     assert tensors_in_cycles(be_refused) == 0
+
+
+promises: list[rpc.Future[int]] = []
+
+
+@async_execution
+def promise() -> rpc.Future[int]:
+    promises.append(rpc.Future())
+    return promises[-1]
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_a_request_that_waited_leaves_nothing_to_the_collector(pair: list[Agent]) -> None:
+    alice, bob = pair
+    call = alice.rpc_async("bob", promise)
+    until(lambda: bool(promises))
+    promises.pop().set_result(1)
+    assert call.wait() == 1
+    until(bob.callee.quiet)
+
+    def services() -> int:
+        return sum(isinstance(each, Service) for each in gc.get_objects())
+
+    assert eventually(lambda: services() == 0)
 
 
 @pytest.mark.usefixtures("collector_off")
