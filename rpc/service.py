@@ -276,6 +276,11 @@ class Service:
         context, submit = contextvars.copy_context(), self._agent.executor.submit
         return lambda done: submit(lambda: context.run(go_on, done))
 
+    def _at_once(self, fail: Callable[[BaseException], None]) -> Callable[[Any], object]:
+        """A callback that settles this where it is called, in this context."""
+        context = contextvars.copy_context()
+        return lambda done: context.run(self._settle, done.value, fail)
+
     def _suspend(
         self,
         when_done: Callable[[Callable[[Any], None]], object],
@@ -321,12 +326,8 @@ class Service:
         if slot.done():
             self._settle(slot.value, self._reply_error)
             return
-        context = contextvars.copy_context()
         # Whoever fills the slot is a handler, which may as well encode the replies.
-        self._suspend(
-            slot.when_done,
-            lambda done: context.run(self._settle, done.value, self._reply_error),
-        )
+        self._suspend(slot.when_done, self._at_once(self._reply_error))
 
     def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
         request = self.request
@@ -340,10 +341,7 @@ class Service:
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:
-            context = contextvars.copy_context()
-            answer.add_done_callback(
-                lambda done: context.copy().run(self._settle, done.value, self._reply_error)
-            )
+            self._suspend(answer.add_done_callback, self._at_once(self._reply_error))
 
     def _succeed(self, result: object) -> None:
         try:

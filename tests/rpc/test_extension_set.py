@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import rpc
 from rpc.agent import Agent
 from rpc.debug_dump import describe
+from rpc.errors import RpcTimeoutError
 from rpc.extension_set import Scopes, leave
-from rpc.testing import local_group
+from rpc.testing import VirtualClock, local_group
+from tests.waiting import until
 
 
 class Scope:
@@ -133,6 +136,27 @@ def test_an_answer_to_a_message_is_bytes(
     monkeypatch.setitem(Answering.wrong, "on_message", "text")
     with pytest.raises(TypeError, match=r"on_message of the extension .* must return bytes"):
         pair[0].send_extension_message(1, __name__, b"").wait()
+
+
+@pytest.mark.parametrize("timeout", [5.0, 0.0], ids=["times out", "is cancelled"])
+def test_an_answer_that_never_comes_keeps_nothing_once_nobody_waits(
+    timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, answer = VirtualClock(), rpc.Future[bytes]()
+    monkeypatch.setitem(Answering.wrong, "on_message", answer)
+    with local_group("alice", "bob", clock=clock) as (alice, bob):
+        asked = alice.send_extension_message(1, __name__, b"", timeout)
+        until(lambda: bool(bob.callee.serving()))
+        if timeout:
+            clock.advance(timeout + 1)
+            with pytest.raises(RpcTimeoutError):
+                asked.wait()
+        else:
+            assert asked.cancel()
+        until(lambda: alice.caller.quiet() and bob.callee.quiet())
+        handled = bob.callee.handled()
+        answer.set_result(b"late")
+        assert bob.callee.handled() == handled
 
 
 class _Unspeakable(Exception):
