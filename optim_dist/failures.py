@@ -16,6 +16,8 @@ def from_each(
 ) -> list[T]:
     """Asks all owners, waits for all, and returns their answers in order.
 
+    If it is interrupted it gives up what it asked for, as a call of one owner is given up.
+
     Args:
         what: is asked for, for errors.
         owners: each once.
@@ -25,14 +27,21 @@ def from_each(
         Exception: of the type that the first owner to fail raised; the text names
             every owner that failed.
     """
-    asked = [(owner, _started(ask, owner)) for owner in owners]
+    asked: list[tuple[rpc.WorkerInfo, rpc.Future[T]]] = []
     answers: list[T] = []
     failures: list[tuple[rpc.WorkerInfo, Exception]] = []
-    for owner, future in asked:
-        try:
-            answers.append(future.wait())
-        except Exception as error:
-            failures.append((owner, error))
+    try:
+        for owner in owners:
+            asked.append((owner, _started(ask, owner)))
+        for owner, future in asked:
+            try:
+                answers.append(future.wait())
+            except Exception as error:
+                failures.append((owner, error))
+    except BaseException:  # a signal handler's: nobody waits for the answers any more
+        for _, future in asked:
+            future.cancel()
+        raise
     if failures:
         raise _as_one(what, failures) from failures[0][1]
     return answers

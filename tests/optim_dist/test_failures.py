@@ -47,6 +47,21 @@ def test_all_are_asked_before_any_is_waited_for() -> None:
     assert from_each("it", OWNERS, ask) == [0, 1, 2]
 
 
+class _Interrupted(rpc.Future[object]):
+    def wait(self) -> object:
+        raise KeyboardInterrupt
+
+
+def test_all_are_given_up_when_the_wait_is_interrupted() -> None:
+    futures = {ONE: outcome(1), TWO: _Interrupted(), THREE: rpc.Future[object]()}
+    given_up: list[rpc.WorkerInfo] = []
+    for owner, future in futures.items():
+        future.cancel = lambda owner=owner: given_up.append(owner) or True  # type: ignore
+    with pytest.raises(KeyboardInterrupt):
+        from_each("it", OWNERS, futures.__getitem__)
+    assert given_up == [ONE, TWO, THREE]
+
+
 def test_one_failure_is_of_its_type_and_names_its_owner() -> None:
     def ask(owner: rpc.WorkerInfo) -> rpc.Future[object]:
         return outcome(ValueError("bad lr") if owner is TWO else 1)
