@@ -138,7 +138,7 @@ class Agent(process_forks.Member):
         self.departure = Departure(self)
         self.membership: Membership | None = None
         self.store: Store | None = None  # kept, for one worker may be the host of it
-        self.gatherings = Gatherings()
+        self.gatherings = Gatherings(self)
         self.gil_profiling = False
         self.losses = Losses(self)
         self.arrivals = Arrivals(self)
@@ -264,6 +264,7 @@ class Agent(process_forks.Member):
             yield self.membership.leave
         yield partial(self.caller.close, reason)
         yield partial(self.retries.close, reason)
+        yield partial(self.gatherings.close, reason)
         yield self.timers.drop
         yield self.extensions.close
         yield partial(self.event_loop.close, seconds)

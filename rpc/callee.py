@@ -30,9 +30,15 @@ _SECONDS_TO_LET_GO = 5.0
 
 
 class Callee:
-    """Serves requests for one agent."""
+    """Serves requests for one agent.
+
+    Attributes:
+        waking: the lock of who is to be woken when a request is cancelled; of all requests,
+            as few handlers wait for anything that can be.
+    """
 
     def __init__(self, agent: Agent) -> None:
+        self.waking = threading.Lock()
         self._agent = agent
         self._lock = threading.Lock()
         self._serving: dict[Service, float] = {}

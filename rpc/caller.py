@@ -133,8 +133,8 @@ class Caller:
         operation = Operation.CALL if target is None else Operation.CREATE
         target = target or once
         try:
-            if func is call_method and not (kwargs or target) and to.id != self._agent.info.id:
-                return self._call_method(to, args, timeout, sink)
+            if func is call_method and not target and to.id != self._agent.info.id:
+                return self._call_method(to, args, kwargs, timeout, sink)
             function = b"" if kwargs else codec.name_of(func) or b""
             by_name = function and func is not call_method
             name = function if by_name else method_name(func, args)
@@ -147,11 +147,18 @@ class Caller:
             detail = codec.describe_unpicklable(text_of(name), func, args, kwargs, error)
             raise EncodeError(detail) from error
 
-    def _call_method(self, to: WorkerInfo, args: Sequence[Any], timeout: float, sink: Sink) -> bool:
+    def _call_method(
+        self,
+        to: WorkerInfo,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: float,
+        sink: Sink,
+    ) -> bool:
         """Calls a method of a value at its owner, which needs no handle of its own for that."""
         rref, method, *rest = args
         name, function = method_name(call_method, args), method.encode()
-        value = tuple(rest)
+        value = [tuple(rest), kwargs] if kwargs else tuple(rest)
         return self.request(
             Operation.METHOD, to, value, timeout, sink, b"", name, function, through=rref
         )

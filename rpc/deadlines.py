@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+from collections.abc import Callable
 from typing import Protocol, SupportsFloat
 
 from rpc.constants import UNSET_RPC_TIMEOUT
@@ -21,6 +22,9 @@ class Scope(Protocol):
     """When nobody waits for its result any more, on the agent's clock; 0 for never."""
     cancelled: bool
     """Nobody waits for its result any more."""
+
+    def when_cancelled(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """Calls ``wake`` when it is cancelled, or now; returns what undoes this."""
 
 
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("rpc_scope", default=None)
@@ -42,6 +46,31 @@ def cancelled(now: float) -> bool:
 def is_over(scope: Scope, now: float) -> bool:
     """True if nobody waits for the result of a request."""
     return scope.cancelled or 0.0 < scope.deadline <= now
+
+
+def is_cancelled() -> bool:
+    """True if the caller of what runs in the current context gave it up, or is gone."""
+    scope = _scope.get()
+    return scope is not None and scope.cancelled
+
+
+def when_cancelled(wake: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``wake`` once nobody waits for the result of what runs in the current context.
+
+    That it is past its deadline is not told.
+
+    Args:
+        wake: called at most once, on any thread, or at once; must not block.
+
+    Returns:
+        What undoes this; to be called when ``wake`` is not needed any more.
+    """
+    scope = _scope.get()
+    return _nothing if scope is None else scope.when_cancelled(wake)
+
+
+def _nothing() -> None:
+    pass
 
 
 def seconds_of(value: object, argument: str) -> float:

@@ -2,8 +2,11 @@
 
 Owns which gatherings are under way on one agent. The worker whose name sorts
 first collects: the others bring it their objects and it brings them the
-result. Successive gatherings of the same workers are told apart by a number
-that each worker counts for itself.
+result, or says why there is none. Successive gatherings of the same lives of
+the same workers are told apart by a number that each worker counts for itself.
+
+None waits for somebody who is gone: the leader ends a gathering when one who
+has not come yet is lost, the others when the leader is.
 """
 
 from __future__ import annotations
@@ -11,93 +14,229 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rpc import deadlines
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import current_agent
-from rpc.errors import RpcTimeoutError
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerLostError,
+)
 from rpc.executor import blocking
+from rpc.ids import Life
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+
+Members = tuple[tuple[str, Life], ...]
+"""Who takes part, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheringId:
     """Which gathering is meant: of whom, and the how manieth of theirs."""
 
-    names: tuple[str, ...]
+    members: Members
     number: int
 
     @property
     def leader(self) -> str:
         """The worker that collects."""
-        return self.names[0]
+        return self.members[0][0]
+
+    @property
+    def names(self) -> list[str]:
+        """Of those who take part."""
+        return [name for name, _ in self.members]
 
 
 @dataclass(slots=True)
 class AllGatherStates:
-    """One gathering on one worker; the names are the original's.
+    """One gathering on one worker; the names are the original's, but for the last.
 
     Args:
         gathered_objects: what was given so far, by the name of the worker.
-        proceed_signal: set when all have given.
+        proceed_signal: set when all have given, or it failed.
+        error: why it failed.
     """
 
     gathered_objects: dict[str, Any] = field(default_factory=dict)
     proceed_signal: threading.Event = field(default_factory=threading.Event)
+    error: RpcError | None = None
 
 
 class Gatherings:
     """The gatherings under way on one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._lock = threading.Lock()
-        self._numbers: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        self._numbers: defaultdict[Members, int] = defaultdict(int)
         self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
+        self._failures: dict[Members, RpcError] = {}  # the latest, for those who come late
+        self._closed: RpcError | None = None
 
-    def next_id(self, names: tuple[str, ...]) -> GatheringId:
-        """Identifies this worker's next gathering with these workers."""
+    def begin(self, members: Members) -> tuple[GatheringId, AllGatherStates]:
+        """This worker takes part in the next gathering of these; :meth:`over` must follow."""
         with self._lock:
-            number = self._numbers[names]
-            self._numbers[names] += 1
-        return GatheringId(names, number)
+            if self._closed is not None:
+                raise copy(self._closed)
+            which = GatheringId(members, self._numbers[members])
+            self._numbers[members] += 1
+            return which, self._open[which]
 
     def bring(self, which: GatheringId, name: str, obj: Any) -> None:
-        """At the leader: ``name`` has given its object."""
+        """At the leader: ``name`` has given its object.
+
+        Raises:
+            RpcError: the gathering failed before that; the error says why.
+        """
         with self._lock:
+            self._require_open(which)
             gathering = self._open[which]
             gathering.gathered_objects[name] = obj
-            complete = len(gathering.gathered_objects) == len(which.names)
-        if complete:
-            gathering.proceed_signal.set()
+            if len(gathering.gathered_objects) == len(which.members):
+                gathering.proceed_signal.set()
+                return
+            gone = self._lost_before_they_came(which, gathering)
+        if gone is not None:
+            self.fail(which, gone)
+            raise copy(gone)
 
     def complete(self, which: GatheringId, objects: dict[str, Any]) -> None:
-        """At the others: the leader has all objects."""
-        with self._lock:
-            gathering = self._open[which]
-        gathering.gathered_objects = objects
-        gathering.proceed_signal.set()
+        """At the others: the leader has all objects.
 
-    def wait(self, which: GatheringId, timeout: float | None) -> dict[str, Any]:
-        """Waits until all objects are there; ``timeout`` in seconds.
+        Raises:
+            RpcError: this worker did not wait for that any more.
+        """
+        with self._lock:
+            if which not in self._open:
+                raise RpcError(f"{self._agent.info.name!r} gave the _all_gather up before that")
+            gathering = self._open[which]
+            gathering.gathered_objects = objects
+            gathering.proceed_signal.set()
+
+    def wait(
+        self, which: GatheringId, gathering: AllGatherStates, timeout: float
+    ) -> dict[str, Any]:
+        """Waits until all objects are there; ``timeout`` in seconds, 0 for none.
 
         Raises:
             RpcTimeoutError: names those that were missing.
+            WorkerLostError: one that was waited for is gone.
+            AgentClosedError: this worker shut down.
+            CallCancelledError: nobody waits for the handler that this is called in.
         """
-        with self._lock:
-            gathering = self._open[which]
-        with blocking():
-            if not gathering.proceed_signal.wait(timeout):
-                missing = [name for name in which.names if name not in gathering.gathered_objects]
-                raise RpcTimeoutError(_timed_out(missing, timeout or 0.0, "they did not come"))
+        cancelled = CallCancelledError("_all_gather: the caller of this handler gave it up")
+        forget = deadlines.when_cancelled(partial(self.fail, which, cancelled))
+        try:
+            with blocking():
+                if not gathering.proceed_signal.wait(timeout or None):
+                    self.fail(which, self._timed_out(which, gathering, timeout))
+        finally:
+            forget()
+        if gathering.error is not None:
+            raise copy(gathering.error)
         return gathering.gathered_objects
 
-    def close(self, which: GatheringId) -> None:
-        """Forgets a gathering."""
+    def fail(self, which: GatheringId, error: RpcError) -> None:
+        """Ends a gathering that is not complete; the leader tells those who came."""
+        with self._lock:
+            gathering = self._open.get(which)
+            if gathering is None or gathering.proceed_signal.is_set():
+                return
+            self._open.pop(which)
+            gathering.error = error
+            gathering.proceed_signal.set()
+            me = self._agent.info.name
+            if which.leader != me:
+                return
+            told = error
+            if not isinstance(error, RpcTimeoutError | WorkerLostError):
+                told = RpcError(f"_all_gather: the leader {me!r} gave up: {error}")
+            self._failures[which.members] = told
+            came = [name for name in gathering.gathered_objects if name != me]
+        if came:
+            self._agent.completions.submit(lambda: self._tell(which, came, told))
+
+    def over(self, which: GatheringId) -> None:
+        """This worker has left a gathering, whatever came of it."""
+        self.fail(which, RpcError("its wait was ended"))
         with self._lock:
             self._open.pop(which, None)
+
+    def worker_lost(self, life: Life, error: WorkerLostError) -> None:
+        """A life of a worker is over: what would wait for it fails."""
+        me = self._agent.info.name
+        with self._lock:
+            failed = [
+                which
+                for which, gathering in self._open.items()
+                for name, member in which.members
+                if member == life
+                and me != name
+                and (which.leader == name or which.leader == me)
+                and name not in gathering.gathered_objects
+            ]
+        for which in failed:
+            self.fail(which, error)
+        with self._lock:
+            for members in [m for m in self._numbers if any(life == who for _, who in m)]:
+                del self._numbers[members]
+                self._failures.pop(members, None)
+
+    def close(self, reason: str) -> None:
+        """Fails those under way and refuses further ones."""
+        with self._lock:
+            self._closed = AgentClosedError(f"_all_gather: {reason}")
+            under_way = list(self._open)
+        for which in under_way:
+            self.fail(which, self._closed)
+
+    def _tell(self, which: GatheringId, names: list[str], error: RpcError) -> None:
+        for name in names:
+            with suppress(RpcError):  # of who is gone, or as this worker is closing
+                self._agent.rpc_async(name, take_failure, (which, error))
+
+    def _require_open(self, which: GatheringId) -> None:
+        """Needs the lock."""
+        if self._closed is not None:
+            raise copy(self._closed)
+        if which in self._open or which.number >= self._numbers.get(which.members, 0):
+            return
+        failure = self._failures.get(which.members)
+        if failure is None:
+            failure = RpcError(f"this _all_gather of {which.names} is over")
+        raise copy(failure)
+
+    def _lost_before_they_came(
+        self, which: GatheringId, gathering: AllGatherStates
+    ) -> RpcError | None:
+        group = self._agent.group
+        for name, life in which.members:
+            if name not in gathering.gathered_objects and not group.has(life):
+                lost = group.lost_error(life.worker)
+                return lost or WorkerLostError(name, life.incarnation, "it was replaced")
+        return None
+
+    def _timed_out(
+        self, which: GatheringId, gathering: AllGatherStates, timeout: float
+    ) -> RpcTimeoutError:
+        if which.leader != self._agent.info.name:
+            return RpcTimeoutError(
+                f"_all_gather: the leader {which.leader!r} did not bring the result within "
+                f"{timeout:.2f} seconds; it does when every one of {which.names} has come"
+            )
+        missing = [name for name in which.names if name not in gathering.gathered_objects]
+        return _followers_timed_out(missing, timeout, "they did not come")
 
 
 def all_gather(
@@ -109,35 +248,55 @@ def all_gather(
 
     Args:
         obj: this worker's.
-        worker_names: who takes part; default all.
+        worker_names: who takes part, this worker among them; default all.
         timeout: seconds for each message and each wait; 0 for no limit. By
-            default each message has the default timeout, and waits have none.
+            default each message has the default timeout, and waits have none. In a
+            handler, the caller's deadline holds in any case.
 
     Raises:
         RpcTimeoutError: the others did not come, or do not answer.
+        WorkerLostError: one that has not come is gone, or did not get the result.
+        UnknownWorkerError: there is no worker of one of the names.
+        ValueError: this worker's name is not among those given.
     """
     agent = current_agent()
-    everyone = worker_names or [worker.name for worker in agent.get_worker_infos()]
-    which = agent.gatherings.next_id(tuple(sorted(set(everyone))))
+    members = _members(agent, worker_names, timeout)
     limit = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
-    patience = None if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    me = agent.info.name
+    patience = agent.timeout_of(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout)
+    gatherings, me = agent.gatherings, agent.info.name
+    which, gathering = gatherings.begin(members)
     try:
         if me == which.leader:
-            agent.gatherings.bring(which, me, obj)
+            gatherings.bring(which, me, obj)
         else:
             agent.rpc_sync(which.leader, take_object, (which, me, obj), None, limit)
-        objects = agent.gatherings.wait(which, patience)
+        objects = gatherings.wait(which, gathering, patience)
         if me == which.leader:
             _distribute(agent, which, objects, limit)
     finally:
-        agent.gatherings.close(which)
+        gatherings.over(which)
     return objects
 
 
 def barrier(worker_names: Collection[str]) -> None:
     """Returns when all the workers named have called this."""
     all_gather(None, worker_names)
+
+
+def _members(agent: Agent, worker_names: Collection[str] | None, timeout: float) -> Members:
+    if isinstance(worker_names, str):
+        raise TypeError(f"worker_names={worker_names!r} is one name; give a collection of names")
+    if worker_names:
+        who = [agent.find(name, timeout) for name in sorted(set(worker_names))]
+    else:
+        who = sorted(agent.get_worker_infos(), key=lambda worker: worker.name)
+    if agent.info not in who:
+        names = [worker.name for worker in who]
+        raise ValueError(
+            f"worker_names={names} lacks {agent.info.name!r}, which calls this: all the workers "
+            "named have to call it, and no others"
+        )
+    return tuple((worker.name, agent.group.life(worker.id)) for worker in who)
 
 
 def _distribute(agent: Agent, which: GatheringId, objects: dict[str, Any], timeout: float) -> None:
@@ -153,11 +312,15 @@ def _distribute(agent: Agent, which: GatheringId, objects: dict[str, Any], timeo
             errors[name] = error
     if errors:
         first = next(iter(errors.values()))
-        raise RpcTimeoutError(_timed_out(list(errors), timeout, str(first))) from first
+        if isinstance(first, RpcTimeoutError):
+            raise _followers_timed_out(list(errors), timeout, str(first)) from first
+        raise first
 
 
-def _timed_out(names: list[str], timeout: float, reason: str) -> str:
-    return f"Followers {names} timed out in _all_gather after {timeout:.2f} seconds: {reason}"
+def _followers_timed_out(names: list[str], timeout: float, reason: str) -> RpcTimeoutError:
+    return RpcTimeoutError(
+        f"Followers {names} timed out in _all_gather after {timeout:.2f} seconds: {reason}"
+    )
 
 
 def take_object(which: GatheringId, name: str, obj: Any) -> None:
@@ -168,3 +331,8 @@ def take_object(which: GatheringId, name: str, obj: Any) -> None:
 def take_objects(which: GatheringId, objects: dict[str, Any]) -> None:
     """At the others: takes the result."""
     current_agent().gatherings.complete(which, objects)
+
+
+def take_failure(which: GatheringId, error: RpcError) -> None:
+    """At the others: the leader gave up."""
+    current_agent().gatherings.fail(which, error)

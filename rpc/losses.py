@@ -117,6 +117,7 @@ class Losses:
         agent.caller.worker_lost(life.worker, error)
         agent.callee.worker_lost(life.worker)
         agent.references.worker_lost(life, error.reason)
+        agent.gatherings.worker_lost(life, error)
         for extension in agent.extensions.all():
             extension.on_worker_lost(life.worker, error.reason)
         agent.departure.worker_lost(life.worker)

@@ -413,7 +413,7 @@ class ReferenceKeeper:
                 self.require_usable(holding)
 
     def local_value(self, holding: Holding) -> object:
-        """The value, on its owner."""
+        """The value, on its owner; in a handler, its caller's deadline bounds the wait."""
         if holding.value is None:
             raise RpcError(
                 f"For UserRRef(rref_id={holding.reference.rref}, fork_id={holding.fork}), "
@@ -421,7 +421,9 @@ class ReferenceKeeper:
                 f"Call it on owner {self.owner_of(holding)}"
             )
         holding.looked_at = True
-        return holding.value.wait()
+        if holding.value.done():
+            return holding.value.value()
+        return holding.value.wait(self.agent.timeout_of(0.0))
 
     def await_local(self, holding: Holding) -> Any:
         """The value that a call through a reference is for; fails if it is not here."""

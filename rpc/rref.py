@@ -110,10 +110,12 @@ class RRef(Handle, Generic[T]):
         return cast(T, self._keeper.to_here(self, timeout))
 
     def local_value(self) -> T:
-        """Returns the value itself, on its owner.
+        """Returns the value itself, on its owner; waits for it if it is not made yet.
 
         Raises:
             RuntimeError: this worker is not the owner.
+            RpcTimeoutError: in a handler, the time of the call it serves is over.
+            CallCancelledError: in a handler, nobody waits for its result any more.
         """
         return cast(T, self._keeper.local_value(self._holding))
 

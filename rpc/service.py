@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 
 _ASYNC_MARK = "_wrapped_async_rpc_function"
+_GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
 
 
@@ -77,6 +78,7 @@ class Service:
         "_payload",
         "_stop",
         "_tensors",
+        "_waking",
         "cancelled",
         "correlation",
         "deadline",
@@ -113,6 +115,7 @@ class Service:
         self.cancelled = False
         self.orphaned = False
         self._stop: Callable[[], None] | None = None
+        self._waking: tuple[Callable[[], None], ...] = ()
 
     @property
     def name(self) -> MethodName:
@@ -125,10 +128,29 @@ class Service:
 
     def cancel(self) -> None:
         """Nobody waits for the reply any more."""
-        self.cancelled = True
+        with self._callee.waking:
+            self.cancelled = True
+            waking, self._waking = self._waking, ()
         stop = self._stop
         if stop is not None:
             stop()
+        for wake in waking:
+            wake()
+
+    def when_cancelled(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """See :class:`rpc.deadlines.Scope`."""
+        with self._callee.waking:
+            cancelled = self.cancelled
+            if not cancelled:
+                self._waking += (wake,)
+        if cancelled:
+            wake()
+
+        def undo() -> None:
+            with self._callee.waking:
+                self._waking = tuple(each for each in self._waking if each is not wake)
+
+        return undo
 
     def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
@@ -182,7 +204,8 @@ class Service:
             if operation is Operation.METHOD:
                 value = self._place()
                 if not value.done():
-                    self._suspend(value.when_done, self._later(lambda _: self._serve(adopted)))
+                    again = self._later(lambda _: self._serve(adopted))
+                    self._suspend(value.when_done, again, value.forget)
                     return
             # The id of a request that may come more than once, but is to run once; or nothing.
             once = self.request.target
@@ -244,10 +267,12 @@ class Service:
         """The function, or the method of a value, its arguments, and those it takes by name."""
         request = self.request
         if value is not None:
-            args = self._unpack(adopted, scopes)
+            args, kwargs = self._unpack(adopted, scopes), {}
+            if type(args) is list:
+                args, kwargs = args
             name = request.function.decode()
             self.method = f"RRef.{name}"
-            return getattr(value.value(), name), args, {}
+            return getattr(value.value(), name), args, kwargs
         if request.function:
             func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
         else:
@@ -285,24 +310,32 @@ class Service:
         self,
         when_done: Callable[[Callable[[Any], None]], object],
         go_on: Callable[[Any], object],
+        forget: Callable[[Callable[[Any], None]], object] | None = None,
     ) -> None:
         """Goes on when something is done, unless the caller gives the request up before that.
 
         What is never done then keeps nothing: neither this nor a shutdown waits for it.
+
+        Args:
+            when_done: takes what is to be called when it is done.
+            go_on: called then.
+            forget: undoes ``when_done``, if that can be.
         """
-        turn = [go_on]  # whoever takes it decides how this ends
+        turn = [(self, go_on)]  # whoever takes it decides how this ends
 
         def resume(done: Any) -> None:
             with suppress(IndexError):
-                act = turn.pop()
-                self._stop = None  # it refers to this
+                service, act = turn.pop()
+                service._stop = None  # it refers to the service
                 act(done)
 
         def stop() -> None:
             with suppress(IndexError):
-                turn.pop()
-                self._stop = None
-                self.give_up()
+                service, _ = turn.pop()
+                service._stop = None
+                if forget is not None:
+                    forget(resume)
+                service.give_up()
 
         self._stop = stop
         when_done(resume)
@@ -327,7 +360,7 @@ class Service:
             self._settle(slot.value, self._reply_error)
             return
         # Whoever fills the slot is a handler, which may as well encode the replies.
-        self._suspend(slot.when_done, self._at_once(self._reply_error))
+        self._suspend(slot.when_done, self._at_once(self._reply_error), slot.forget)
 
     def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
         request = self.request
@@ -403,7 +436,7 @@ class Service:
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
-        if self.cancelled and issubclass(type(error), asyncio.CancelledError):
+        if self.cancelled and issubclass(type(error), _GIVEN_UP):
             self.give_up()
             return
         self.failed = True

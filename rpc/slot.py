@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
-from rpc.errors import RpcTimeoutError
+from rpc import deadlines
+from rpc.errors import CallCancelledError, RpcTimeoutError
 from rpc.executor import blocking
 from rpc.futures import Waiter, wait_in_usual_modes
 from rpc.raising import again
@@ -64,14 +67,13 @@ class Slot:
 
         Raises:
             RpcTimeoutError: the time is over.
+            CallCancelledError: nobody waits any more for the handler that this is called in.
         """
         if not self._done:
             with blocking():
-                if not self._await(timeout or None):
-                    raise RpcTimeoutError(
-                        f"RPC ran for more than set timeout ({timeout * 1000:g} ms) while "
-                        "waiting for the value of an RRef"
-                    )
+                self._await(timeout or None)
+            if not self._done:
+                self._give_up(timeout)
         return self.value()
 
     def wait_with(self, waiter: Waiter) -> None:
@@ -79,22 +81,48 @@ class Slot:
         with blocking():
             wait_in_usual_modes(waiter, self.done, self._sleep)
 
-    def _sleep(self) -> None:
-        self._await(None)
+    def _give_up(self, timeout: float) -> NoReturn:
+        if deadlines.is_cancelled():
+            raise CallCancelledError(
+                "the value of an RRef was waited for in a handler that its caller gave up"
+            )
+        raise RpcTimeoutError(
+            f"RPC ran for more than set timeout ({timeout * 1000:g} ms) while "
+            "waiting for the value of an RRef"
+        )
 
-    def _await(self, timeout: float | None) -> bool:
+    def _sleep(self) -> None:
+        woken = self._queue()
+        if woken is not None:
+            woken.acquire()
+
+    def _await(self, timeout: float | None) -> None:
+        """Waits until done, or that is of no use any more."""
+        woken = self._queue()
+        if woken is None:
+            return
+        forget = deadlines.when_cancelled(partial(self._wake, woken))
+        try:
+            if not woken.acquire(timeout=-1 if timeout is None else timeout):
+                self._wake(woken)
+        finally:
+            forget()
+
+    def _queue(self) -> threading.Lock | None:
+        """A lock that is let go when this is done; None if it is."""
         woken = threading.Lock()
         woken.acquire()
         with self._lock:
             if self._done:
-                return True
+                return None
             self._waiting.append(woken)
-        if woken.acquire(timeout=-1 if timeout is None else timeout):
-            return True
+        return woken
+
+    def _wake(self, woken: threading.Lock) -> None:
         with self._lock:
             if woken in self._waiting:
                 self._waiting.remove(woken)
-            return self._done
+                woken.release()
 
     def when_done(self, callback: Callable[[Slot], None]) -> None:
         """Calls ``callback(self)`` on the filling thread, or now if done."""
@@ -103,6 +131,11 @@ class Slot:
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    def forget(self, callback: Callable[[Slot], None]) -> None:
+        """Does not call one given to :meth:`when_done` any more, if it has not yet."""
+        with self._lock, suppress(ValueError):
+            self._callbacks.remove(callback)
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
         with self._lock:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ import rpc
 from rpc import CallCancelledError, RpcTimeoutError
 from rpc.agent import Agent, AgentOptions
 from rpc.cancellation import EarlyCancellations
-from rpc.testing import MemoryHub, VirtualClock, as_worker, connect
+from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
 from tests.waiting import until
 
 SECONDS = 20.0
@@ -272,6 +273,115 @@ class TestWhatIsNeverDone:
         with pytest.raises(rpc.RRefCreationError):
             waits.wait()
         until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+
+def make_at_home() -> rpc.RRef[int]:
+    """A value that is to come whoever else is lost."""
+    return rpc.remote("bob", promise)
+
+
+def bits_of(value: rpc.RRef[int]) -> int:
+    return value.local_value().bit_length()
+
+
+def bits_of_in_another_thread(value: rpc.RRef[int]) -> int:
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(context.run, bits_of, value).result()
+
+
+async def bits_of_in_a_coroutine(value: rpc.RRef[int]) -> int:
+    return bits_of(value)
+
+
+def to_bytes_by_name(value: rpc.RRef[int]) -> rpc.Future[bytes]:
+    return value.rpc_async().to_bytes(length=2, byteorder="big")
+
+
+def ask_for_the_type(value: rpc.RRef[int]) -> rpc.Future[type]:
+    future: rpc.Future[type] = value._get_type(blocking=False)
+    return future
+
+
+def call_of(handler: Callable[[rpc.RRef[int]], int]) -> Callable[[rpc.RRef[int]], rpc.Future[int]]:
+    return lambda value: rpc.rpc_async("bob", handler, (value,))
+
+
+WAITS = {
+    "a handler": call_of(bits_of),
+    "a thread of a handler's": call_of(bits_of_in_another_thread),
+    "a coroutine": call_of(bits_of_in_a_coroutine),
+    "a method with keywords": to_bytes_by_name,
+    "a look at the type": ask_for_the_type,
+}
+
+
+@pytest.mark.parametrize("ask", WAITS.values(), ids=WAITS)
+class TestHandlersThatWaitForAValue:
+    """They end with the call that they serve, and are not reported as errors of the user's."""
+
+    def test_when_it_is_cancelled(
+        self,
+        pair: Pair,
+        ask: Callable[[rpc.RRef[int]], rpc.Future[int]],
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        value = rpc.remote("bob", promise)
+        waits = ask(value)
+        until(lambda: len(pair.bob.callee.serving()) == 2)
+        assert waits.cancel()
+        until(lambda: len(pair.bob.callee.serving()) == 1)
+        seen.promises[0].set_result(3)
+        assert value.to_here() == 3
+        assert capfd.readouterr().err == ""
+
+    def test_when_its_caller_is_lost(
+        self, pair: Pair, ask: Callable[[rpc.RRef[int]], rpc.Future[int]]
+    ) -> None:
+        value = rpc.rpc_sync("bob", make_at_home)
+        waits = ask(value)
+        until(lambda: len(pair.bob.callee.serving()) == 2)
+        pair.hub.cut(0)
+        until(lambda: len(pair.bob.callee.serving()) == 1 and pair.bob.executor.busy() == 0)
+        pair.alice.caller.close("the test is over")
+        with pytest.raises(rpc.AgentClosedError):
+            waits.wait()
+
+
+def test_a_handler_waits_for_a_value_as_long_as_its_caller_does() -> None:
+    with local_group("alice", "bob") as (alice, bob), as_worker(alice):
+        seen.promises.clear()
+        value = rpc.remote("bob", promise)
+        # Nobody else tells it: a caller's own clock may be slow, or its message late.
+        with pytest.raises(RpcTimeoutError, match="set timeout"):
+            rpc.rpc_sync("bob", bits_of, (value,), timeout=0.05)
+        until(lambda: bob.executor.busy() == 0)
+        until(lambda: bool(seen.promises))
+        seen.promises[0].set_result(3)
+        assert rpc.rpc_sync("bob", bits_of, (value,), timeout=5) == 2
+
+
+def test_a_method_with_keywords_ends_with_the_remote_call_that_makes_its_value(pair: Pair) -> None:
+    value = rpc.remote("bob", promise, timeout=5)
+    waits = to_bytes_by_name(value)
+    until(lambda: len(pair.bob.callee.serving()) == 2)
+    pair.clock.advance(6)
+    with pytest.raises(rpc.RRefCreationError):
+        waits.wait()
+    until(lambda: quiet(pair.alice) and quiet(pair.bob))
+
+
+def test_fetches_that_were_given_up_leave_nothing_at_a_value_to_come(pair: Pair) -> None:
+    value = rpc.remote("bob", promise)
+    until(lambda: bool(seen.promises))
+    (slot,) = pair.bob.references._values.values()
+    for _ in range(5):
+        fetch = value.rpc_async().bit_length()
+        until(lambda: len(pair.bob.callee.serving()) == 2)
+        assert fetch.cancel()
+    until(lambda: len(pair.bob.callee.serving()) == 1)
+    assert slot._callbacks == []
+    seen.promises[0].set_result(3)
 
 
 def test_methods_of_a_value_to_come_hold_no_thread(pair: Pair) -> None:
