@@ -33,6 +33,7 @@ from torch.nn import Parameter
 
 from rpc import leftovers
 from rpc.errors import DecodeError, EncodeError, RpcError
+from rpc.safe_text import class_name, text_of
 from rpc.simple_values import (
     NOT_SIMPLE,
     PROTOCOL,
@@ -165,23 +166,17 @@ def _parts_of_call(
 ) -> Iterator[tuple[str, object]]:
     yield f"the function {name}", func
     for position, value in enumerate(args):
-        yield f"argument {position} ({_type_name(value)}) of {name}", value
+        yield f"argument {position} ({class_name(type(value))}) of {name}", value
     for key, value in kwargs.items():
-        yield f"argument {key!r} ({_type_name(value)}) of {name}", value
+        yield f"argument {key!r} ({class_name(type(value))}) of {name}", value
 
 
 def _reason_not_to_send(value: object) -> str | None:
     try:
         encode(value)
     except Exception as error:
-        return str(error.__cause__ or error)
+        return text_of(error.__cause__ or error)
     return None
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return prefix + kind.__qualname__
 
 
 # What a payload calls on arrival. The unpickler replaces the first three by
@@ -341,7 +336,9 @@ def _leave_class(lifter: _Lifter, kind: type) -> Any:
 
 
 def _refuse_leftover(lifter: _Lifter, obj: object) -> Any:
-    raise EncodeError(f"a {_type_name(obj)} means nothing to another worker{leftovers.remedy(obj)}")
+    raise EncodeError(
+        f"a {class_name(type(obj))} means nothing to another worker{leftovers.remedy(obj)}"
+    )
 
 
 def _refuse_future(future: object) -> Any:
@@ -424,7 +421,8 @@ def _encode_by_value(value: object) -> Encoded:
 
 
 def _encode_error(value: object, error: Exception) -> EncodeError:
-    return EncodeError(f"a value of type {_type_name(value)} cannot be sent: {error}")
+    kind = class_name(type(value))
+    return EncodeError(f"a value of type {kind} cannot be sent: {text_of(error)}")
 
 
 def _main_is_interactive() -> bool:
@@ -453,7 +451,7 @@ def _load(unpickler: _Unpickler, tensors: Sequence[Tensor], references: Sequence
         raise
     except Exception as error:
         raise DecodeError(
-            f"a value that arrived cannot be rebuilt here: {type(error).__name__}: {error}"
+            f"a value that arrived cannot be rebuilt here: {type(error).__name__}: {text_of(error)}"
         ) from error
 
 

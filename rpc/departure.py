@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rpc.control import ControlMessage, Leaving, Probe, Quiet, Ready
 from rpc.errors import RpcError, RpcTimeoutError
-from rpc.executor import in_handler
+from rpc.executor import is_replaced_while_waiting
 from rpc.termination import (
     AnswerWhenQuiet,
     Effect,
@@ -70,7 +70,7 @@ class Departure:
         Raises:
             RpcError: called from a handler, which leaving in peace would wait for.
         """
-        if in_handler() and not self._agent.is_expelled:
+        if is_replaced_while_waiting() and not self._agent.is_expelled:
             raise RpcError(
                 "shutdown(graceful=True) was called in a handler, which it would wait for; "
                 "call it in the main program"

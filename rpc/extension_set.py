@@ -18,7 +18,7 @@ from rpc.errors import AgentClosedError, DecodeError, EncodeError
 from rpc.extensions import CallExtension
 from rpc.messages import Extensions
 from rpc.packing import Attach, Replace
-from rpc.remote_errors import text_of
+from rpc.safe_text import text_of
 
 if TYPE_CHECKING:
     from rpc.agent import Agent

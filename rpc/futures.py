@@ -24,6 +24,7 @@ from rpc.executor import blocking
 from rpc.interrupts import let_in, restore
 from rpc.raising import bare_copy
 from rpc.remote_errors import raisable, retell
+from rpc.safe_text import text_of
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -358,7 +359,7 @@ class Future(_TorchFuture[T]):
             return
         failure.stand_in = _stand_in(self._error)
         if not failure.seen:
-            kind, text = type(self._error).__name__, failure.stand_in  # logs may be kept
+            kind, text = type(self._error).__name__, text_of(failure.stand_in)  # logs may be kept
             _logger.error("%s failed and nobody looked: %s: %s", self._description, kind, text)
 
 
@@ -444,7 +445,7 @@ def _stand_in(error: BaseException) -> BaseException:
     try:
         return bare_copy(error)
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
 
 def _require_callback(method: str, callback: object) -> None:
@@ -453,8 +454,12 @@ def _require_callback(method: str, callback: object) -> None:
 
 
 def _as_runtime_error(error: BaseException) -> BaseException:
-    if isinstance(error, RuntimeError):
+    kind = type(error)  # its class may answer for what it is
+    if issubclass(kind, RuntimeError):
         return error
-    told = retell(error, str(error)) if isinstance(error, Exception) else raisable(error)
+    if issubclass(kind, Exception):
+        told = retell(cast(Exception, error), text_of(error))
+    else:
+        told = raisable(error)
     told.__cause__ = error
     return told

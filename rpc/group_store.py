@@ -52,6 +52,9 @@ _LONGEST_ATTEMPT = 5.0  # seconds; to an address that swallows what it is sent
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SECONDS_TO_SAY_WHY = 0.1
 
+_PORT_IS_TAKEN = "EADDRINUSE"
+"""What torch, whose error has no number, says of a port at which another process listens."""
+
 KEY_MARK = "key_mark"
 """What a record's extras call the mark of the key that its worker was given."""
 
@@ -265,6 +268,12 @@ def _connect(
             raise ValueError(
                 f"init_method={init_method!r} has a scheme that is not known; "
                 "use env://, tcp://host:port or file:///path"
+            ) from error
+        if _PORT_IS_TAKEN in str(error):
+            raise BringUpError(
+                f"the store at init_method={init_method!r} cannot be hosted here, as the worker "
+                "with rank 0 does: its port is taken by another process, perhaps another worker "
+                "with rank 0. Give each worker its own rank, or the group another port"
             ) from error
         raise BringUpError(
             f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "

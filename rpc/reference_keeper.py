@@ -54,8 +54,8 @@ from rpc.reference_terms import (
     UserHandle,
 )
 from rpc.references import ReferenceTable
-from rpc.remote_errors import text_of
 from rpc.rref import RRef, _rref_typeof_on_owner
+from rpc.safe_text import text_of
 from rpc.sinks import WaitingCaller
 from rpc.slot import Slot
 from rpc.worker_info import WorkerInfo
@@ -154,9 +154,9 @@ class ReferenceKeeper:
         with self._lock:
             self._creations_under_way -= 1
         if passed.passage is Passage.CREATION:
-            self.unsent(Loan((passed,)), str(error))
+            self.unsent(Loan((passed,)), text_of(error))
         elif rref._holding.value is not None:  # the error itself would keep the handle alive
-            rref._holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
+            rref._holding.value.fail(RRefCreationError(f"RRef creation failed: {text_of(error)}"))
 
     def creation_given_up(self, passed: Passed) -> None:
         """The call of ``remote()`` ended before its request was sent: the owner is told."""
@@ -181,10 +181,10 @@ class ReferenceKeeper:
         fork = holding.fork
         with self._lock:
             self._creations_under_way -= 1
-            effects = self._table.creation_failed(fork, str(error)) if fork is not None else []
+            effects = self._table.creation_failed(fork, text_of(error)) if fork is not None else []
         self._perform(effects)
         if fork is None and holding.value is not None:
-            holding.value.fail(RRefCreationError(f"RRef creation failed: {error}"))
+            holding.value.fail(RRefCreationError(f"RRef creation failed: {text_of(error)}"))
         if holding.creation is not None:
             holding.creation.fail(error)
         if fork is not None and holding.called_through:

@@ -21,6 +21,7 @@ import torch
 
 from rpc import codec, tensor_table
 from rpc.errors import EncodeError, RemoteError
+from rpc.safe_text import class_name, repr_of, text_of
 from rpc.worker_info import WorkerInfo
 
 _MISFIT: Final = "Overloaded torch operator invoked from Python failed to match any schema"
@@ -100,8 +101,8 @@ def encode_error(error: BaseException, worker: WorkerInfo) -> bytes:
         hop = _Hop(str(worker), shown, _format_traceback(error, report))
         return _to_bytes(parcel, (*(report.hops if report else ()), hop))
     except BaseException as failure:
-        text = f"{_name_of(type(error))}, and packing it failed: {_attempt(repr, failure)}"
-        parcel = _Parcel(_name_of(type(error)), None, True, (), (), (), (), text, text)
+        text = f"{class_name(type(error))}, and packing it failed: {repr_of(failure)}"
+        parcel = _Parcel(class_name(type(error)), None, True, (), (), (), (), text, text)
         return _to_bytes(parcel, (_Hop(str(worker), text, ""),))
 
 
@@ -115,7 +116,7 @@ def decode_error(data: bytes | bytearray | memoryview) -> BaseException:
         parcel, hops = codec.decode(data, (), ())
         return _unpack(parcel, hops)
     except Exception as failure:
-        return RemoteError(f"an exception came back damaged: {_attempt(repr, failure)}")
+        return RemoteError(f"an exception came back damaged: {repr_of(failure)}")
 
 
 def retell(error: Exception, text: str) -> Exception:
@@ -145,13 +146,8 @@ def raisable(error: BaseException) -> Exception:
     try:
         told = _unpack(_pack(error, None), ())
     except BaseException:
-        told = RemoteError(_name_of(type(error)))
+        told = RemoteError(class_name(type(error)))
     return cast(Exception, told.with_traceback(error.__traceback__))
-
-
-def text_of(error: BaseException) -> str:
-    """What an exception says, whatever its class makes of that. Never raises an ``Exception``."""
-    return _attempt(str, error)
 
 
 def refuse_as_torch_does(func: object, error: TypeError) -> None:
@@ -175,12 +171,12 @@ def _to_bytes(parcel: _Parcel, hops: tuple[_Hop, ...]) -> bytes:
 
 def _pack(error: BaseException, report: _Report | None) -> _Parcel:
     kind = _original_type(type(error))
-    text = report.text if report else _attempt(str, error)
+    text = report.text if report else text_of(error)
     return _Parcel(
-        type_name=_name_of(kind),
+        type_name=class_name(kind),
         type=_freeze(kind),
         is_exception=issubclass(kind, Exception),
-        args=tuple(_freeze(arg) or _attempt(repr, arg) for arg in _args_of(error)),
+        args=tuple(_freeze(arg) or repr_of(arg) for arg in _args_of(error)),
         attributes=_freeze_items(_attributes_of(error)),
         fields=_freeze_items(_fields_of(error)),
         members=tuple(_pack(member, _report_of(member)) for member in _members_of(error)),
@@ -258,35 +254,19 @@ def _format_traceback(error: BaseException, report: _Report | None) -> str:
             lines = [head, *traceback.format_tb(error.__traceback__), report.shown]
         return "".join(lines).rstrip("\n")
     except BaseException as failure:
-        return f"(formatting the traceback failed: {_attempt(repr, failure)})"
+        return f"(formatting the traceback failed: {repr_of(failure)})"
 
 
 def _show(error: BaseException) -> str:
     """The exception's repr; if the default one, with line breaks and the like as they are."""
     if type(error).__repr__ is not BaseException.__repr__:
-        return _attempt(repr, error)
+        return repr_of(error)
     return f"{type(error).__name__}({', '.join(map(_show_argument, error.args))})"
 
 
 def _show_argument(value: object) -> str:
-    shown = _attempt(repr, value)
+    shown = repr_of(value)
     return f"'{value}'" if type(value) is str and "\\" in shown else shown
-
-
-def _attempt(render: Any, value: object) -> str:
-    """``render(value)``, where ``render`` is str or repr and the class may have broken it."""
-    try:
-        return str(render(value))
-    except BaseException as failure:
-        return f"<{_name_of(type(value))} whose text raises {type(failure).__name__}>"
-
-
-def _name_of(kind: type) -> str:
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
 
 
 # Putting together
@@ -308,7 +288,7 @@ def _unpack(parcel: _Parcel, hops: tuple[_Hop, ...]) -> BaseException:
         _restore_attributes(error, parcel)
         return _with_report(error, report) if reports else error
     except Exception as failure:
-        reason = _attempt(str, failure)
+        reason = text_of(failure)
         return _stand_in(
             f"Failed to create original exception type {parcel.type_name}: {reason}. "
             f"Original exception on remote side was {parcel.shown}",
@@ -382,7 +362,7 @@ def _thaw_or_describe(part: Frozen | str) -> Any:
     try:
         return _thaw(part)
     except Exception as failure:
-        return f"<not rebuilt: {_attempt(str, failure)}>"
+        return f"<not rebuilt: {text_of(failure)}>"
 
 
 # The types of rebuilt exceptions

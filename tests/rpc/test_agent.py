@@ -605,11 +605,17 @@ def test_shutdown_waits_only_for_the_living() -> None:
     agents[0].shutdown(graceful=False)
 
 
+async def shut_down_in_a_coroutine() -> None:
+    rpc.api.current_agent().shutdown(timeout=20)
+
+
 def test_shutdown_in_a_handler_is_refused_and_changes_nothing(pair: list[Agent]) -> None:
     with pytest.raises(RuntimeError, match="called in a handler"):
         pair[0].rpc_sync("bob", rpc.shutdown, timeout=20)
     with pytest.raises(RuntimeError, match="called in a handler"):
         pair[0].rpc_sync("bob", lambda: rpc.api.current_agent().shutdown(), timeout=20)
+    with pytest.raises(RuntimeError, match="called in a handler"):
+        pair[0].rpc_sync("bob", shut_down_in_a_coroutine, timeout=20)
     assert pair[0].rpc_sync("bob", whoami, timeout=20) == "bob"
 
 

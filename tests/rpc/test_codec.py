@@ -99,11 +99,14 @@ class RaisesOnPickling:
 
 
 class RaisesOnArrival:
-    def __setstate__(self, state: object) -> None:
-        raise KeyError("broken")
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __setstate__(self, state: dict[str, Exception]) -> None:
+        raise state["error"]
 
     def __getstate__(self) -> object:
-        return {"some": "state"}
+        return {"error": self.error}
 
 
 class Nested:
@@ -474,6 +477,17 @@ def test_an_error_in_getstate_is_the_cause_of_the_refusal() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_without_a_text_is_the_cause_of_the_refusal_too() -> None:
+    with pytest.raises(EncodeError, match="Speechless whose text raises ValueError") as caught:
+        encode(RaisesOnPickling(Speechless()))
+    assert isinstance(caught.value.__cause__, Speechless)
+
+
 def test_too_deep_nesting_is_refused_in_time() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
@@ -538,8 +552,10 @@ def test_an_index_beyond_the_tables_raises_a_decode_error() -> None:
 
 def test_an_error_in_setstate_is_the_cause_of_the_decode_error() -> None:
     with pytest.raises(DecodeError, match="broken") as caught:
-        round_trip(RaisesOnArrival())
+        round_trip(RaisesOnArrival(KeyError("broken")))
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(DecodeError, match="Speechless whose text raises ValueError"):
+        round_trip(RaisesOnArrival(Speechless()))
 
 
 def test_payloads_mean_nothing_to_plain_pickle() -> None:

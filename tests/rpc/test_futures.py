@@ -626,6 +626,33 @@ def test_an_error_that_cannot_be_copied_is_told_in_words_when_its_future_is_gone
         both.wait()
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_an_error_of_a_callback_fails_its_future_although_it_has_no_text(is_done: bool) -> None:
+    def fail(_: object) -> None:
+        raise Speechless("why")
+
+    future = done(3) if is_done else Future()
+    child = future.then(fail)
+    if not is_done:
+        future.set_result(3)
+    assert child.done()
+    with pytest.raises(Speechless):
+        child.wait()
+
+
+def test_a_failure_that_nobody_looks_at_is_logged_although_it_has_no_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed(Speechless("why"))
+    gc.collect()
+    assert "failed and nobody looked: Speechless: <tests.rpc" in caplog.text
+
+
 @pytest.mark.parametrize("has_grad", [True, False])
 def test_a_callback_runs_in_the_grad_mode_in_which_it_was_given(has_grad: bool) -> None:
     future: Future[int] = Future()

@@ -204,6 +204,13 @@ class TestOpenStore:
         with pytest.raises(BringUpError, match=r"'a\.\.b' is no name of a host"):
             group_store.open_store("tcp://a..b:1", 1, 2, SOON)
 
+    def test_a_host_whose_port_is_taken_says_so(self) -> None:
+        with socket.create_server(("localhost", 0)) as listener:
+            url = f"tcp://localhost:{listener.getsockname()[1]}"
+            told = "its port is taken by another process, perhaps another worker with rank 0"
+            with pytest.raises(BringUpError, match=told):
+                group_store.open_store(url, 0, 2, 5.0)
+
     def test_a_host_that_is_frozen_is_not_waited_for_any_longer(self) -> None:
         with socket.socket() as frozen:
             frozen.bind(("127.0.0.1", 0))

@@ -32,12 +32,12 @@ from rpc.errors import (
 )
 from rpc.remote_errors import (
     RemoteTraceback,
-    _name_of,
     decode_error,
     encode_error,
     raisable,
     retell,
 )
+from rpc.safe_text import class_name
 from rpc.simple_values import Reference
 from rpc.worker_info import WorkerInfo
 
@@ -377,7 +377,7 @@ def test_what_would_end_who_raises_it_is_made_harmless_here_as_well(error: BaseE
     told = raisable(error)
     assert isinstance(told, RemoteError)
     assert not isinstance(told, type(error))
-    assert str(told) == f"{_name_of(type(error))}: {error}"
+    assert str(told) == f"{class_name(type(error))}: {error}"
     assert getattr(told, "code", None) == getattr(error, "code", None)
     assert str(travel(told)).startswith(f"{told}\n\nOn WorkerInfo(id=1, name=w1):")
     unharmed = ValueError("x")
