@@ -298,10 +298,9 @@ class Agent(process_forks.Member):
         require_call(func, args, kwargs)
         finalizers.refuse("rpc_sync")
         if retry is not None:
-            waiting = WaitingCaller()
-            tried = RetriedCall(to, func, args or (), kwargs or {})
-            self.retries.start(tried, timeout, retry, waiting)
-            return self.caller.sync(waiting)
+            return self.retries.sync(
+                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
+            )
         if profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()

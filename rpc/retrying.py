@@ -23,6 +23,7 @@ from rpc.errors import (
 from rpc.functions import is_idempotent
 from rpc.futures import Future
 from rpc.ids import Life
+from rpc.interrupts import restore, shut_out
 from rpc.messages import Reply
 from rpc.method_names import method_name, text_of
 from rpc.observation import leads_to
@@ -127,6 +128,21 @@ class Retries:
             raise
         return tried
 
+    def sync(self, call: RetriedCall, timeout: float, retry: Retry) -> Any:
+        """As :meth:`start`, and waits for the outcome; interrupted, it gives the call up."""
+        waiting = WaitingCaller()
+        before = shut_out()
+        try:
+            tried = self.start(call, timeout, retry, waiting)
+            try:
+                return self._agent.caller.sync(waiting)
+            except BaseException:
+                if waiting.is_waiting:
+                    tried.give_up()
+                raise
+        finally:
+            restore(before)
+
     def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
         limit = self._agent.timeout_of(timeout)
         attempts = Attempts(retry, self._agent.clock.now(), limit)
@@ -145,24 +161,32 @@ class Retries:
         agent = self._agent
         owner = agent.find(call.to, timeout)
         limit = agent.timeout_of(timeout)
-        rref, passed, sink = agent.references.create(owner, call.func, limit)
-        creation = Creation(passed.reference.owner, encode_passed((passed,)))
-        tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
+        before = shut_out()
         try:
-            tried.send()
-        except BaseException as error:
-            tried.abandon()
-            agent.references.creation_not_sent(rref, passed, error)
-            raise
-        return rref
+            rref, passed, sink = agent.references.create(owner, call.func, limit)
+            creation = Creation(passed.reference.owner, encode_passed((passed,)))
+            tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
+            try:
+                tried.send()
+            except BaseException as error:
+                tried.abandon()
+                agent.references.creation_not_sent(rref, passed, error)
+                raise
+            return rref
+        finally:
+            restore(before)
 
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
         """As :meth:`start`, with a future for the outcome."""
         agent = self._agent
         whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
         future = agent.caller.future(f"the call of {call.name} on {whom}")
-        tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
-        future.canceller = tried.cancel
+        before = shut_out()
+        try:
+            tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
+        finally:
+            restore(before)
+        future.canceller = lambda _: tried.give_up()
         return future
 
     def oldest(self) -> int:
@@ -321,8 +345,8 @@ class RetriedSink:
         sink, self._sink = self._sink, _Nobody()
         return sink
 
-    def cancel(self, future: Future[Any]) -> bool:
-        """Gives up, also between two attempts; False if the call is over."""
+    def give_up(self) -> bool:
+        """Cancels, also between two attempts; False if the call is over."""
         self._cancelled = True
         caller, expired = self._agent.caller, self.expired
         if caller.cancel_where(lambda sink: leads_to(sink, self)):

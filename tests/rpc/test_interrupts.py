@@ -12,6 +12,7 @@ from types import FrameType
 import pytest
 import torch
 
+import rpc
 from rpc import collecting, interrupts
 from rpc.agent import Agent
 from rpc.futures import Future
@@ -157,6 +158,33 @@ def test_a_call_that_is_interrupted_is_given_up(pair: list[Agent]) -> None:
     assert alice.debug_info()["calls"] == []
     events[0].set()
     until(lambda: alice.caller.quiet() and bob.callee.quiet())
+
+
+@rpc.functions.idempotent
+def wait_for_retried(event_number: int) -> None:
+    started.append(event_number)
+    wait_for(event_number)
+
+
+started: list[int] = []
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, 0.02], ids=["in an attempt", "between two"])
+def test_a_call_that_may_be_tried_again_is_not_after_it_was_interrupted(
+    pair: list[Agent], seconds: float
+) -> None:
+    alice, bob = pair
+    started.clear()
+    events[0].clear()
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    retry = rpc.Retry(attempt_timeout=seconds, backoff=SECONDS)
+    with pytest.raises(Alarm):
+        alice.rpc_sync("bob", wait_for_retried, (0,), timeout=0, retry=retry)
+    assert alice.retries.oldest() == 0
+    assert alice.retries.paused() == alice.debug_info()["calls"] == []
+    events[0].set()
+    until(lambda: alice.caller.quiet() and bob.callee.quiet())
+    assert started == [0]
 
 
 def test_a_handler_may_make_a_call_while_the_thread_waits_for_another(pair: list[Agent]) -> None:
