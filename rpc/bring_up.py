@@ -101,14 +101,15 @@ def address_towards(init_method: str) -> str | None:
 def is_crowded(init_method: str, world_size: int) -> bool:
     """True if a static group is known to have more workers on this host than it has cores.
 
-    They are all here if the store is at a loopback address; how many of them torchrun started
-    here, it says itself.
+    They are all here if the store is a file, or at a loopback address; how many of them
+    torchrun started here, it says itself.
     """
-    workers = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if urlsplit(init_method).scheme == "env" and workers.isdecimal():
+    workers, scheme = os.environ.get("LOCAL_WORLD_SIZE", ""), urlsplit(init_method).scheme
+    if scheme == "env" and workers.isdecimal():
         return int(workers) > usable_cores()
     mine = _address_towards(_host_of_store(init_method))
-    return mine is not None and _is_loopback(mine) and world_size > usable_cores()
+    are_here = scheme == "file" or (mine is not None and _is_loopback(mine))
+    return are_here and world_size > usable_cores()
 
 
 def _host_of_store(init_method: str) -> str | None:

@@ -18,9 +18,16 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "init_method", ["tcp://127.0.0.1:29500", "tcp://localhost:29500", "tcp://[::1]:29500", "env://"]
+    "init_method",
+    [
+        "tcp://127.0.0.1:29500",
+        "tcp://localhost:29500",
+        "tcp://[::1]:29500",
+        "env://",
+        "file:///tmp/store",
+    ],
 )
-def test_more_workers_than_cores_at_a_loopback_address_crowd(
+def test_more_workers_than_cores_at_a_loopback_address_or_a_file_crowd(
     init_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -29,7 +36,7 @@ def test_more_workers_than_cores_at_a_loopback_address_crowd(
     assert address_towards(init_method) is None
 
 
-@pytest.mark.parametrize("init_method", ["file:///tmp/store", "env://", "tcp://nowhere.invalid:1"])
+@pytest.mark.parametrize("init_method", ["env://", "tcp://nowhere.invalid:1"])
 def test_workers_that_may_be_on_several_hosts_do_not(init_method: str) -> None:
     assert not is_crowded(init_method, 300)
     assert address_towards(init_method) is None
