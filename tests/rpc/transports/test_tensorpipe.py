@@ -36,6 +36,7 @@ from tests.rpc.transports.tensorpipe_process import (
     shares,
     workplaces,
 )
+from tests.signals import freeze
 from tests.waiting import until
 
 pytestmark = [
@@ -237,7 +238,7 @@ class TestBackPressure:
         b.answer = lambda *_: None
         place_of(a).call("ask_until_it_fails", 1)
         b.until(lambda: len(b.received) == 16)
-        os.kill(place_of(a).pid, signal.SIGSTOP)
+        freeze(place_of(a).pid)
         answering = [
             threading.Thread(target=place_of(b).call, args=("reply", 0, frame.correlation, 40_000))
             for _, frame in b.received

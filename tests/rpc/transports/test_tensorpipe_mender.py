@@ -30,6 +30,7 @@ from tests.rpc.transports.tensorpipe_process import (
     shares,
     workplaces,
 )
+from tests.signals import freeze
 from tests.waiting import until
 
 pytestmark = [
@@ -111,9 +112,9 @@ def asked_of(worker: Worker) -> Counter[bytes]:
     return Counter(frame.header for _, frame in worker.received)
 
 
-def freeze(worker: Worker) -> None:
-    """Stops the worker's process for good; it will not be asked to close."""
-    os.kill(place_of(worker).pid, signal.SIGSTOP)
+def freeze_for_good(worker: Worker) -> None:
+    """Stops the worker's process, which will not be asked to close."""
+    freeze(place_of(worker).pid)
     worker.closed = True
 
 
@@ -241,7 +242,7 @@ def with_a_frozen_peer(
     a, b = make(options, options, among=[place, victim])
     a.call(b, b"h")
     until(lambda: place_of(a).call("is_whole"))
-    freeze(b)
+    freeze_for_good(b)
     assert place_of(a).call("cut")
     return a, b
 
