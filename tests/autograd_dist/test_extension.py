@@ -140,13 +140,17 @@ def gradient_of_weight(model, context_id):
     return autograd_dist.get_gradients(context_id)[model.local_value().weight]
 
 
-def test_leaf_gets_its_gradient_where_it_lives(workers):
+@pytest.mark.parametrize("by_name", [False, True])
+def test_leaf_gets_its_gradient_where_it_lives(workers, by_name):
     model = rpc.remote("bob", Model)
+    x = leaf(5.0, 5.0)
     with autograd_dist.context() as context_id:
-        y = model.rpc_sync().forward(torch.ones(2) * 5)
+        forward = model.rpc_sync().forward
+        y = forward(x=x) if by_name else forward(x)
         assert y.requires_grad
         autograd_dist.backward(context_id, [y.sum()])
         gradient = rpc.rpc_sync("bob", gradient_of_weight, (model, context_id))
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [3.0, 4.0]
     assert gradient.tolist() == [5.0, 5.0]
 
 
