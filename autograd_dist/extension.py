@@ -68,7 +68,7 @@ class AutogradExtension:
         self._agent = agent
         self._me = agent.info.id
         self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
-        self.grad_fields = GradFields()
+        self.grad_fields = GradFields(partial(agent.timeout_of, 0.0))
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
         self.backward = self._passes.run
         self._closed = False
