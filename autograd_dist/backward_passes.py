@@ -182,10 +182,10 @@ class BackwardPasses:
 
     def send(self, driver: Driver, to: int, request: Request, payload: Payload | None) -> None:
         """Sends a request of a pass; its reply is the acknowledgement."""
-        present, tensors = gather(payload or [])
-        oldest = self._oldest(driver.pass_id)
-        message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
         try:
+            present, tensors = gather(payload or [])
+            oldest = self._oldest(driver.pass_id)
+            message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
             for gradient in tensors:
                 if not gradient.is_cpu:
                     tensors = sendable(tensors, self._agent.device_map(to))
@@ -193,17 +193,23 @@ class BackwardPasses:
             self._agent.ask_extension(
                 to, EXTENSION_NAME, message, tensors, partial(self._answered, driver)
             )
-        except Exception as error:
-            what = f"gradients for worker {to} cannot be sent: "
-            driver.failed(Failure.of(self._me, error, what))
+        except BaseException as error:  # whoever waits for the pass need not be on this thread
+            driver.raised(error, f"gradients for worker {to} cannot be sent: ")
 
     def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
-        """Replies to a request of a pass."""
-        if returned is None:
-            token.fill(encode_ack(ack))
-            return
-        present, tensors = gather(returned.payload)
-        token.fill((encode_ack(ack, returned.message_id, present), *tensors))
+        """Replies to a request of a pass; if that cannot be done, with why."""
+        answer: Answer
+        try:
+            if returned is None:
+                answer = encode_ack(ack)
+            else:
+                present, tensors = gather(returned.payload)
+                answer = encode_ack(ack, returned.message_id, present), *tensors
+        except BaseException as error:  # as above
+            why = Failure.of(self._me, error, "gradients cannot be acknowledged: ")
+            token.fill(encode_ack(Ack(error=why)))
+        else:
+            token.fill(answer)
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""

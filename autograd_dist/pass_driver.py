@@ -122,6 +122,10 @@ class PassDriver(Generic[T]):
             effects = self._participant.failed(error)
         self._carry_out(effects)
 
+    def raised(self, error: BaseException, what: str) -> None:
+        """Something could not be done here; ``what``, for people, is as for ``Failure.of``."""
+        self._carry_out(self._effects_of(error, what))
+
     def abandon(self) -> None:
         """Stops taking part, and lets go of the graph."""
         with self._participant_lock:
@@ -208,17 +212,20 @@ class PassDriver(Generic[T]):
             else:
                 reach = local.reach_of_send(effect.message_id, effect.positions)
         except BaseException as error:  # whoever waits for the pass is on another thread or worker
-            failure = Failure.of(self._me, error)
-            with self._participant_lock:
-                effects = participant.failed(failure)
-            # What a wave raised because the pass had failed is not why.
-            if self.pass_id.root == self._me and (effects or not isinstance(error, Exception)):
-                self._cause = error
-            return effects
+            return self._effects_of(error)
         with self._participant_lock:
             if reach is not None:
                 return participant.reach_found(reach)
             return participant.wave_finished(bool(local.contributions), resolved)
+
+    def _effects_of(self, error: BaseException, what: str = "") -> list[Effect[Payload, T]]:
+        failure = Failure.of(self._me, error, what)
+        with self._participant_lock:
+            effects = self._participant.failed(failure)
+        # What is raised because the pass had failed is not why.
+        if self.pass_id.root == self._me and (effects or not isinstance(error, Exception)):
+            self._cause = error
+        return effects
 
 
 def _resolve_others(local: LocalPass, promised: frozenset[int]) -> int:
