@@ -102,7 +102,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     not lead to the roots neither hold up the pass nor change it.
 
     There is no limit of time: ``rpc_timeout`` does not count. A pass ends with an error when
-    a worker that it needs is lost, or the context is left by another thread.
+    a worker that it needs is lost, or the context is left by another thread. In a handler it
+    ends when the caller gives the call up, or is lost.
 
     Args:
         context_id: from :class:`context`.
@@ -113,6 +114,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         BackwardError: something failed on the way; the text says on which worker.
         WorkerLostInBackwardError: a worker was lost on the way, whoever noticed it; a
             ``BackwardError`` and an ``rpc.WorkerLostError``.
+        CallCancelledError: the caller of the handler that this is called in gave it up.
         BaseException: what a hook on this worker raised and is no ``Exception``, as it is.
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.

@@ -33,7 +33,8 @@ from autograd_dist.wire import (
     gather,
     spread,
 )
-from rpc.errors import AgentClosedError
+from rpc import deadlines
+from rpc.errors import AgentClosedError, CallCancelledError
 from rpc.ids import new_tuple
 from rpc.slot import Slot
 
@@ -62,6 +63,8 @@ class _OfContext:
         over = [p for p in self.drivers if p.root == root and p.number < oldest]
         return [self.drivers.pop(pass_id) for pass_id in over]
 
+
+_GIVEN_UP = Failure("a backward pass was run in a handler that its caller gave up")
 
 _NO_PASSES = _OfContext()
 """Of a context of which none is known; to look at only."""
@@ -98,6 +101,7 @@ class BackwardPasses:
             BackwardError: it failed, here or on another worker; a
                 ``WorkerLostInBackwardError`` if a worker was lost.
             BaseException: what code here raised, if that is no ``Exception``.
+            CallCancelledError: the caller of the handler that this is called in gave it up.
             UnknownContextError: there is no such context here.
         """
         context = self._contexts.find(context_id)
@@ -105,10 +109,12 @@ class BackwardPasses:
         home: Home[Failure | None] = Home(self._agent.transport)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home
+        forget = deadlines.when_cancelled(lambda: driver.failed(_GIVEN_UP))
         try:
             self._begin(driver)
             error = in_span(PASS, _to_the_end, driver, home, roots)
         finally:
+            forget()
             self._end(driver)
         if error is not None:
             raise _as_raised(error, driver.take_cause())
@@ -176,10 +182,10 @@ class BackwardPasses:
 
     def send(self, driver: Driver, to: int, request: Request, payload: Payload | None) -> None:
         """Sends a request of a pass; its reply is the acknowledgement."""
-        present, tensors = gather(payload or [])
-        oldest = self._oldest(driver.pass_id)
-        message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
         try:
+            present, tensors = gather(payload or [])
+            oldest = self._oldest(driver.pass_id)
+            message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
             for gradient in tensors:
                 if not gradient.is_cpu:
                     tensors = sendable(tensors, self._agent.device_map(to))
@@ -187,17 +193,23 @@ class BackwardPasses:
             self._agent.ask_extension(
                 to, EXTENSION_NAME, message, tensors, partial(self._answered, driver)
             )
-        except Exception as error:
-            what = f"gradients for worker {to} cannot be sent: "
-            driver.failed(Failure.of(self._me, error, what))
+        except BaseException as error:  # whoever waits for the pass need not be on this thread
+            driver.raised(error, f"gradients for worker {to} cannot be sent: ")
 
     def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
-        """Replies to a request of a pass."""
-        if returned is None:
-            token.fill(encode_ack(ack))
-            return
-        present, tensors = gather(returned.payload)
-        token.fill((encode_ack(ack, returned.message_id, present), *tensors))
+        """Replies to a request of a pass; if that cannot be done, with why."""
+        answer: Answer
+        try:
+            if returned is None:
+                answer = encode_ack(ack)
+            else:
+                present, tensors = gather(returned.payload)
+                answer = encode_ack(ack, returned.message_id, present), *tensors
+        except BaseException as error:  # as above
+            why = Failure.of(self._me, error, "gradients cannot be acknowledged: ")
+            token.fill(encode_ack(Ack(error=why)))
+        else:
+            token.fill(answer)
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -319,6 +331,8 @@ def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:
     """What tells the caller of a pass that it failed: SystemExit and the like as they are."""
     if cause is not None and not isinstance(cause, Exception):
         return cause
+    if deadlines.is_cancelled():
+        return CallCancelledError(_GIVEN_UP.text)
     error = failure.as_error()
     error.__cause__ = cause
     return error

@@ -41,7 +41,13 @@ from autograd_dist.wire import (
     decode_release,
     encode_call,
 )
-from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError, WorkerLostError
+from rpc.errors import (
+    AgentClosedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.ids import new_tuple
 
 if TYPE_CHECKING:
@@ -68,7 +74,7 @@ class AutogradExtension:
         self._agent = agent
         self._me = agent.info.id
         self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
-        self.grad_fields = GradFields()
+        self.grad_fields = GradFields(partial(agent.timeout_of, 0.0))
         self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
         self.backward = self._passes.run
         self._closed = False
@@ -186,7 +192,7 @@ class AutogradExtension:
             future = self._agent.send_extension_message(creator, self.name, body, timeout=0)
         except _GONE:
             return  # and its contexts with it
-        except RpcError:
+        except Exception:  # there are others to be asked
             _log.exception("worker %d is not asked which of its contexts are over", creator)
             return
         future.add_done_callback(partial(self._answered, creator))
@@ -194,8 +200,10 @@ class AutogradExtension:
     def _answered(self, creator: int, future: Future[bytes]) -> None:
         try:
             self._released(decode_release(future.value()), creator)
-        except RpcError as error:
-            _log.debug("worker %d does not say which contexts are over: %s", creator, error)
+        except _GONE as error:
+            _log.debug("worker %d says no more which contexts are over: %s", creator, error)
+        except Exception:
+            _log.exception("worker %d does not say which of its contexts are over", creator)
 
     def _released(self, message: Release, told_by: int) -> None:
         for context_id in message.context_ids:
@@ -263,7 +271,7 @@ class AutogradExtension:
             future = self._agent.send_extension_message(worker, self.name, body)
         except _GONE:
             return  # and the contexts with it
-        future.add_done_callback(_ignore)
+        future.add_done_callback(partial(_note_refusal, worker, context_ids))
 
 
 def _record_sent(
@@ -296,5 +304,11 @@ def _attach_received(
     return result
 
 
-def _ignore(_: object) -> None:
-    """Nothing depends on the answer."""
+def _note_refusal(worker: int, context_ids: Sequence[int], answer: Future[bytes]) -> None:
+    """Nothing depends on the answer, but people may want to know what keeps memory."""
+    try:
+        answer.value()
+    except (*_GONE, RpcTimeoutError) as error:  # it takes the news late, if at all
+        _log.debug("worker %d does not say that it took news of contexts: %s", worker, error)
+    except Exception:
+        _log.exception("worker %d may keep contexts that are over: %s", worker, context_ids)

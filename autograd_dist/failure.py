@@ -8,6 +8,8 @@ from autograd_dist.errors import BackwardError, WorkerLostInBackwardError
 from rpc.errors import WorkerLostError
 from rpc.safe_text import text_of
 
+_LIVES = 1 << 64
+
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
@@ -27,17 +29,15 @@ class Failure:
 
     @classmethod
     def of(cls, worker_id: int, error: BaseException, what: str = "") -> Failure:
-        """An error on a worker.
+        """An error on a worker. Raises nothing, whatever the error's class does.
 
         Args:
             worker_id: where it happened.
             error: what was raised.
             what: could not be done, for people, with a colon and a space behind it.
         """
-        lost = None
-        if isinstance(error, WorkerLostError):
-            lost = LostWorker(error.name, error.incarnation, error.reason)
-        return cls(f"Error on Node {worker_id}: {what}{_described(error)}", lost)
+        text = f"Error on Node {worker_id}: {what}{_described(error)}"
+        return cls(text, _lost_worker(error))
 
     def as_error(self) -> BackwardError:
         """What the caller of the pass is told."""
@@ -47,8 +47,20 @@ class Failure:
         return WorkerLostInBackwardError(self.text, lost.name, lost.incarnation, lost.reason)
 
 
+def _lost_worker(error: BaseException) -> LostWorker | None:
+    """What a ``WorkerLostError`` says; None of one that a program made and that cannot travel."""
+    if not issubclass(type(error), WorkerLostError):  # its class may answer as it likes, or raise
+        return None
+    try:
+        name, incarnation, reason = error.name, error.incarnation, error.reason  # type: ignore[attr-defined]
+    except Exception:
+        return None
+    fits = type(name) is type(reason) is str and type(incarnation) is int
+    return LostWorker(name, incarnation, reason) if fits and 0 <= incarnation < _LIVES else None
+
+
 def _described(error: BaseException) -> str:
     text, kind = text_of(error), type(error).__name__
-    if isinstance(error, Exception):
+    if issubclass(type(error), Exception):
         return text or kind
     return f"{kind}: {text}" if text else kind

@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.borrowed_grads import BorrowedGrads
 from autograd_dist.engine_run import running
-from autograd_dist.grad_fields import GradFields
+from autograd_dist.grad_fields import GradFields, Use
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
     Edge,
@@ -94,6 +94,8 @@ class LocalPass:
         self._leaves = leaves
         self._deliver = deliver
         self._grad_fields = grad_fields
+        self._use: Use | None = None
+        self._is_over = False
         self._retain_graph = retain_graph
         self.contributions: _Contributions = {}
         # Nodes of Python functions die with the C++ graph; the edges given to us own it.
@@ -180,6 +182,15 @@ class LocalPass:
         self._awaited.remove(origin)
         self._delivered.add(origin)
         self._deliver(origin, list(gradients), not self._awaited)
+
+    def give_up(self) -> None:
+        """The pass is over: a wave does not wait for leaves that others use.
+
+        May be called from any thread, unlike the rest.
+        """
+        self._is_over = True
+        if self._use is not None:
+            self._use.give_up()
 
     def _contribute(self, edge: Edge, gradient: torch.Tensor) -> None:
         known = self.contributions.get(edge)
@@ -288,7 +299,9 @@ class LocalPass:
 
     def _run_accumulating(self, start: _Contributions, region: Region) -> None:
         variables = [leaf.variable for leaf in region.leaves]
-        used = self._grad_fields.used(variables)
+        used = self._use = self._grad_fields.used(variables)
+        if self._is_over:
+            used.give_up()
         with used, BorrowedGrads(variables) as borrowed, running(self):
             torch.autograd.backward(
                 gradient_edges(start),

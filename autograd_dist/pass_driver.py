@@ -122,6 +122,10 @@ class PassDriver(Generic[T]):
             effects = self._participant.failed(error)
         self._carry_out(effects)
 
+    def raised(self, error: BaseException, what: str) -> None:
+        """Something could not be done here; ``what``, for people, is as for ``Failure.of``."""
+        self._carry_out(self._effects_of(error, what))
+
     def abandon(self) -> None:
         """Stops taking part, and lets go of the graph."""
         with self._participant_lock:
@@ -130,7 +134,9 @@ class PassDriver(Generic[T]):
             self._carry_out(effects)
         # The two refer to each other; without this the graph would wait for the
         # garbage collector. A wave that still runs has its own reference.
-        self._local = None
+        local, self._local = self._local, None
+        if local is not None:
+            local.give_up()
 
     def take_cause(self) -> BaseException | None:
         """At the root: what the local share of the pass raised.
@@ -167,12 +173,19 @@ class PassDriver(Generic[T]):
                 elif isinstance(effect, Acknowledge):
                     self._wire.acknowledge(effect.token, effect.ack, effect.returned)
                 elif isinstance(effect, Finished):
-                    self._finished(effect.error)
+                    self._over(effect.error)
                 elif elsewhere is None and (self.home is None or self.home.is_here()):
                     following += self._work(effect)
                 else:
                     self._leave(effect, elsewhere)
             effects = following
+
+    def _over(self, error: Failure | None) -> None:
+        """At the root: the pass is over; if it failed, a wave may still be waiting here."""
+        self._finished(error)
+        local = self._local
+        if error is not None and local is not None:
+            local.give_up()
 
     def _leave(self, effect: _Work, elsewhere: Callable[[Callable[[], None]], None] | None) -> None:
         """Has another thread do what takes long."""
@@ -199,15 +212,20 @@ class PassDriver(Generic[T]):
             else:
                 reach = local.reach_of_send(effect.message_id, effect.positions)
         except BaseException as error:  # whoever waits for the pass is on another thread or worker
-            if self.pass_id.root == self._me:
-                self._cause = error
-            failure = Failure.of(self._me, error)
-            with self._participant_lock:
-                return participant.failed(failure)
+            return self._effects_of(error)
         with self._participant_lock:
             if reach is not None:
                 return participant.reach_found(reach)
             return participant.wave_finished(bool(local.contributions), resolved)
+
+    def _effects_of(self, error: BaseException, what: str = "") -> list[Effect[Payload, T]]:
+        failure = Failure.of(self._me, error, what)
+        with self._participant_lock:
+            effects = self._participant.failed(failure)
+        # What is raised because the pass had failed is not why.
+        if self.pass_id.root == self._me and (effects or not isinstance(error, Exception)):
+            self._cause = error
+        return effects
 
 
 def _resolve_others(local: LocalPass, promised: frozenset[int]) -> int:

@@ -26,7 +26,8 @@ class Releases:
     Args:
         name: of the thread that sends it.
         send: sends the ids of contexts that are over to one worker; what it raises an
-            RpcError for, such as that the worker's queue is full, is sent again later.
+            RpcError for, such as that the worker's queue is full, is sent again later;
+            any other error is logged, and the worker keeps those contexts.
     """
 
     def __init__(self, name: str, send: Callable[[int, Sequence[int]], None]) -> None:
@@ -70,6 +71,8 @@ class Releases:
                 _log.debug("worker %d is told later which contexts are over: %s", worker, error)
                 for context_id in ids:
                     self.put(context_id, (worker,))
+            except Exception:  # the others, and what comes later, must not suffer
+                _log.exception("worker %d is not told which contexts are over: %s", worker, ids)
 
 
 def _nothing_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import autograd_dist
 import rpc
+from autograd_dist import backward_passes
 from autograd_dist.backward_passes import BackwardPasses
 from autograd_dist.local_engine import DeliverGradients
 from autograd_dist.pass_driver import PassDriver
@@ -32,6 +34,17 @@ class MuteError(Exception):
         raise RuntimeError("there is no text")
 
 
+class FacelessError(Exception):
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise RuntimeError("there is no class")
+
+
+class HalfLostError(rpc.WorkerLostError):
+    def __init__(self) -> None:
+        RuntimeError.__init__(self, "half a loss")
+
+
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "boom": lambda: ValueError("boom"),
     "KeyError": KeyError,
@@ -39,6 +52,10 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "MuteError whose text raises RuntimeError": MuteError,
     "SystemExit: 3": lambda: SystemExit(3),
     "CancelledError": asyncio.CancelledError,
+    "no face": lambda: FacelessError("no face"),
+    "half a loss": HalfLostError,
+    "worker 'x' (incarnation -1) was lost: y": lambda: rpc.WorkerLostError("x", -1, "y"),
+    "worker None (incarnation None) was lost: z": lambda: rpc.WorkerLostError(None, None, "z"),  # type: ignore[arg-type]
 }
 
 
@@ -83,11 +100,20 @@ def behind_another_worker(x: torch.Tensor, text: str) -> torch.Tensor:
     return rpc.rpc_sync("bob", failing_at, ("carol", x, text))
 
 
+def failing_before(worker: str, x: torch.Tensor, text: str) -> torch.Tensor:
+    result: torch.Tensor = rpc.rpc_sync(worker, doubled, (failing(x, text),))
+    return result
+
+
+def before_another_worker(x: torch.Tensor, text: str) -> torch.Tensor:
+    return rpc.rpc_sync("bob", failing_before, ("carol", x, text))
+
+
 Forward = Callable[[torch.Tensor, str], torch.Tensor]
 
 
-def outcome(forward: Forward, text: str) -> BaseException:
-    """What a pass raises; it must end."""
+def outcome(forward: Forward, text: str) -> BaseException | None:
+    """What a pass raises, if anything; it must end."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -101,13 +127,15 @@ def outcome(forward: Forward, text: str) -> BaseException:
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,))
     thread.start()
     thread.join(SECONDS)
-    assert raised, "the pass does not end"
-    return raised[0]
+    assert not thread.is_alive(), "the pass does not end"
+    return raised[0] if raised else None
 
 
 @pytest.mark.parametrize("text", ERRORS)
 @pytest.mark.parametrize(
-    ("forward", "node"), [(elsewhere, 1), (behind_another_worker, 2)], ids=["there", "behind"]
+    ("forward", "node"),
+    [(elsewhere, 1), (behind_another_worker, 2), (before_another_worker, 1)],
+    ids=["there", "behind", "before"],
 )
 def test_what_a_hook_raises_elsewhere_comes_to_the_root(
     group: list[Agent], forward: Forward, node: int, text: str
@@ -135,6 +163,45 @@ def test_what_is_no_exception_leaves_the_root_as_it_is(
     group: list[Agent], forward: Forward, text: str
 ) -> None:
     assert type(outcome(forward, text)) is type(ERRORS[text]())
+
+
+def through_all(x: torch.Tensor, _: str) -> torch.Tensor:
+    """Of a graph whose pass is made of messages of every kind."""
+    return rpc.rpc_sync("bob", with_unused, (x,)) + rpc.rpc_sync("bob", doubled_at, ("carol", x))
+
+
+def with_unused(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    rpc.rpc_sync("carol", doubled_at, ("alice", y))  # unused, so y is held back
+    return rpc.rpc_sync("carol", doubled, (x,)) + y
+
+
+def doubled_at(worker: str, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = rpc.rpc_sync(worker, doubled, (x,))
+    return result
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
+@pytest.mark.parametrize("part", ["gather", "encode_request", "encode_ack"])
+def test_a_pass_ends_whichever_message_cannot_be_put_together(
+    group: list[Agent], monkeypatch: pytest.MonkeyPatch, part: str, kind: type[BaseException]
+) -> None:
+    put_together: Callable[..., Any] = getattr(backward_passes, part)
+    failing, numbers = 0, itertools.count(1)
+
+    def run_short(*args: Any) -> Any:
+        if next(numbers) == failing:
+            raise kind("no memory for a message")
+        return put_together(*args)
+
+    monkeypatch.setattr(backward_passes, part, run_short)
+    while next(numbers) > failing:
+        failing, numbers = failing + 1, itertools.count(1)
+        error = outcome(through_all, "")
+        waiting.until(lambda: all(agent.caller.quiet() for agent in group), SECONDS)
+        assert error is None or "no memory for a message" in str(error)
+        assert (error is None) == (next(numbers) <= failing)
+    assert failing > 3
 
 
 def drivers() -> int:

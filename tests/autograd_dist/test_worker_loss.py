@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +140,72 @@ def test_who_was_led_into_a_context_by_a_lost_worker_learns_of_its_end(
         context.__exit__()
     until(lambda: contexts(carol) == 0, SECONDS, meanwhile=group.step)
     assert contexts(alice) == 0
+
+
+def extension_of(agent: Agent) -> Any:
+    return agent.extensions.load("autograd_dist")
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError("no memory for it")
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+
+
+def test_a_worker_that_does_not_take_the_end_of_a_context_is_named_in_the_log(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extension_of(group.agents[1]), "_released", out_of_memory)
+    with autograd_dist.context() as context_id:
+        rpc.rpc_sync("bob", square, (leaf(),))
+    until(lambda: bool(errors_in(caplog)), SECONDS)
+    assert errors_in(caplog) == [f"worker 1 may keep contexts that are over: [{context_id}]"]
+    assert "no memory for it" in caplog.text
+
+
+def test_a_worker_that_does_not_say_which_contexts_are_over_is_named_in_the_log(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice, _, carol = group.agents
+    monkeypatch.setattr(extension_of(alice), "_take_in", out_of_memory)
+    with autograd_dist.context():
+        rpc.rpc_sync("bob", square_at, ("carol", leaf()))
+        group.hub.cut(1)
+        until(lambda: not carol.group.lives("bob"), SECONDS)
+        until(lambda: bool(errors_in(caplog)), SECONDS)
+    assert errors_in(caplog) == ["worker 0 does not say which of its contexts are over"]
+    assert "no memory for it" in caplog.text
+
+
+def test_one_that_cannot_be_asked_which_contexts_are_over_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = MemoryHub()
+    agents = alice, _, carol, dave = connect("alice", "bob", "carol", "dave", hub=hub)
+    send = carol.send_extension_message
+
+    def send_but_to_alice(to: int, *rest: Any, **more: Any) -> Any:
+        return out_of_memory() if to == 0 else send(to, *rest, **more)
+
+    monkeypatch.setattr(carol, "send_extension_message", send_but_to_alice)
+    open_contexts = []
+    for creator in (alice, dave):
+        with as_worker(creator):
+            open_contexts.append(autograd_dist.context())
+            contextvars.copy_context().run(begin_at_carol, open_contexts[-1])
+    hub.cut(1)
+    until(lambda: "worker 0 is not asked which of its contexts are over" in caplog.text, SECONDS)
+    open_contexts[1].__exit__()
+    until(lambda: contexts(carol) == 1, SECONDS)
+    for agent in agents:
+        agent.shutdown(graceful=False)
+
+
+def begin_at_carol(context: autograd_dist.context) -> None:
+    context.__enter__()
+    rpc.rpc_sync("bob", square_at, ("carol", leaf()))
 
 
 def begun_by_the_lost_carol(group: Group) -> int:
