@@ -23,7 +23,7 @@ from rpc.transports.tensorpipe_caller import Caller, is_large
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_parting import Exit
-from rpc.transports.tensorpipe_roster import Roster
+from rpc.transports.tensorpipe_roster import REPLACED, Roster
 from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent
 from rpc.worker_info import WorkerInfo
 
@@ -131,13 +131,16 @@ class Outgoing:
         return link.loopback.send(frame)
 
     def _call(self, to: int, frame: Frame) -> None:
+        former: Link | None = None
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
-                link = self._usable(to)
-            check_devices(frame.tensors, link.requests, "Request", link.name)
-            frame = link.shared.place(frame)
+                former = self._usable(to)
+            check_devices(frame.tensors, former.requests, "Request", former.name)
+            frame = former.shared.place(frame)
         with self._lock:
             link = self._usable(to)
+            if former is not None and link is not former:
+                raise WorkerLostError(former.name, former.peer.incarnation, former.lost or REPLACED)
             begun = self._caller.begin(link, frame.kind, frame)
             self._exit.hold()
         try:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from rpc.errors import WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorpipe_answers import Answers
@@ -285,3 +286,23 @@ class TestMemoryOfAMessageThatMayArrive:
         bench.send(frame_of(FrameKind.REPLY, LARGE))
         assert answer.done()
         assert bench.room() == 3
+
+
+def test_a_request_that_lies_in_the_memory_of_a_former_life_is_not_sent_to_a_later_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former, later = bench.link, link_to_peer(2, bench.share())
+    place = former.shared.place
+
+    def place_slowly(frame: Frame) -> Frame:
+        placed = place(frame)
+        with bench.lock:
+            bench.roster.remove(PEER)
+            bench.roster.add(later)
+        return placed
+
+    monkeypatch.setattr(former.shared, "place", place_slowly)
+    with pytest.raises(WorkerLostError, match="peer"):
+        bench.send(frame_of(FrameKind.REQUEST, LARGE))
+    assert bench.agent.calls == []
+    assert later.calls.sent == 0
