@@ -138,12 +138,19 @@ class Caller:
         except RuntimeError as error:
             self._broke(link, begun[0].attempt, f"torch cannot send to it: {error}")
 
-    def void(self, link: Link, begun: Begun) -> None:
-        """A call could not be made; one that says nothing takes its number."""
+    def void(self, link: Link, begun: Begun, frame: Frame) -> None:
+        """A call could not be made; one that says nothing takes its number.
+
+        What it has in shared memory is taken back, unless the mender may have made the call: on
+        a pipe that took the place of the one that it was begun for.
+        """
         envelope, route = begun
         with self._lock:
             if not link.calls.void(envelope.number):
                 return
+            unsent = route is not None and link.seam.attempt == envelope.attempt
+        if unsent:
+            link.shared.take_back(frame)
         nothing = envelope._replace(kind=wire.VOID)
         self.carry_or_break(link, (nothing, route), Frame(FrameKind.NOTICE, 0, b""))
 

@@ -16,6 +16,7 @@ EARLY_LIMIT = 65_536
 
 SHUT_DOWN = "it shut down"
 REMOVED = "it no longer counts this worker as a member"
+REPLACED = "a later life of it took its place"
 OLD_LIFE = "it knows a later life of this worker"
 OVERRUN = "it was sent too much before it knew this worker"
 SOMEBODY_ELSE = "somebody else listens at its address by now"

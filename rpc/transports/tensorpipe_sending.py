@@ -13,6 +13,7 @@ from typing import Literal
 from rpc.devices import check_devices
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.executor import in_handler
+from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Patience
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
@@ -22,7 +23,7 @@ from rpc.transports.tensorpipe_caller import Caller, is_large
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_parting import Exit
-from rpc.transports.tensorpipe_roster import Roster
+from rpc.transports.tensorpipe_roster import REPLACED, Roster
 from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent
 from rpc.worker_info import WorkerInfo
 
@@ -130,25 +131,29 @@ class Outgoing:
         return link.loopback.send(frame)
 
     def _call(self, to: int, frame: Frame) -> None:
+        former: Link | None = None
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
-                link = self._usable(to)
-            check_devices(frame.tensors, link.requests, "Request", link.name)
-            frame = link.shared.place(frame)
+                former = self._usable(to)
+            check_devices(frame.tensors, former.requests, "Request", former.name)
+            frame = former.shared.place(frame)
         with self._lock:
             link = self._usable(to)
+            if former is not None and link is not former:
+                raise WorkerLostError(former.name, former.peer.incarnation, former.lost or REPLACED)
             begun = self._caller.begin(link, frame.kind, frame)
             self._exit.hold()
         try:
             self.open_lifeline(link)
             self._caller.carry(begun, frame)
-            if link.shared.has_offer:
-                self._caller.offer_segment(link)
         except PipeBrokenError as error:
             self._broke(link, begun[0].attempt, str(error))
         except BaseException:
-            self._caller.void(link, begun)
+            self._caller.void(link, begun, frame)
             raise
+        else:
+            if link.shared.has_offer:
+                self._caller.offer_segment(link)
         finally:
             self._exit.release()
 
@@ -178,14 +183,20 @@ class Outgoing:
                 return
             check_devices(frame.tensors, link.replies, "Response", link.name)
             frame = link.shared.place(frame)
-            room = self._await_room(link, frame)
+            try:
+                room = self._await_room(link, frame)
+                if frame.tensors:
+                    frame = wire.compact(frame)  # if it fails, another reply can be given
+            except BaseException:
+                _give_up(link, frame, room)
+                raise
         with self._lock:
             if self._roster.links.get(to) is not link:  # a later life counts its requests anew
-                _give_up(room)
+                _give_up(link, frame, room)
                 return
             held = link.served.reply(frame)
             if held is None and not (link.take_loose(frame.correlation) and self._roster.open):
-                _give_up(room)
+                _give_up(link, frame, room)
                 return
             self._exit.hold()
         try:
@@ -197,7 +208,7 @@ class Outgoing:
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         except BaseException:
-            _give_up(room)
+            _release(room)
             raise
         finally:
             self._exit.release()
@@ -265,8 +276,14 @@ class Outgoing:
         return link
 
 
-def _give_up(room: tuple[FlowWindow, int] | None) -> None:
-    """A reply that was counted will not be sent."""
+def _give_up(link: Link, frame: Frame, room: tuple[FlowWindow, int] | None) -> None:
+    """A reply will not be sent, and nobody has kept it to be sent again."""
+    link.shared.take_back(frame)
+    _release(room)
+
+
+def _release(room: tuple[FlowWindow, int] | None) -> None:
+    """A reply does not count any more, if it was counted."""
     if room is not None:
         window, key = room
         window.release(key)

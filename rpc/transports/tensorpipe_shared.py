@@ -163,6 +163,17 @@ class SharedTensors:
                 self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
         return None
 
+    def take_back(self, frame: Frame) -> None:
+        """Frees what :meth:`place` filled for a frame that is not sent, and never will be.
+
+        Only if the peer cannot have heard of it: nothing else may keep it to be sent again.
+        """
+        if self._pool is None or type(frame) is not PlacedFrame:
+            return
+        items = unpack_table(frame.split()[0], len(frame.payload), _ANY_SIZE)
+        filled = [item for item in items if item.place is Place.SHARED]
+        self._pool.take_back(Slot(item.segment, item.position) for item in filled)
+
     @property
     def has_offer(self) -> bool:
         """Whether :meth:`take_offer` has something to tell the peer."""

@@ -230,6 +230,11 @@ def receive_answer(data: bytes) -> None:
         bus.answer(*unpack(data, _socket.tables.recv_tables))
 
 
+def compact(frame: Frame) -> Frame:
+    """The same frame with tensors that :func:`pack` need not copy, which takes memory."""
+    return frame._replace(tensors=tuple(map(_compact, frame.tensors)))
+
+
 def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
     """Returns the bytes and tensors that carry ``frame``."""
     tensors = [*map(_compact, frame.tensors)]

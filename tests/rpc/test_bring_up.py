@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from rpc import bring_up, builtin_backends
+from rpc._testing import FaultyTensorPipeRpcBackendOptions
+from rpc._testing import backend as faulty_backends
 from rpc.bring_up import address_towards, is_crowded
-from rpc.options import TensorPipeRpcBackendOptions
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +65,11 @@ class _MadeError(Exception):
     """A transport was asked for."""
 
 
+@pytest.mark.parametrize("backends", [builtin_backends, faulty_backends])
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("world_size", [2, None])
 def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
-    crowded: bool, world_size: int | None, monkeypatch: pytest.MonkeyPatch
+    crowded: bool, world_size: int | None, backends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[bool] = []
 
@@ -73,9 +77,9 @@ def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
         taken.append(over_tcp)
         raise _MadeError
 
-    monkeypatch.setattr(builtin_backends, "TensorPipeTransport", make)
-    monkeypatch.setattr(builtin_backends, "is_crowded", lambda *_: crowded)
-    options = TensorPipeRpcBackendOptions()
+    monkeypatch.setattr(backends, "TensorPipeTransport", make)
+    monkeypatch.setattr(backends, "is_crowded", lambda *_: crowded)
+    options = FaultyTensorPipeRpcBackendOptions()
     with pytest.raises(_MadeError):
-        builtin_backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
+        backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
     assert taken == [crowded or world_size is None]

@@ -1,73 +1,308 @@
-"""Which life of a peer a frame is for."""
+"""Which life of a peer a frame is for, and what becomes of one that is not sent."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+import pytest
 import torch
 
+from rpc.errors import WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow
+from rpc.transports.tensorpipe_answers import Answers
+from rpc.transports.tensorpipe_caller import Caller
 from rpc.transports.tensorpipe_ledger import Calls, Served
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_parting import Exit
 from rpc.transports.tensorpipe_roster import Roster
 from rpc.transports.tensorpipe_sending import Outgoing
-from rpc.transports.tensorpipe_wire import Envelope
+from rpc.transports.tensorpipe_shared import HostMemory, SharedTensors
+from rpc.transports.tensorpipe_torch import PipeBrokenError
+from rpc.transports.tensorpipe_wire import VOID, Envelope, PlacedFrame, Sender
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
 PEER = 1
 REQUEST = 7
+ROOM = 100_000
+LIMIT = 64 << 20
+LARGE = torch.ones(1 << 20)
+"""Of a new segment, it takes a quarter."""
+BESIDE = [torch.zeros(24_000, dtype=torch.uint8)] * 3
+"""What goes through torch, and takes room there."""
+OFTEN = 20
+"""That many slots of what is ``LARGE`` are more than there are."""
 
 
-class Nobody:
-    """Stands in for torch's threads; there are none."""
+@dataclass
+class StandIn:
+    """For torch's agent; there are no threads and no pipes, and a call goes nowhere.
 
-    threads: Any
+    Attributes:
+        calls: those that were made.
+        before_a_call: done before one is.
+    """
+
+    calls: list[bytes] = field(default_factory=list)
+    before_a_call: Callable[[], object] = lambda: None
+
+    @property
+    def threads(self) -> StandIn:
+        return self
 
     def is_here(self) -> bool:
         return False
 
+    def tell(self, route: object, pickle: bytes, tensors: list[torch.Tensor]) -> None:
+        self.before_a_call()
+        self.calls.append(pickle)
 
-def link_with_a_request(incarnation: int) -> Link:
+    ask = tell
+
+
+def link_to_peer(incarnation: int, shared: SharedTensors) -> Link:
     peer = Peer(WorkerInfo("peer", PEER), incarnation, b"")
+    route: Any = "a route"
     calls, served = Calls(remembers=True), Served(keeps=True)
-    link = Link(peer, None, False, {}, {}, calls, served, 5.0)
-    link.reply_window = FlowWindow("peer", 100_000, gives_way=False)
-    request = Envelope(FrameKind.REQUEST, PEER, incarnation, REQUEST, 1)
-    link.take(request, Frame(FrameKind.REQUEST, REQUEST, b""), torch.futures.Future())
+    link = Link(peer, route, False, {}, {}, calls, served, 5.0, shared)
+    link.reply_window = FlowWindow("peer", ROOM, gives_way=False)
+    link.watched = True
     return link
 
 
-def test_a_reply_that_waited_for_room_is_not_given_to_a_later_life() -> None:
-    lock, roster, nobody = threading.Lock(), Roster("life"), Nobody()
-    nobody.threads = nobody
-    stand_in: Any = nobody
-    outgoing = Outgoing(
-        WorkerInfo("me", 0),
-        lock,
-        Exit(lock),
-        roster,
-        stand_in,
-        stand_in,
-        stand_in,
-        stand_in,
-        lambda _: Patience.WAITS,
-        lambda *_: None,
-    )
-    former, later = link_with_a_request(1), link_with_a_request(2)
-    roster.add(former)
-    assert former.reply_window.try_charge(99, 100_000)
+@dataclass
+class Bench:
+    """The sending half of a transport, and the memory of the peer that it sends to."""
+
+    agent: StandIn = field(default_factory=StandIn)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    roster: Roster = field(default_factory=lambda: Roster("life"))
+    memory: HostMemory = field(default_factory=lambda: HostMemory("test", LIMIT))
+    broke: list[tuple[Link, int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        agent: Any = self.agent
+        sender = Sender(0, 1)
+        self.outgoing = Outgoing(
+            WorkerInfo("me", 0),
+            self.lock,
+            Exit(self.lock),
+            self.roster,
+            agent,
+            Caller(sender, self.lock, agent, self.note),
+            Answers(sender),
+            agent,
+            lambda _: Patience.WAITS,
+            self.note,
+        )
+        self.theirs = self.share()
+        self.link = link_to_peer(1, self.share())
+        self.roster.add(self.link)
+        self.link.shared.place(frame_of(FrameKind.REQUEST, LARGE))
+        offer = self.link.shared.take_offer()
+        assert offer is not None
+        self.link.shared.answered(self.theirs.map(offer.payload).payload)
+
+    def note(self, link: Link, attempt: int, reason: str) -> None:
+        self.broke.append((link, attempt, reason))
+
+    def share(self) -> SharedTensors:
+        return self.memory.shared_with("peer", self.memory.host)
+
+    def send(self, frame: Frame) -> None:
+        self.outgoing.send(PEER, frame)
+
+    def is_asked(self, link: Link) -> torch.futures.Future[Any]:
+        """The peer asks; returns where the answer is to be."""
+        request = Envelope(FrameKind.REQUEST, PEER, link.peer.incarnation, REQUEST, 1)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        assert link.take(request, Frame(FrameKind.REQUEST, REQUEST, b""), future)
+        return future
+
+    def room(self) -> int:
+        """How many slots there are for what is ``LARGE``."""
+        slots = 0
+        while type(self.link.shared.place(frame_of(FrameKind.NOTICE, LARGE))) is PlacedFrame:
+            slots += 1
+        return slots
+
+    def close(self) -> None:
+        self.link.shared.close()
+        self.theirs.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def frame_of(kind: FrameKind, *tensors: torch.Tensor) -> Frame:
+    return Frame(kind, REQUEST, b"header", b"value", tensors)
+
+
+def fail(error: BaseException) -> NoReturn:
+    raise error
+
+
+def without_memory(send: Callable[[torch.Tensor], object]) -> None:
+    """Sends a tensor that torch cannot take apart."""
+    with pytest.raises(RuntimeError, match="storage"):
+        torch.vmap(send)(torch.ones(2, 3))
+
+
+def test_a_reply_that_waited_for_room_is_not_given_to_a_later_life(bench: Bench) -> None:
+    former, later = bench.link, link_to_peer(2, bench.share())
+    bench.is_asked(former)
+    bench.is_asked(later)
+    assert former.reply_window.try_charge(99, ROOM)
+    former.shared.stop_sending()  # else it would take no room
     reply = Frame(FrameKind.REPLY, REQUEST, b"", bytes(70_000))
-    replying = threading.Thread(target=outgoing.send, args=(PEER, reply))
+    replying = threading.Thread(target=bench.send, args=(reply,))
     replying.start()
     until(lambda: former.reply_window.waiting == 1)
-    with lock:
-        roster.remove(PEER)
-        roster.add(later)
+    with bench.lock:
+        bench.roster.remove(PEER)
+        bench.roster.add(later)
         former.forget_contents()
     replying.join(10)
     assert not replying.is_alive()
     assert later.awaits(REQUEST)
+
+
+class TestMemoryOfAMessageThatIsNotSent:
+    """The peer never hears of it, so its slots are taken back."""
+
+    def test_as_torch_does_not_make_the_call(self, bench: Bench) -> None:
+        bench.agent.before_a_call = lambda: fail(RuntimeError("it cannot"))
+        for kind in (FrameKind.REQUEST, FrameKind.NOTICE):
+            for _ in range(OFTEN):
+                with pytest.raises(RuntimeError, match="it cannot"):
+                    bench.send(frame_of(kind, LARGE))
+        assert bench.room() == 4
+
+    def test_as_it_has_a_tensor_without_memory(self, bench: Bench) -> None:
+        for _ in range(OFTEN):
+            without_memory(lambda each: bench.send(frame_of(FrameKind.REQUEST, LARGE, each)))
+        assert bench.room() == 4
+
+    def test_as_its_lifeline_cannot_be_opened(self, bench: Bench) -> None:
+        bench.agent.before_a_call = lambda: fail(RuntimeError("it cannot"))
+        for _ in range(OFTEN):
+            bench.link.watched = False
+            with pytest.raises(RuntimeError, match="it cannot"):
+                bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        assert bench.room() == 4
+
+    def test_as_the_reply_has_a_tensor_without_memory(self, bench: Bench) -> None:
+        answer = bench.is_asked(bench.link)
+        for _ in range(OFTEN):
+            without_memory(lambda each: bench.send(frame_of(FrameKind.REPLY, LARGE, each)))
+        assert bench.room() == 4
+        assert bench.link.reply_window.held == 0
+        assert not answer.done()
+        bench.send(Frame(FrameKind.REPLY, REQUEST, b"an error instead"))
+        assert b"an error instead" in answer.value().data
+
+    def test_as_whoever_waits_for_room_for_it_is_interrupted(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench.is_asked(bench.link)
+        assert bench.link.reply_window.try_charge(99, ROOM)
+
+        def wait(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(bench.link.reply_window, "charge", wait)
+        for _ in range(OFTEN):
+            with pytest.raises(KeyboardInterrupt):
+                bench.send(frame_of(FrameKind.REPLY, LARGE, *BESIDE))
+        assert bench.room() == 4
+
+    def test_as_its_request_does_not_wait_any_more(self, bench: Bench) -> None:
+        window = bench.link.reply_window
+        reply = frame_of(FrameKind.REPLY, LARGE, *BESIDE)
+        for _ in range(OFTEN):
+            bench.link.loose.add(REQUEST)
+            assert window.try_charge(99, ROOM)
+            replying = threading.Thread(target=bench.send, args=(reply,))
+            replying.start()
+            until(lambda: window.waiting == 1)
+            with bench.lock:
+                bench.link.take_asked()
+            window.release(99)
+            replying.join(10)
+            assert not replying.is_alive()
+            assert window.held == 0
+        assert bench.room() == 4
+
+
+class TestMemoryOfAMessageThatMayArrive:
+    """It stays as it is, whatever becomes of the call."""
+
+    def test_as_its_pipe_broke(self, bench: Bench) -> None:
+        bench.agent.before_a_call = lambda: fail(PipeBrokenError("it broke"))
+        bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        assert bench.broke == [(bench.link, 0, "it broke")]
+        assert bench.room() == 3
+        ((_, kept),) = bench.link.calls.unanswered.values()
+        assert type(kept) is PlacedFrame
+        assert torch.equal(bench.theirs.open(kept).tensors[0], LARGE)
+
+    def test_as_it_was_made_again_on_another_pipe(self, bench: Bench) -> None:
+        def mended() -> None:
+            bench.agent.before_a_call = lambda: None
+            with bench.lock:
+                bench.link.seam.next_attempt()
+                bench.link.begin_pipe(1)
+            fail(RuntimeError("it cannot"))
+
+        bench.agent.before_a_call = mended
+        with pytest.raises(RuntimeError, match="it cannot"):
+            bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        assert bench.room() == 3
+
+    def test_as_only_what_comes_after_it_cannot_be_sent(self, bench: Bench) -> None:
+        bench.room()
+
+        def made() -> None:
+            if bench.agent.calls:
+                fail(MemoryError("nothing is left"))
+
+        bench.agent.before_a_call = made
+        with pytest.raises(MemoryError):
+            bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        first = next(iter(bench.link.calls.unanswered.values()))
+        assert first[0] != VOID
+
+    def test_as_its_reply_was_given(self, bench: Bench) -> None:
+        answer = bench.is_asked(bench.link)
+        bench.send(frame_of(FrameKind.REPLY, LARGE))
+        assert answer.done()
+        assert bench.room() == 3
+
+
+def test_a_request_that_lies_in_the_memory_of_a_former_life_is_not_sent_to_a_later_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former, later = bench.link, link_to_peer(2, bench.share())
+    place = former.shared.place
+
+    def place_slowly(frame: Frame) -> Frame:
+        placed = place(frame)
+        with bench.lock:
+            bench.roster.remove(PEER)
+            bench.roster.add(later)
+        return placed
+
+    monkeypatch.setattr(former.shared, "place", place_slowly)
+    with pytest.raises(WorkerLostError, match="peer"):
+        bench.send(frame_of(FrameKind.REQUEST, LARGE))
+    assert bench.agent.calls == []
+    assert later.calls.sent == 0

@@ -150,6 +150,22 @@ class TestPlacing:
                 )
         assert pair.sender.place(request(large)).tensors == ()
 
+    def test_memory_of_a_message_that_was_not_sent_is_free_again(self, pair: Pair) -> None:
+        pair.prepare()
+        large, small = torch.ones(1 << 18), torch.ones(3)
+        kept = pair.carry(request(torch.full((1 << 18,), 7.0))).tensors[0]
+        for _ in range(100):
+            placed = pair.sender.place(request(large, small, payload=bytes(SHARED_FROM)))
+            assert type(placed) is PlacedFrame
+            assert placed.tensors == (small,)
+            assert not placed.payload
+            pair.sender.take_back(placed)
+        assert kept.sum() == 7 << 18
+
+    def test_of_a_message_that_was_not_placed_nothing_is_taken_back(self, pair: Pair) -> None:
+        for memory in (pair.prepare().sender, nothing_shared()):
+            memory.take_back(request(torch.ones(LARGE), payload=bytes(SHARED_FROM)))
+
     def test_what_finds_no_room_goes_beside(self, pair: Pair) -> None:
         pair.prepare()
         third = torch.ones(6 << 18)

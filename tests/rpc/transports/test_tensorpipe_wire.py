@@ -82,6 +82,13 @@ class TestPacking:
         assert sent.untyped_storage().nbytes() == 40
         assert torch.equal(sent, view)
 
+    def test_a_view_in_a_compact_frame_is_not_copied_again(self) -> None:
+        frame = Frame(FrameKind.REPLY, 7, b"h", b"value", (torch.arange(1000.0)[10:13],))
+        compact = wire.compact(frame)
+        assert compact[:4] == frame[:4]
+        assert compact.tensors[0].tolist() == [10.0, 11.0, 12.0]
+        assert wire.pack(ENVELOPE, compact)[1][0] is compact.tensors[0]
+
     def test_the_order_of_strides_is_kept_when_a_view_is_copied(self) -> None:
         view = torch.arange(24.0).reshape(4, 6)[:2].t()
         _, (sent,) = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", b"", (view,)))
