@@ -32,5 +32,11 @@ class BorrowedGrads:
         return taken
 
     def __exit__(self, *_: object) -> None:
+        errors: list[RuntimeError] = []
         for leaf, gradient in zip(self._leaves, self._set_aside, strict=True):
-            leaf.grad = gradient
+            try:
+                leaf.grad = gradient
+            except RuntimeError as error:  # the leaf has another dtype, or shape, than before
+                errors.append(error)
+        if errors:
+            raise errors[0]

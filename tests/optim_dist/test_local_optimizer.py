@@ -183,6 +183,29 @@ def test_a_gradient_that_does_not_fit_restores_every_grad() -> None:
     assert params[1].grad is None
 
 
+class Widening(Optimizer):
+    """Makes its first parameter more precise, so that what was its gradient does not fit."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0]
+        first.grad = None
+        first.data = first.data.double()
+
+
+def test_a_grad_that_cannot_be_restored_costs_no_other_parameter_its_own() -> None:
+    params = parameters()
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    others = [parameter.grad for parameter in params[1:]]
+    with pytest.raises(RuntimeError):
+        make(Widening, params).step({})
+    assert params[0].grad is None
+    assert all(p.grad is other for p, other in zip(params[1:], others, strict=True))
+
+
 def test_gradients_of_other_tensors_are_ignored() -> None:
     params = parameters()
     other = torch.ones(2, requires_grad=True)
