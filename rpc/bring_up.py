@@ -98,6 +98,19 @@ def address_towards(init_method: str) -> str | None:
     return None if mine is None or _is_loopback(mine) else mine
 
 
+def prefers_tcp(init_method: str, world_size: int | None) -> bool:
+    """Whether torch carries frames over TCP unless the options say otherwise.
+
+    It does where workers come and go, and where they share cores; ``TensorPipeTransport`` says
+    why.
+
+    Args:
+        init_method: where the group's store is.
+        world_size: how many workers there are; None if they come and go.
+    """
+    return world_size is None or is_crowded(init_method, world_size)
+
+
 def is_crowded(init_method: str, world_size: int) -> bool:
     """True if a static group is known to have more workers on this host than it has cores.
 

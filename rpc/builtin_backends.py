@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
-from rpc.bring_up import address_towards, form_group, is_crowded
+from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
 from rpc.group_store import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -113,7 +113,7 @@ def _init_tensorpipe(
             f"{rpc_backend_options!r}"
         )
     _check_own_devices(name, rpc_backend_options)
-    over_tcp = world_size is None or is_crowded(rpc_backend_options.init_method, world_size)
+    over_tcp = prefers_tcp(rpc_backend_options.init_method, world_size)
     transport = TensorPipeTransport(rpc_backend_options, over_tcp)
     return form_group(
         TENSORPIPE,

@@ -12,7 +12,7 @@ from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendValue, add_once
-from rpc.bring_up import address_towards, form_group, is_crowded
+from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -152,7 +152,7 @@ def _init_tensorpipe(
     rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
 ) -> Agent:
     _require(rpc_backend_options, FaultyTensorPipeRpcBackendOptions)
-    over_tcp = world_size is None or is_crowded(rpc_backend_options.init_method, world_size)
+    over_tcp = prefers_tcp(rpc_backend_options.init_method, world_size)
     inner = TensorPipeTransport(rpc_backend_options, over_tcp)
     return _form(
         FAULTY_TENSORPIPE,

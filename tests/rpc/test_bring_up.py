@@ -78,7 +78,7 @@ def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
         raise _MadeError
 
     monkeypatch.setattr(backends, "TensorPipeTransport", make)
-    monkeypatch.setattr(backends, "is_crowded", lambda *_: crowded)
+    monkeypatch.setattr(bring_up, "is_crowded", lambda *_: crowded)
     options = FaultyTensorPipeRpcBackendOptions()
     with pytest.raises(_MadeError):
         backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
