@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 _MOST_NAMED = 3
 _SECONDS_OF_SILENCE = 10.0
+_SECONDS_BEFORE_TRYING_AGAIN = 0.5
 
 
 class Departure:
@@ -238,11 +239,26 @@ class Departure:
                     return
                 self._answering = True
                 effect = self._todo.popleft()
+            is_done = False
             try:
                 self._perform_one(effect)
+                is_done = True
+            except Exception:  # such as no memory: without this step the others would wait for ever
+                _logger.exception(
+                    "%r could not take a step of leaving the group, and will try again",
+                    self._agent.info.name,
+                )
+                self._try_again()
+                return
             finally:
                 with self._lock:
                     self._answering = False
+                    if not is_done:
+                        self._todo.appendleft(effect)
+
+    def _try_again(self) -> None:
+        agent = self._agent
+        agent.timers.at(agent.clock.now() + _SECONDS_BEFORE_TRYING_AGAIN, self._perform)
 
     def _perform_one(self, effect: Effect) -> None:
         agent = self._agent

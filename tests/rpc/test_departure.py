@@ -14,10 +14,11 @@ import pytest
 
 import rpc
 from rpc.agent import Agent
-from rpc.control import Probe, decode_batch
+from rpc.control import ControlMessage, Probe, decode_batch
 from rpc.current import current_agent
 from rpc.errors import AgentClosedError, RpcTimeoutError
 from rpc.futures import Future
+from rpc.ids import Life
 from rpc.termination import Phase
 from rpc.testing import MemoryHub, VirtualClock, connect
 from rpc.transports.base import Frame, FrameKind
@@ -184,6 +185,35 @@ def test_what_the_whole_group_waits_for_is_said_now_and_then(
     caplog.clear()
     clock.advance(3600)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("whose", [0, 1])  # of the leader, and of another
+def test_a_step_that_fails_is_taken_again(
+    agents: list[Agent],
+    whose: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notices = agents[whose].notices
+    tell, failures = notices.tell, [MemoryError("no room for it")]
+
+    def fails_once(to: Life, message: ControlMessage) -> None:
+        if failures:
+            raise failures.pop()
+        tell(to, message)
+
+    monkeypatch.setattr(notices, "tell", fails_once)
+    threads = [threading.Thread(target=agent.shutdown, daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    (record,) = caplog.records
+    name = agents[whose].info.name
+    assert record.getMessage() == (
+        f"{name!r} could not take a step of leaving the group, and will try again"
+    )
 
 
 class _LateToClose:
