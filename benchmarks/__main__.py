@@ -87,12 +87,11 @@ def _parse() -> argparse.Namespace:
         metavar="JSON",
         help="for the options of our backend, such as '{\"num_worker_threads\": 1}'",
     )
-    add("--rounds", type=int, default=12, help="turns of each column per row (%(default)s)")
+    add("--rounds", type=int, default=16, help="turns of each column per row (%(default)s)")
     add(
         "--starts",
         type=int,
-        default=4,
-        help="fresh starts of all processes that the rounds are dealt out over (%(default)s)",
+        help="fresh starts of all processes that the rounds are dealt out over (half as many)",
     )
     add("--seconds", type=float, default=0.25, help="length of a turn (%(default)s)")
     add("--least", type=int, default=3, help="operations in a turn at least (%(default)s)")
@@ -108,6 +107,8 @@ def _parse() -> argparse.Namespace:
         help="where to save, without extension (%(default)s)",
     )
     options = parser.parse_args()
+    if options.starts is None:
+        options.starts = max(1, options.rounds // 2)
     if not 1 <= options.starts <= options.rounds:
         parser.error(f"--starts {options.starts} is not from 1 to --rounds {options.rounds}")
     return options
