@@ -232,17 +232,16 @@ class Departure:
         )
 
     def _perform(self) -> None:
-        """Works off effects, in order, on one thread at a time."""
+        """Works off effects, in order, on one thread at a time; each stays until it is done."""
         while True:
             with self._lock:
                 if self._answering or not self._todo:
                     return
                 self._answering = True
-                effect = self._todo.popleft()
-            is_done = False
+                effect = self._todo[0]
             try:
                 self._perform_one(effect)
-                is_done = True
+                self._todo.popleft()
             except Exception:  # such as no memory: without this step the others would wait for ever
                 _logger.exception(
                     "%r could not take a step of leaving the group, and will try again",
@@ -253,8 +252,6 @@ class Departure:
             finally:
                 with self._lock:
                     self._answering = False
-                    if not is_done:
-                        self._todo.appendleft(effect)
 
     def _try_again(self) -> None:
         agent = self._agent
