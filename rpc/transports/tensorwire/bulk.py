@@ -82,6 +82,7 @@ class BulkChannel:
         self.silent = True
         self._passes_descriptors = self._sock.family == socket.AF_UNIX
         self._descriptors: list[int] = []
+        self._drops_descriptors = False
 
     def handle(self, events: int) -> None:
         """Acts on readiness."""
@@ -130,6 +131,8 @@ class BulkChannel:
                 found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self._descriptors.extend(found)
+        if self._drops_descriptors:  # since before they came
+            self.drop_descriptors()
         return count
 
     def _advance(self, count: int) -> None:
@@ -173,12 +176,15 @@ class BulkChannel:
 
     def restart(self) -> None:
         """Goes on with another connection, which took the place of the last."""
+        self._drops_descriptors = False
         self._decoder.restart()
 
     def drop_descriptors(self) -> None:
-        """Closes descriptors that came with incomplete messages."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        """Closes descriptors that came with incomplete messages, and those still to come."""
+        self._drops_descriptors = True
+        with contextlib.suppress(IndexError):  # the thread that reads may take them, too
+            while True:
+                os.close(self._descriptors.pop())
 
 
 class BulkMover:

@@ -389,6 +389,8 @@ class Sender:
         with self._role:
             again, self._again = self._again, []
             self._forget_unsent()
+            if self._closed:
+                return
             for frame in again:
                 buffers, descriptor = ((frame,), -1) if isinstance(frame, bytes) else frame
                 self._unsent.extend(memoryview(part) for part in buffers if len(part))
@@ -421,6 +423,7 @@ class Sender:
             self._stop()
             self.sock.close()
             forgotten = self._sent.forget()
+        self.flush()  # drops what was queued by those who found the role taken
         _close_descriptors(forgotten)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rpc.errors import FrameError
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.shared_memory import SHARED_FROM
+from rpc.transports.shared_memory import SHARED_FROM, Offer, SendPool
 from rpc.transports.tensorpipe_shared import (
     HostMemory,
     SharedTensors,
@@ -278,6 +278,20 @@ class TestHandingOver:
         another = Pair()
         another.sender.place(request(torch.ones(LARGE)))
         another.close()
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_nor_does_one_that_is_offered_while_the_peer_is_given_up(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def given_up_meanwhile(pool: SendPool, length: int) -> Offer | None:
+            found = offer(pool, length)
+            pair.sender.stop_sending()
+            return found
+
+        before, offer = os.listdir("/proc/self/fd"), SendPool.offer
+        monkeypatch.setattr(SendPool, "offer", given_up_meanwhile)
+        frame = request(torch.ones(LARGE))
+        assert pair.sender.place(frame) is frame
         assert os.listdir("/proc/self/fd") == before
 
     def test_an_answer_that_comes_after_the_end_is_ignored(self, pair: Pair) -> None:

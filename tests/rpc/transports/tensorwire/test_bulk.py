@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -99,6 +102,31 @@ def test_a_channel_that_fails_ends_and_says_so_and_the_others_are_served(
     assert bad.channel.garbled
     assert not good.channel.garbled
     assert str(error) in caplog.text
+
+
+def test_descriptors_that_arrive_while_a_channel_is_removed_are_closed(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a message of which only the beginning has arrived."""
+    left, good = ends
+    receive, begins, goes_on = left.channel._receive, threading.Event(), threading.Event()
+
+    def slow(buffer: memoryview) -> int:
+        begins.set()
+        assert goes_on.wait(SECONDS)
+        return receive(buffer)
+
+    monkeypatch.setattr(left.channel, "_receive", slow)
+    reading, writing = os.pipe()
+    socket.send_fds(left.other, [b"begin"], [writing])
+    os.close(writing)
+    assert begins.wait(SECONDS)
+    left.mover.remove(left.sender.sock)
+    goes_on.set()
+    assert good.is_served()
+    with os.fdopen(reading, "rb") as pipe:
+        assert select.select([pipe], [], [], SECONDS)[0], "the descriptor is closed"
+        assert pipe.read() == b""
 
 
 def test_a_channel_without_memory_to_receive_breaks_and_can_be_mended(

@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -155,6 +155,31 @@ def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
     wire.sender.close()
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+class Interrupted(socket.socket):
+    """A socket during whose closing something else happens, as another thread may have it."""
+
+    meanwhile: Callable[[], None]
+
+    def close(self) -> None:
+        self.meanwhile()
+        super().close()
+
+
+@pytest.mark.parametrize("remember", [0, 100])
+def test_what_is_given_to_a_sender_while_it_is_closed_is_dropped(remember: int) -> None:
+    mine, other = socket.socketpair()
+    sock = Interrupted(fileno=mine.detach())
+    unsent = Unsent()
+    sender = Sender(sock, unsent, lambda _: None, remember)
+    reading, writing = os.pipe()
+    sock.meanwhile = lambda: sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    sender.close()
+    assert sender.queued() == unsent.count == 0
+    with other, os.fdopen(reading, "rb") as pipe:
+        assert select.select([pipe], [], [], 10)[0], "the descriptor is closed"
+        assert pipe.read() == b""
 
 
 def test_a_broken_socket_drops_frames_and_counts_nothing(wire: Wire) -> None:
@@ -349,6 +374,22 @@ def test_a_descriptor_that_is_remembered_is_closed_with_the_sender(
     os.close(descriptors[0])
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+def test_a_sender_that_was_closed_before_it_could_resume_takes_nothing_more() -> None:
+    wire = Wire(remember=100)
+    wire.sender.stop()
+    spare, other = socket.socketpair()
+    wire.sender.replace(spare, 0)
+    wire.sender.close()
+    wire.sender.resume()
+    reading, writing = os.pipe()
+    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
+    assert wire.sender.queued() == wire.unsent.count == 0
+    wire.other.close()
+    with other, os.fdopen(reading, "rb") as pipe:
+        assert select.select([pipe], [], [], 10)[0], "the descriptor is closed"
+        assert pipe.read() == b""
 
 
 def test_what_is_given_to_a_sender_that_was_closed_while_broken_is_dropped() -> None:
