@@ -69,14 +69,13 @@ def test_a_call_lies_inside_the_block_that_made_it(alice: Agent):
 def test_a_thread_that_had_to_wait_as_a_profile_began_moves_no_calls(
     alice: Agent, monkeypatch: pytest.MonkeyPatch
 ):
-    made = itertools.count()
+    made, mark = itertools.count(), profiling._mark
 
-    def record_late(name: str) -> Any:
-        if next(made) != 2:
-            threading.Event().wait(0.02)
-        return torch.autograd.profiler.record_function(name)
+    def mark_late() -> tuple[int, int]:
+        before, after = mark()
+        return (before, after) if next(made) == 2 else (before - 60_000_000_000, after)
 
-    monkeypatch.setattr(profiling, "record_function", record_late)
+    monkeypatch.setattr(profiling, "_mark", mark_late)
     with profile() as prof, torch.autograd.profiler.record_function("block"):
         rpc.rpc_sync("bob", torch.mul, (torch.ones(2), 2))
     assert next(made) > 1
