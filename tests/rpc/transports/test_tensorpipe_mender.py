@@ -48,7 +48,7 @@ UV: Options = {"_transports": ["uv"]}
 PATIENT: Options = {"link_resume_timeout": 1000.0}
 ROADS = [pytest.param(UV, id="uv"), pytest.param({}, id="shm")]
 CALLS = 500
-AT_ONCE = 50
+AT_ONCE = 25
 CUTS = 5
 
 
@@ -143,11 +143,11 @@ def test_an_idle_link_that_breaks_is_whole_again(make: Maker, options: Options) 
 def test_tensors_in_shared_memory_arrive_once_and_whole_among_breaks(make: Maker) -> None:
     """What is under way at once has room in one segment, unless breaks cost some of it."""
     a, b = make(UV, UV)
-    until(lambda: a.call(b, b"ready", b"", torch.ones(20_000)) and shares(b) == 2)
+    until(lambda: a.call(b, b"ready", b"", torch.ones(40_000)) and shares(b) == 2)
     taken = len(b.received)
     with cuts(a) as made:
         for begin in range(0, CALLS, AT_ONCE):
-            echo_of = {n: torch.full((20_000,), float(n)) for n in range(begin, begin + AT_ONCE)}
+            echo_of = {n: torch.full((40_000,), float(n)) for n in range(begin, begin + AT_ONCE)}
             asked = {n: a.ask(b, b"%d" % n, b"", sent) for n, sent in echo_of.items()}
             for number, correlation in asked.items():
                 assert torch.equal(a.reply(correlation).tensors[0], echo_of[number])
