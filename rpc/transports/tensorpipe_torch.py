@@ -48,6 +48,7 @@ _NO_TIMEOUT = 0.0
 _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
+_SECONDS_TO_STOP_KEPT = 2.0
 _SECONDS_TO_LET_GO = 2.0
 _SECONDS_TO_UNWIND = 0.5
 _changing = threading.Lock()
@@ -426,10 +427,18 @@ def _allow_calls() -> None:
 
 
 def _give_torch_an_agent_to_keep(module: Any) -> None:
-    """Torch keeps the first agent of a process, with its threads, for ever: a minimal one."""
+    """Torch keeps the first agent of a process, with its threads, for ever: a minimal one.
+
+    Once in tens of thousands of times it never stops: torch wakes the thread that watches over
+    timeouts without holding its lock, just before that goes to sleep.
+    """
     options = module._TensorPipeRpcBackendOptionsBase(1, ["uv"], ["basic"])
     agent: Any = _make(module, HashStore(), "kept", options, [])
     module._set_and_start_rpc_agent(agent)
     module._rref_context_get_debug_info()
-    agent.shutdown()
+    stopping = Thread(target=agent.shutdown, name="tensorpipe-kept", daemon=True)
+    stopping.start()
+    stopping.join(_SECONDS_TO_STOP_KEPT)
+    if stopping.is_alive():
+        _log.info("an agent that torch keeps did not stop; its threads stay, asleep")
     module._reset_current_rpc_agent()
