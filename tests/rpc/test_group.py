@@ -72,6 +72,15 @@ def test_a_lost_member_is_known_but_cannot_be_called() -> None:
     assert not members.lives(1)
 
 
+def test_the_latest_life_is_known_of_living_and_of_lost_members() -> None:
+    members = group(peer(ALICE), peer(BOB, 2))
+    assert members.life(1) == Life(1, 2)
+    assert members.lose(Life(1, 2), "it left")
+    assert members.life(1) == Life(1, 2)
+    with pytest.raises(UnknownWorkerError, match="id 7"):
+        members.life(7)
+
+
 def test_a_loss_is_news_once() -> None:
     members = group()
     members.lose(Life(1, 0), "killed")
