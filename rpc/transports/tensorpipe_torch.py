@@ -269,9 +269,12 @@ class TorchAgent:
         stopping.join(max(0.0, until - time.monotonic()))
         if not self.threads.in_python():
             stopping.join(_SECONDS_TO_STOP)
-        if stopping.is_alive():
-            stuck = len(self.threads.in_python())
+        if not stopping.is_alive():
+            return
+        if stuck := len(self.threads.in_python()):
             _log.error("%d handlers on torch's threads do not end, and are abandoned", stuck)
+        else:  # see _give_torch_an_agent_to_keep
+            _log.error("torch's agent does not stop, and is abandoned")
 
     def _abandon(self, stopping: Thread) -> None:
         """Leaves torch's threads to what they run, which the end of the process waits for.

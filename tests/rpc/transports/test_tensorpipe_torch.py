@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rpc.transports import tensorpipe_torch
+from rpc.transports.tensorpipe_threads import PoolThreads
+from rpc.transports.tensorpipe_torch import TorchAgent
 
 
 class Agent:
@@ -51,6 +54,9 @@ class Module:
     def _reset_current_rpc_agent(self) -> None:
         self.current = None
 
+    def _is_current_rpc_agent_set(self) -> bool:
+        return self.current is not None
+
 
 @pytest.fixture
 def module() -> Iterator[Module]:
@@ -75,3 +81,17 @@ def test_one_that_does_not_stop_holds_nobody_up(
     tensorpipe_torch._give_torch_an_agent_to_keep(module)
     assert module.current is None
     assert "did not stop" in caplog.text
+
+
+def test_of_an_agent_that_does_not_stop_its_worker_says_so_and_goes_on(
+    module: Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    abandoned: list[threading.Thread] = []
+    monkeypatch.setattr(tensorpipe_torch, "_SECONDS_TO_STOP", 0.01)
+    monkeypatch.setattr(tensorpipe_torch, "abandon", lambda threads, _: abandoned.extend(threads))
+    agent = TorchAgent.__new__(TorchAgent)
+    agent._torch, agent._agent, agent.threads = module, Agent(module.may_stop), PoolThreads(1)
+    agent.stop(time.monotonic())
+    assert "torch's agent does not stop" in caplog.text
+    (stopping,) = abandoned
+    assert stopping.is_alive()
