@@ -351,6 +351,11 @@ class SendPool:
         self._told = True
         return "from now on" if self._failed else "for now"
 
+    @property
+    def is_closed(self) -> bool:
+        """Nothing is offered, and nothing put, any more."""
+        return self._closed
+
     def close(self) -> None:
         """Unmaps all segments, as soon as copies into them have ended."""
         with self._lock:

@@ -95,7 +95,6 @@ class SharedTensors:
         self._lock = threading.Lock()
         self._offered: Offer | None = None
         self._untold: Frame | None = None
-        self._stopped = False
 
     # Sending
 
@@ -162,8 +161,7 @@ class SharedTensors:
             with self._lock:
                 self._offered = offer
                 self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
-                stopped = self._stopped
-            if stopped:
+            if pool.is_closed:  # meanwhile
                 self._take_back()
         return None
 
@@ -278,7 +276,6 @@ class SharedTensors:
         """The peer takes nothing any more: gives up the segments of this side."""
         if self._pool is not None:
             self._pool.close()
-            self._stopped = True
             self._take_back()
 
     def close(self) -> None:

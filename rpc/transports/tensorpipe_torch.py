@@ -439,9 +439,9 @@ def _give_torch_an_agent_to_keep(module: Any) -> None:
     agent: Any = _make(module, HashStore(), "kept", options, [])
     module._set_and_start_rpc_agent(agent)
     module._rref_context_get_debug_info()
-    stopping = Thread(target=agent.shutdown, name="tensorpipe-kept", daemon=True)
+    stopping = _Stopping(module, agent)
     stopping.start()
     stopping.join(_SECONDS_TO_STOP_KEPT)
     if stopping.is_alive():
         _log.info("an agent that torch keeps did not stop; its threads stay, asleep")
-    module._reset_current_rpc_agent()
+        stopping.make_way()

@@ -131,8 +131,8 @@ class BulkChannel:
                 found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self._descriptors.extend(found)
-        if self._drops_descriptors:  # since before they came
-            self.drop_descriptors()
+                if self._drops_descriptors:  # since before they came
+                    self.drop_descriptors()
         return count
 
     def _advance(self, count: int) -> None:

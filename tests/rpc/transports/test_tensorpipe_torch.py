@@ -54,6 +54,9 @@ class Module:
     def _reset_current_rpc_agent(self) -> None:
         self.current = None
 
+    def _get_current_rpc_agent(self) -> Agent | None:
+        return self.current
+
     def _is_current_rpc_agent_set(self) -> bool:
         return self.current is not None
 

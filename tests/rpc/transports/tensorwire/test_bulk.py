@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from rpc.transports.tensorwire.framing import BulkDecoder, WireKind, pack_fixed,
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from tests.rpc.transports.conformance import SECONDS
+from tests.rpc.transports.tensorwire.descriptors import to_be_closed
 from tests.waiting import until
 
 LIMIT = 1 << 30
@@ -117,16 +117,13 @@ def test_descriptors_that_arrive_while_a_channel_is_removed_are_closed(
         return receive(buffer)
 
     monkeypatch.setattr(left.channel, "_receive", slow)
-    reading, writing = os.pipe()
-    socket.send_fds(left.other, [b"begin"], [writing])
-    os.close(writing)
-    assert begins.wait(SECONDS)
-    left.mover.remove(left.sender.sock)
-    goes_on.set()
-    assert good.is_served()
-    with os.fdopen(reading, "rb") as pipe:
-        assert select.select([pipe], [], [], SECONDS)[0], "the descriptor is closed"
-        assert pipe.read() == b""
+    with to_be_closed() as descriptor:
+        socket.send_fds(left.other, [b"begin"], [descriptor])
+        os.close(descriptor)
+        assert begins.wait(SECONDS)
+        left.mover.remove(left.sender.sock)
+        goes_on.set()
+        assert good.is_served()
 
 
 def test_a_channel_without_memory_to_receive_breaks_and_can_be_mended(

@@ -15,6 +15,7 @@ from rpc.errors import FrameError
 from rpc.transports.resumption import CannotResumeError
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder
+from tests.rpc.transports.tensorwire.descriptors import to_be_closed
 from tests.waiting import until
 
 
@@ -117,16 +118,14 @@ def test_threads_share_a_socket_without_mixing_frames(wire: Wire) -> None:
 
 
 def test_a_descriptor_is_passed_once_and_closed_here(wire: Wire) -> None:
-    reading, writing = os.pipe()
-    before = os.fstat(writing)
-    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
-    assert data.endswith(b"about it")
-    (passed,) = descriptors
-    assert os.fstat(passed).st_ino == before.st_ino
-    os.close(passed)
-    assert os.read(reading, 1) == b"", "the last writing end is gone"
-    os.close(reading)
+    with to_be_closed() as descriptor:
+        before = os.fstat(descriptor)
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+        assert data.endswith(b"about it")
+        (passed,) = descriptors
+        assert os.fstat(passed).st_ino == before.st_ino
+        os.close(passed)
 
 
 def test_where_too_many_descriptors_are_on_their_way_the_message_leaves_without(
@@ -136,25 +135,21 @@ def test_where_too_many_descriptors_are_on_their_way_the_message_leaves_without(
         raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
 
     monkeypatch.setattr(socket, "send_fds", too_many)
-    reading, writing = os.pipe()
-    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    wire.sender.send_small(1, 5, b"", b"", b"after it")
-    data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
-    assert b"about it" in data
-    assert data.endswith(b"after it")
-    assert descriptors == []
-    with open(reading, "rb") as pipe:
-        assert pipe.read() == b"", "the descriptor is closed"
+    with to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send_small(1, 5, b"", b"", b"after it")
+        data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+        assert b"about it" in data
+        assert data.endswith(b"after it")
+        assert descriptors == []
 
 
 def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
     while not wire.watching:
         wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
-    reading, writing = os.pipe()
-    wire.sender.send(Outgoing(17, 0, b"", descriptor=writing))
-    wire.sender.close()
-    assert os.read(reading, 1) == b""
-    os.close(reading)
+    with to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"", descriptor=descriptor))
+        wire.sender.close()
 
 
 class Interrupted(socket.socket):
@@ -173,13 +168,10 @@ def test_what_is_given_to_a_sender_while_it_is_closed_is_dropped(remember: int) 
     sock = Interrupted(fileno=mine.detach())
     unsent = Unsent()
     sender = Sender(sock, unsent, lambda _: None, remember)
-    reading, writing = os.pipe()
-    sock.meanwhile = lambda: sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    sender.close()
-    assert sender.queued() == unsent.count == 0
-    with other, os.fdopen(reading, "rb") as pipe:
-        assert select.select([pipe], [], [], 10)[0], "the descriptor is closed"
-        assert pipe.read() == b""
+    with other, to_be_closed() as descriptor:
+        sock.meanwhile = lambda: sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        sender.close()
+        assert sender.queued() == unsent.count == 0
 
 
 def test_a_broken_socket_drops_frames_and_counts_nothing(wire: Wire) -> None:
@@ -352,28 +344,24 @@ def test_what_is_acknowledged_is_forgotten(replaceable: Replaceable) -> None:
 
 def test_a_descriptor_that_got_lost_is_passed_again(replaceable: Replaceable) -> None:
     wire = replaceable
-    reading, writing = os.pipe()
-    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    wire.replace()
-    data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
-    assert data.endswith(b"about it")
-    (passed,) = descriptors
-    os.close(passed)
-    wire.sender.acknowledged(1)
-    assert os.read(reading, 1) == b"", "the last writing end is gone"
-    os.close(reading)
+    with to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.replace()
+        data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+        assert data.endswith(b"about it")
+        (passed,) = descriptors
+        os.close(passed)
+        wire.sender.acknowledged(1)
 
 
 def test_a_descriptor_that_is_remembered_is_closed_with_the_sender(
     replaceable: Replaceable,
 ) -> None:
-    reading, writing = os.pipe()
-    replaceable.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    replaceable.sender.close()
-    _, descriptors, _, _ = socket.recv_fds(replaceable.other, 1000, 4)
-    os.close(descriptors[0])
-    assert os.read(reading, 1) == b""
-    os.close(reading)
+    with to_be_closed() as descriptor:
+        replaceable.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        replaceable.sender.close()
+        _, descriptors, _, _ = socket.recv_fds(replaceable.other, 1000, 4)
+        os.close(descriptors[0])
 
 
 def test_a_sender_that_was_closed_before_it_could_resume_takes_nothing_more() -> None:
@@ -383,23 +371,16 @@ def test_a_sender_that_was_closed_before_it_could_resume_takes_nothing_more() ->
     wire.sender.replace(spare, 0)
     wire.sender.close()
     wire.sender.resume()
-    reading, writing = os.pipe()
-    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    assert wire.sender.queued() == wire.unsent.count == 0
-    wire.other.close()
-    with other, os.fdopen(reading, "rb") as pipe:
-        assert select.select([pipe], [], [], 10)[0], "the descriptor is closed"
-        assert pipe.read() == b""
+    with wire.other, other, to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        assert wire.sender.queued() == wire.unsent.count == 0
 
 
 def test_what_is_given_to_a_sender_that_was_closed_while_broken_is_dropped() -> None:
     wire = Wire(remember=100)
     wire.sender.stop()
     wire.sender.close()
-    reading, writing = os.pipe()
-    wire.sender.send(Outgoing(17, 0, b"about it", descriptor=writing))
-    wire.sender.send_small(1, 0, b"h", b"", b"p")
-    assert wire.sender.queued() == wire.unsent.count == 0
-    with os.fdopen(reading, "rb") as pipe:
-        assert pipe.read() == b"", "the descriptor is closed"
-    wire.other.close()
+    with wire.other, to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send_small(1, 0, b"h", b"", b"p")
+        assert wire.sender.queued() == wire.unsent.count == 0
