@@ -232,6 +232,7 @@ class TestWhatIsNeverDone:
         handled = pair.bob.callee.handled()
         seen.promises[0].set_result(3)
         assert rpc.rpc_sync("bob", abs, (-4,)) == 4
+        until(lambda: quiet(pair.bob))
         assert pair.bob.callee.handled() == handled + 1
 
     def test_one_that_is_set_before_the_call_is_given_up(self, pair: Pair) -> None:
