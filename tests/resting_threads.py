@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,14 +28,13 @@ _ONE_THREAD = f"{_ROOT / 'rpc' / '_simulation'}/"
 
 
 @functools.cache
-def _is_ours(code: CodeType) -> bool:
-    file = code.co_filename
+def _is_ours(file: str) -> bool:
     return file.startswith(_FOLDERS) and not file.startswith(_ONE_THREAD)
 
 
 def _watch(frame: FrameType, event: str, argument: Any) -> Any:
     """Chooses, as ``sys.settrace`` has it, what sees the lines of a function."""
-    return _rest if _is_ours(frame.f_code) else None
+    return _rest if _is_ours(frame.f_code.co_filename) else None
 
 
 def _rest(frame: FrameType, event: str, argument: Any) -> Any:
