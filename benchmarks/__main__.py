@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from benchmarks import bindings
 from benchmarks.commands import Column
-from benchmarks.group import MemberFailed
+from benchmarks.group import Launch, MemberFailed
 from benchmarks.report import header, remarks, save_json, save_plot, table_line
 from benchmarks.rounds import Plan, measure
 from benchmarks.summary import Line, summarize
@@ -37,7 +37,8 @@ def main() -> int:
     """Measure, print, save; return the exit status."""
     options = _parse()
     columns = [_column(name, options) for name in options.columns]
-    plan = Plan(options.rounds, options.starts, options.seconds, options.least, options.forked)
+    launch = Launch(options.launch)
+    plan = Plan(options.rounds, options.starts, options.seconds, options.least, launch)
     rows = [ROWS[key] for key in options.rows]
     lines: list[Line] = []
     print(header(options.columns), flush=True)
@@ -96,9 +97,11 @@ def _parse() -> argparse.Namespace:
     add("--seconds", type=float, default=0.25, help="length of a turn (%(default)s)")
     add("--least", type=int, default=3, help="operations in a turn at least (%(default)s)")
     add(
-        "--forked",
-        action="store_true",
-        help="fork a column's processes from one parent, rather than start each by itself",
+        "--launch",
+        choices=[each.value for each in Launch],
+        default=Launch.APART.value,
+        help="start the processes of a column each by itself, apart (in a session each, as "
+        "torchrun does) or together (in one session), or forked from one parent (%(default)s)",
     )
     add(
         "--output",

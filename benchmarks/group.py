@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import subprocess
@@ -19,6 +20,22 @@ from benchmarks.workloads import PEER_RANK, Row
 
 _SECONDS_TO_LEAVE = 10.0
 _LOG_LINES_SHOWN = 80
+
+
+class Launch(enum.Enum):
+    """How the processes of a group come into being.
+
+    Linux shares the cores out among sessions first, then among the processes of each,
+    unless autogroups are off (``kernel.sched_autogroup_enabled``, see sched(7)). So it
+    matters whether they have one session or several where there are more than cores.
+    """
+
+    APART = "apart"
+    """Each is started by itself, in a session of its own, as torchrun does."""
+    TOGETHER = "together"
+    """Each is started by itself, all in one session, as a shell script does."""
+    FORKED = "forked"
+    """All are forked from one parent that has imported what they need."""
 
 
 class MemberFailed(RuntimeError):
@@ -44,18 +61,19 @@ class Group:
     Args:
         column: what they measure.
         size: how many there are.
-        forked: all have one nursery; else each its own, as if somebody had started it by hand.
+        launch: how they are started; those that are forked share a nursery.
     """
 
-    def __init__(self, column: Column, size: int, *, forked: bool = False) -> None:
+    def __init__(self, column: Column, size: int, launch: Launch = Launch.APART) -> None:
         self.column = column
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
         meeting = f"{self._folder.name}/meeting"
         self._members = [
             _Member(Place(column, rank, size, meeting), self._folder.name) for rank in range(size)
         ]
-        together = [self._members] if forked else [[each] for each in self._members]
-        self._nurseries = [_start_nursery(column, members) for members in together]
+        forked = launch is Launch.FORKED
+        families = [self._members] if forked else [[each] for each in self._members]
+        self._nurseries = [_start_nursery(column, members, launch) for members in families]
 
     def __enter__(self) -> Group:
         try:
@@ -169,7 +187,9 @@ class _Member:
         return MemberFailed(f"{name} ended unexpectedly:\n  " + "\n  ".join(last))
 
 
-def _start_nursery(column: Column, members: Sequence[_Member]) -> subprocess.Popen[bytes]:
+def _start_nursery(
+    column: Column, members: Sequence[_Member], launch: Launch
+) -> subprocess.Popen[bytes]:
     births = [member.birth for member in members]
     theirs = [end for birth in births for end in (birth.commands, birth.answers)]
     with Path(births[0].log).open("ab") as log:
@@ -180,7 +200,8 @@ def _start_nursery(column: Column, members: Sequence[_Member]) -> subprocess.Pop
             stderr=log,
             pass_fds=theirs,
             env=os.environ | column.environment,
-            start_new_session=True,  # Ctrl-C is for the measuring process alone
+            # Either way Ctrl-C is for the measuring process alone.
+            preexec_fn=os.setpgrp if launch is Launch.TOGETHER else os.setsid,
         )
     for end in theirs:
         os.close(end)

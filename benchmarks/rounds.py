@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.commands import Column
-from benchmarks.group import Group, Slice
+from benchmarks.group import Group, Launch, Slice
 from benchmarks.workloads import Row
 
 RAW = Column("raw", "raw", "", {}, {})
@@ -28,14 +28,14 @@ class Plan:
         starts: over how many starts of its processes; at most ``rounds``.
         seconds: how long a turn lasts.
         least: how many operations a turn has at least.
-        forked: fork a column's processes from one parent, rather than start each by itself.
+        launch: how the processes of a column are started.
     """
 
     rounds: int
     starts: int
     seconds: float
     least: int
-    forked: bool = False
+    launch: Launch = Launch.APART
 
     def rounds_of(self, start: int) -> range:
         """The rounds that one of the starts measures."""
@@ -74,15 +74,15 @@ def measure(
         slices: dict[Row, Slices] = {row: {column.name: [] for column in chosen} for row in sharing}
         for start in range(plan.starts):
             with ExitStack() as running:
-                groups = [_start(running, column, size, plan.forked) for column in chosen]
+                groups = [_start(running, column, size, plan.launch) for column in chosen]
                 for row, turns in slices.items():
                     _measure_row(row, groups, plan, start, turns, measured)
         for row, turns in slices.items():
             yield Measured(row, {name: tuple(each) for name, each in turns.items()})
 
 
-def _start(running: ExitStack, column: Column, size: int, forked: bool) -> Group:
-    group = running.enter_context(Group(column, size, forked=forked))
+def _start(running: ExitStack, column: Column, size: int, launch: Launch) -> Group:
+    group = running.enter_context(Group(column, size, launch))
     with group.awake():
         return group  # asleep from here on
 

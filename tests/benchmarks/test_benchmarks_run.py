@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from benchmarks.group import Group, Launch
+from benchmarks.rounds import RAW
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,9 +50,26 @@ def test_every_row_of_one_caller_runs_against_both_libraries(tmp_path: Path) -> 
     assert (tmp_path / "numbers.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("how", [["--forked"], []], ids=lambda given: "".join(given) or "apart")
-def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path, how: list[str]) -> None:
-    starts = ["--starts", "2", "--rounds", "3", *how]
+def _children(process: int, thread: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{thread}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("launch", Launch)
+def test_processes_have_the_sessions_and_parents_that_were_asked_for(launch: Launch) -> None:
+    before = _children(os.getpid(), threading.get_native_id())
+    with Group(RAW, 2, launch) as group, group.awake():
+        ours = _children(os.getpid(), threading.get_native_id())
+        families = [_children(pid, pid) for pid in ours if pid not in before]
+        sessions = [os.getsid(pid) for family in families for pid in family]
+    assert len(sessions) == 2
+    assert len(families) == (1 if launch is Launch.FORKED else 2)
+    assert len(set(sessions)) == (2 if launch is Launch.APART else 1)
+    assert (os.getsid(0) in sessions) == (launch is Launch.TOGETHER)
+
+
+@pytest.mark.parametrize("launch", [launch.value for launch in Launch])
+def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path, launch: str) -> None:
+    starts = ["--starts", "2", "--rounds", "3", "--launch", launch]
     rows = ["--rows", "empty", "unix", "--columns", "ours"]
     done = _run(*rows, *starts, "--output", str(tmp_path / "numbers"))
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import rounds
 from benchmarks.commands import Column
-from benchmarks.group import Slice
+from benchmarks.group import Launch, Slice
 from benchmarks.rounds import Plan, measure
 from benchmarks.workloads import ROWS, Row
 
@@ -24,7 +24,7 @@ class FakeGroup:
 
     log: list[str]
 
-    def __init__(self, column: Column, size: int, *, forked: bool) -> None:
+    def __init__(self, column: Column, size: int, launch: Launch) -> None:
         self.column = column
         self.log.append(f"{column.name} of {size} starts")
         self._number = sum(each == self.log[-1] for each in self.log)
