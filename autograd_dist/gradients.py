@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 import torch
 
+from rpc import streams
+
 
 class LeafGradients:
     """Gradients of one context's leaves on one worker."""
@@ -28,13 +30,17 @@ class LeafGradients:
             for leaf, gradient in owned:
                 existing = self._by_leaf.setdefault(leaf, gradient)
                 if existing is not gradient:
+                    streams.take_tensors((existing,))
                     with torch.no_grad():
                         self._by_leaf[leaf] = _sum(existing, gradient)
+                streams.leave_tensors((self._by_leaf[leaf],))
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         """A new dict with the current gradients."""
         with self._lock:
-            return dict(self._by_leaf)
+            gradients = dict(self._by_leaf)
+        streams.take_tensors(gradients.values())
+        return gradients
 
     def __len__(self) -> int:
         return len(self._by_leaf)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from rpc import codec, deadlines, finalizers, packing, tracing
+from rpc import codec, deadlines, finalizers, packing, streams, tracing
 from rpc.call_metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
 from rpc.calls import CallTable, Ended, Ending
 from rpc.constants import UNSET_RPC_TIMEOUT
@@ -474,6 +474,7 @@ class Caller:
         call.sent = len(header) + len(payload)
         if slots:
             call.sent += tensor_bytes(slots)
+            streams.leave_tensors(slots)  # another thread may send, or send again
         try:
             with self._lock:
                 if self._closed is not None:

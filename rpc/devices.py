@@ -16,6 +16,7 @@ from rpc.errors import DeviceMapError
 
 DeviceLike = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
+Direction = Literal["Request", "Response"]
 
 _CPU = torch.device("cpu")
 
@@ -139,8 +140,9 @@ def local_device_info(maps: Mapping[str, DeviceMap], devices: Sequence[torch.dev
 def check_devices(
     tensors: Iterable[torch.Tensor],
     device_map: Mapping[torch.device, torch.device],
-    direction: Literal["Request", "Response"],
+    direction: Direction,
     destination: str,
+    backend: str = "TensorPipe",
 ) -> None:
     """Checks that every tensor has a place at ``destination``.
 
@@ -151,9 +153,9 @@ def check_devices(
         device = tensor.device
         if device.type != "cpu" and device not in device_map:
             raise DeviceMapError(
-                "TensorPipe RPC backend only supports CPU tensors by default: move the tensors "
+                f"{backend} RPC backend only supports CPU tensors by default: move the tensors "
                 "to the CPU before sending them, or name their device with `set_device_map` on "
-                f"`TensorPipeRpcBackendOptions`. {direction} device mapping is not available for "
+                f"`{backend}RpcBackendOptions`. {direction} device mapping is not available for "
                 f"destination {destination} and a tensor on device {device}"
             )
 

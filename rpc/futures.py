@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from rpc import torch_modes
+from rpc import streams, torch_modes
 from rpc.executor import blocking
 from rpc.interrupts import let_in, restore
 from rpc.raising import bare_copy
@@ -198,8 +198,7 @@ class Future(_TorchFuture[T]):
                         self._sleep()
                     else:
                         wait_in_usual_modes(self._waiter, self.done, self._sleep)
-            result: T = torch._C.Future.wait(self)
-            return result
+            return self._taken(torch._C.Future.wait(self))
         finally:
             del self  # the error knows this frame, and must not keep the future alive
 
@@ -208,9 +207,15 @@ class Future(_TorchFuture[T]):
         try:
             if not self.done():
                 raise RuntimeError(f"{self._description} is not done; wait for it first")
-            return cast(T, torch._C.Future.value(self))
+            return self._taken(torch._C.Future.value(self))
         finally:
             del self  # as in wait
+
+    @staticmethod
+    def _taken(result: T) -> T:
+        if streams.is_in_use():
+            streams.take(result)
+        return result
 
     def cancel(self) -> bool:
         """Gives up the call whose result this is, which fails with ``CallCancelledError``.
@@ -269,6 +274,8 @@ class Future(_TorchFuture[T]):
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value; once."""
+        if streams.is_in_use():
+            streams.leave(result)
         if self._watched or self._collected:  # callbacks, which may take long, run at once
             self._open_gate()
         try:
@@ -327,7 +334,7 @@ class Future(_TorchFuture[T]):
 
         self.add_done_callback(done)
         yield from bridge
-        return cast(T, torch._C.Future.value(self))
+        return self._taken(torch._C.Future.value(self))
 
     def _open_gate(self) -> None:
         self._is_open = True

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpc import codec, tensor_table
+from rpc import codec, streams, tensor_table
 from rpc.errors import DecodeError
 from rpc.holdings import NOTHING_LENT, Adopted, Loan
 from rpc.ids import new_tuple
@@ -99,6 +99,8 @@ def unpack(
     if type(payload) is Unreceived:
         raise DecodeError(payload.decode())
     tensors: list[torch.Tensor] = []
+    if slots:
+        streams.take_tensors(slots)
     if table:
         raised = tensor_table.unpack_tensors(table, slots)
         if replace is not None:

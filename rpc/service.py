@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
-from rpc import codec, deadlines, packing
+from rpc import codec, deadlines, packing, streams
 from rpc.call_metrics import tensor_bytes
 from rpc.control import PASSED_BYTES
 from rpc.errors import (
@@ -289,7 +289,8 @@ class Service:
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(future).__name__}"
             )
-        settle = self._later(lambda done: self._settle(done.value, self._fail))
+        # Unlike its value(), a done future's wait() has this thread's streams wait, too.
+        settle = self._later(lambda done: self._settle(done.wait, self._fail))
         self._suspend(future.add_done_callback, settle)
 
     def _place(self) -> Slot:
@@ -510,6 +511,7 @@ class Service:
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
+            streams.leave_tensors(slots)  # another thread may send, or send again
         frame = new_tuple(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
         if self.request.extensions and traced() is not None:
             # Whoever gets the reply may ask for the records at once.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rpc import deadlines
+from rpc import deadlines, streams
 from rpc.errors import CallCancelledError, RpcTimeoutError
 from rpc.executor import blocking
 from rpc.futures import Waiter, wait_in_usual_modes
@@ -38,6 +38,8 @@ class Slot:
 
     def fill(self, value: Any) -> None:
         """Gives the value; ignored if the slot was filled or failed before."""
+        if streams.is_in_use():
+            streams.leave(value)
         self._settle(value, None)
 
     def fail(self, error: BaseException) -> None:
@@ -60,6 +62,8 @@ class Slot:
         """The value of a slot that is done; raises a copy of its error."""
         if self._error is not None:
             raise again(self._error)
+        if streams.is_in_use():
+            streams.take(self._value)
         return self._value
 
     def wait(self, timeout: float = 0.0) -> Any:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from rpc import streams
 from rpc.threads import Thread
 from rpc.transports.base import Frame
 
@@ -76,4 +77,6 @@ class Loopback:
 def copy(frame: Frame) -> Frame:
     """A frame that shares no memory with this one which anybody could change."""
     tensors = tuple(tensor.detach().clone() for tensor in frame.tensors)
+    if tensors:
+        streams.leave_tensors(tensors)
     return frame._replace(payload=bytes(frame.payload), tensors=tensors)

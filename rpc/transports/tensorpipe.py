@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from rpc import streams
 from rpc.devices import (
     DeviceMap,
     local_device_info,
@@ -291,6 +292,8 @@ class TensorPipeTransport:
     def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | Answer:
         """Takes a peer's call."""
         self._agent.threads.keep()
+        if frame.tensors:
+            streams.leave_tensors(frame.tensors)  # torch copies them on streams of its own
         kind = envelope.kind
         if kind in _ANSWERED_LATER:
             future: AnswerFuture = self._agent.future()
@@ -309,6 +312,8 @@ class TensorPipeTransport:
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         """Takes what came back from one of our calls."""
         self._agent.threads.keep()
+        if frame.tensors:
+            streams.leave_tensors(frame.tensors)
         link = self._roster.of_sender(envelope)
         if link is None or link.broken:
             return

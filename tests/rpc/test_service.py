@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
-from rpc import deadlines, service
+from rpc import deadlines, functions, service, streams
 from rpc.agent import Agent
 from rpc.current import current_agent
 from rpc.errors import RpcTimeoutError, RRefCreationError, WorkerLostError
@@ -158,3 +160,53 @@ def test_what_a_shutdown_ends_is_a_loss_to_its_caller_and_no_error_of_the_functi
     with pytest.raises((WorkerLostError, RRefCreationError), match=r"'bob' .*was lost"):
         outcome.wait() if through == "rpc_async" else outcome.to_here()
     assert capsys.readouterr().err == ""
+
+
+class Kernel(torch.futures.Future[int]):
+    """As one with devices: only ``wait`` has the streams of the thread wait."""
+
+    waits: ClassVar[list[str]] = []
+
+    def wait(self) -> int:
+        self.waits.append(threading.current_thread().name)
+        return super().wait()
+
+
+@functions.async_execution
+def start_a_kernel() -> torch.futures.Future[int]:
+    future = Kernel()
+    future.set_result(7)
+    return future
+
+
+def test_what_an_asynchronous_handler_made_is_waited_for_where_it_is_sent() -> None:
+    Kernel.waits.clear()
+    with local_group("here", "there") as (here, _):
+        assert here.rpc_sync("there", start_a_kernel, timeout=10) == 7
+    assert len(Kernel.waits) == 1
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mul(2)
+
+
+def test_tensors_leave_the_streams_of_who_sends_them_and_are_taken_by_who_gets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that send again, or late, have the default streams current."""
+    seen: list[tuple[str, int]] = []
+
+    def note(what: str) -> Callable[[Iterable[torch.Tensor]], None]:
+        def look(tensors: Iterable[torch.Tensor]) -> None:
+            if count := sum(each.numel() for each in tensors):
+                seen.append((what, count))
+
+        return look
+
+    monkeypatch.setattr(streams, "leave_tensors", note("leave"))
+    monkeypatch.setattr(streams, "take_tensors", note("take"))
+    with local_group("here", "there") as (here, _):
+        result = here.rpc_sync("there", double, (torch.ones(100_000),), timeout=10)
+    assert result.sum() == 200_000
+    sent = ("leave", 100_000), ("leave", 100_000), ("take", 100_000)  # by us, and by the way there
+    assert seen == [*sent, *sent]

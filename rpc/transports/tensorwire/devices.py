@@ -6,12 +6,11 @@ for the receiver, replies the inverse of the map of the worker that called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from rpc.devices import moves_host
-from rpc.errors import DeviceMapError
+from rpc.devices import Direction, check_devices, moves_host
 
 _HOST = torch.device("cpu")
 
@@ -22,31 +21,35 @@ class DeviceMap:
     Args:
         peer_name: for errors.
         mapping: the peer's device for each of ours; host memory needs no entry.
+        direction: of what is sent by it, for errors.
 
     Attributes:
         moves_host: whether tensors in host memory arrive on a device.
     """
 
-    def __init__(self, peer_name: str, mapping: Mapping[torch.device, torch.device]) -> None:
+    def __init__(
+        self,
+        peer_name: str,
+        mapping: Mapping[torch.device, torch.device],
+        direction: Direction = "Request",
+    ) -> None:
         self._peer_name = peer_name
+        self._direction = direction
         self._mapping = dict(mapping)
         self.moves_host = moves_host(mapping)
 
     def inverse(self) -> DeviceMap:
         """The map for the way back."""
-        return DeviceMap(self._peer_name, {there: here for here, there in self._mapping.items()})
+        back = {there: here for here, there in self._mapping.items()}
+        return DeviceMap(self._peer_name, back, "Response")
 
-    def check(self, device: torch.device) -> None:
-        """Refuses a device that has no place at the peer.
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuses tensors on a device that has no place at the peer.
 
         Raises:
             DeviceMapError: it is not mapped.
         """
-        if device != _HOST and device not in self._mapping:
-            raise DeviceMapError(
-                f"a tensor on {device} cannot be sent to worker {self._peer_name!r}: "
-                f"map the device with options.set_device_map({self._peer_name!r}, ...)"
-            )
+        check_devices(tensors, self._mapping, self._direction, self._peer_name, "TensorWire")
 
     def destination(self, device: torch.device) -> str:
         """The device at the peer; empty for host memory."""
@@ -60,7 +63,16 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     pinned = torch.cuda.is_available()
     staged = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=pinned
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_HOST, pin_memory=pinned
     )
     staged.copy_(tensor)
     return staged
+
+
+def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A copy there, ready on the default stream whatever stream is current on this thread."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return tensor.to(device)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        return tensor.to(device)

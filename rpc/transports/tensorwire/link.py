@@ -48,7 +48,7 @@ from rpc.transports.shared_memory import (
     Slot,
 )
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
-from rpc.transports.tensorwire.devices import DeviceMap, to_host
+from rpc.transports.tensorwire.devices import DeviceMap, to_device, to_host
 from rpc.transports.tensorwire.framing import (
     Buffer,
     BulkEvent,
@@ -391,7 +391,7 @@ class Link:
                 tensor = tensor_over(inline, item, item.position)
             else:
                 tensor = tensor_over(self._array(item, arrays), item)
-            tensors.append(tensor.to(item.device) if item.device else tensor)
+            tensors.append(to_device(tensor, item.device) if item.device else tensor)
         return Frame(frame.kind, frame.correlation, frame.header, payload, tuple(tensors))
 
     def _array(self, item: Item, arrays: dict[int, Array]) -> Array:

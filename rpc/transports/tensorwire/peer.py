@@ -150,7 +150,8 @@ class RemotePeer:
     def _look_at(tensors: tuple[torch.Tensor, ...], devices: DeviceMap) -> tuple[Look, ...]:
         for tensor in tensors:
             if not tensor.is_cpu:
-                devices.check(tensor.device)
+                devices.check(tensors)
+                break
         return tuple(map(look_at, tensors))
 
     def _check(self, frame: Frame, looks: tuple[Look, ...]) -> int:
