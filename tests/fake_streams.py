@@ -50,6 +50,7 @@ class GpuTensor(torch.Tensor):
     keepers: set[Stream]
 
     is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -53,9 +53,14 @@ class Place(enum.IntEnum):
     """In shared segment ``segment``, at ``position``."""
     STREAM = 2
     """On bulk channels, as transfer ``position``."""
+    LENT = 3
+    """On a device of the sender's; ``segment`` bytes at ``position`` of the inline section say how
+    to get there. Tensors that arrive on a device only, and not over every transport."""
 
 
 _PLACES = tuple(Place)
+_LENT = int(Place.LENT)
+HOST_PLACES = _PLACES[: Place.LENT]
 
 
 class Item(NamedTuple):
@@ -136,13 +141,16 @@ def join_rows(rows: list[bytes]) -> bytes:
     return _COUNT.pack(len(rows)) + b"".join(rows)
 
 
-def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
+def unpack_table(
+    table: bytes, inline_bytes: int, max_bytes: int, places: tuple[Place, ...] = HOST_PLACES
+) -> list[Item]:
     """Parses and checks a table.
 
     Args:
         table: the bytes.
         inline_bytes: length of the frame's inline section.
         max_bytes: bound on the sum of all items.
+        places: where items may be.
 
     Raises:
         FrameError: the bytes are not a table, or it claims what cannot be.
@@ -154,7 +162,7 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
         for _ in range(count):
             place, code, dimensions, segment, at, nbytes = _ROW.unpack_from(table, position)
             position += _ROW.size
-            if place >= len(_PLACES) or dimensions > _MAX_DIMENSIONS:
+            if place >= len(places) or dimensions > _MAX_DIMENSIONS:
                 raise FrameError(f"a table row with place {place} and {dimensions} dimensions")
             if not place and at + nbytes > inline_bytes:
                 raise FrameError("a table row points past the inline section")
@@ -166,6 +174,8 @@ def unpack_table(table: bytes, inline_bytes: int, max_bytes: int) -> list[Item]:
                 end += table[end - 1]
                 layout = _unpack_layout(code, dimensions, nbytes, table[position:end])
                 position = end
+            if place == _LENT and (at + segment > inline_bytes or not layout[3]):
+                raise FrameError("a table row for lent memory without a handle or a device")
             total += nbytes
             items.append(new_tuple(Item, (_PLACES[place], segment, at, nbytes, *layout)))
     except (struct.error, IndexError, UnicodeDecodeError):

@@ -70,6 +70,13 @@ class WireKind(enum.IntEnum):
     SEGMENT_REFUSED = 19
     """Bulk channels only: the segment ``correlation`` cannot be mapped here; header: the system's
     number of the error, or 0."""
+    DEVICE = 20
+    """Bulk channels only: the descriptor of an offer of memory of CUDA device ``correlation`` rides
+    along; header: its size."""
+    DEVICE_READY = 21
+    """Bulk channels only: memory of the other end's device ``correlation`` can be opened here."""
+    DEVICE_REFUSED = 22
+    """Bulk channels only: memory of the other end's device ``correlation`` cannot be opened."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -347,13 +354,29 @@ class SegmentAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceOffered:
+    """The peer wants to lend memory of its CUDA device; ``size`` is that of the offer's file."""
+
+    device: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAnswered:
+    """The peer can, or cannot, open memory of a device of ours."""
+
+    device: int
+    usable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledged:
     """Of the frames sent, ``count`` have arrived whole."""
 
     count: int
 
 
-BulkEvent = Chunk | SegmentOffered | SegmentAnswered | Acknowledged
+BulkEvent = Chunk | SegmentOffered | SegmentAnswered | DeviceOffered | DeviceAnswered | Acknowledged
 Place = Callable[[int, int, int, int], memoryview | None]
 """``(transfer, offset, length, total) -> length writable bytes``; raises FrameError.
 
@@ -361,7 +384,7 @@ None if the bytes are to be thrown away."""
 
 
 def pack_pair(first: int, second: int) -> bytes:
-    """The header of a bulk message: ``(offset, total)`` of a chunk, ``(size, 0)`` of a segment."""
+    """The header of a bulk message: ``(offset, total)`` of a chunk, ``(size, 0)`` of an offer."""
     return _CHUNK.pack(first, second)
 
 
@@ -438,6 +461,10 @@ class BulkDecoder:
             return Acknowledged(fixed.correlation)
         if fixed.kind == WireKind.SEGMENT:
             return SegmentOffered(fixed.correlation, first)
+        if fixed.kind == WireKind.DEVICE:
+            return DeviceOffered(fixed.correlation, first)
+        if fixed.kind in (WireKind.DEVICE_READY, WireKind.DEVICE_REFUSED):
+            return DeviceAnswered(fixed.correlation, fixed.kind == WireKind.DEVICE_READY)
         return SegmentAnswered(fixed.correlation, fixed.kind == WireKind.SEGMENT_READY, first)
 
     def _begin_chunk(self, fixed: _Fixed, offset: int, total: int) -> None:

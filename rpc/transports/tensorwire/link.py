@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from rpc.errors import FrameError
 from rpc.transports.base import Frame, Unreceived, unreceived
 from rpc.transports.copying import CopyCrew
 from rpc.transports.frame_table import (
+    HOST_PLACES,
     INLINE_ALIGNMENT,
     Item,
     Look,
@@ -48,11 +50,20 @@ from rpc.transports.shared_memory import (
     Slot,
 )
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
+from rpc.transports.tensorwire.device_memory import (
+    LENT_FROM,
+    LentMemory,
+    accept,
+    borrow,
+    give_back,
+)
 from rpc.transports.tensorwire.devices import DeviceMap, to_device, to_host
 from rpc.transports.tensorwire.framing import (
     Buffer,
     BulkEvent,
     Chunk,
+    DeviceAnswered,
+    DeviceOffered,
     SegmentAnswered,
     SegmentOffered,
     WireKind,
@@ -60,6 +71,8 @@ from rpc.transports.tensorwire.framing import (
 )
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.transfers import Transfers
+
+_log = logging.getLogger(__name__)
 
 STREAM_FROM = 1 << 20
 _INSTEAD = "sockets"
@@ -103,6 +116,8 @@ class _Draft:
     rows: list[bytes] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     """What was filled in shared memory."""
+    lent: list[bytes] = field(default_factory=list)
+    """Handles of tensors that stay on their devices."""
     parts: list[Buffer] = field(default_factory=list)
     streams: list[tuple[int, memoryview]] = field(default_factory=list)
     """Transfers by number, none of which has begun before everything has its place."""
@@ -147,9 +162,11 @@ class Link:
         self._devices = devices
         self._limit = resources.max_message_bytes
         self._copy = resources.crew.copy
-        self._pool = None
+        self._pool = self._lent = None
         if shared:
+            self._lent = LentMemory(peer_name)
             self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
+        self._peer_is_here = shared
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
@@ -230,6 +247,8 @@ class Link:
         except BaseException:
             if self._pool is not None:
                 self._pool.take_back(draft.slots)
+            for handle in draft.lent:
+                give_back(handle)
             raise
         return draft
 
@@ -248,9 +267,30 @@ class Link:
         device = ""
         if self._devices.moves_host or not tensor.is_cpu:
             device = self._devices.destination(tensor.device)
+            if self._lend(draft, tensor, look, device):
+                return
             tensor = to_host(tensor)
         road = self._road(draft, tensor.data_ptr(), look.nbytes, tensor)
         draft.rows.append(tensor_row(*road, look, device))
+
+    def _lend(self, draft: _Draft, tensor: torch.Tensor, look: Look, device: str) -> bool:
+        """Lends a large tensor that goes from device to device; False if that cannot be."""
+        lent = self._lent
+        if lent is None or look.nbytes < LENT_FROM or not (tensor.is_cuda and device):
+            return False
+        offer = lent.offer(tensor.device)
+        if offer is not None:
+            header = pack_pair(offer.size, 0)
+            self.bulk[0].send(
+                Outgoing(WireKind.DEVICE, offer.device, header, descriptor=offer.descriptor)
+            )
+        handle = lent.lend(tensor)
+        if handle is None:
+            return False
+        draft.lent.append(handle)
+        position = draft.add_inline(handle)
+        draft.rows.append(tensor_row(Place.LENT, len(handle), position, look, device))
+        return True
 
     def _share(self, draft: _Draft, target: int, source: int, length: int) -> None:
         """Copies the next bytes that a frame shares; announces the frame before the last."""
@@ -311,14 +351,17 @@ class Link:
             FrameError: it is malformed.
         """
         if type(frame.payload) is Unreceived:
-            items = unpack_table(table, self._limit, self._limit) if table else []
+            items = unpack_table(table, self._limit, self._limit, self._places()) if table else []
         else:
-            items = unpack_table(table, len(frame.payload), self._limit)
+            items = unpack_table(table, len(frame.payload), self._limit, self._places())
         for item in items:
             if item.place is Place.STREAM:
                 parcel = self._transfers.frame_received(frame, items)
                 return None if parcel is None else self._assemble(*parcel)
         return self._assemble(frame, items, {})
+
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(Place) if self._peer_is_here else HOST_PLACES
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
@@ -333,6 +376,10 @@ class Link:
             self._map_segment(event, sender, descriptors)
         elif isinstance(event, SegmentAnswered) and self._pool is not None:
             self._pool.answered(event.segment, event.usable, event.error)
+        elif isinstance(event, DeviceOffered):
+            self._try_device(event, sender, descriptors)
+        elif isinstance(event, DeviceAnswered) and self._lent is not None:
+            self._lent.answered(event.device, event.usable)
         return None
 
     def _map_segment(self, offered: SegmentOffered, sender: Sender, descriptors: list[int]) -> None:
@@ -343,6 +390,25 @@ class Link:
             answer, number = WireKind.SEGMENT_REFUSED, self._segments.refused(error)
         sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
 
+    def _try_device(self, offered: DeviceOffered, sender: Sender, descriptors: list[int]) -> None:
+        answer = WireKind.DEVICE_READY
+        try:
+            descriptor = _descriptor_of_offer(descriptors)
+            try:
+                accept(descriptor, offered.size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            _log.warning(
+                "memory of worker %s's cuda:%d cannot be opened (%s); tensors from there come "
+                "through host memory",
+                self._peer_name,
+                offered.device,
+                error,
+            )
+            answer = WireKind.DEVICE_REFUSED
+        sender.send(Outgoing(answer, offered.device, pack_pair(0, 0)))
+
     def _take_segment(self, offered: SegmentOffered, descriptors: list[int]) -> None:
         """Maps what is offered.
 
@@ -350,9 +416,7 @@ class Link:
             OSError: it cannot be mapped, or its descriptor did not arrive: the system drops
                 those for which a process has no room.
         """
-        if not descriptors:
-            raise OSError(errno.EMFILE, "its file did not arrive; too many are open, most likely")
-        descriptor = descriptors.pop(0)
+        descriptor = _descriptor_of_offer(descriptors)
         try:
             self._segments.add(offered.segment, offered.size, descriptor)
         finally:
@@ -374,6 +438,8 @@ class Link:
         for item in left:
             if item.place is Place.SHARED:
                 self._array(item, arrays)  # dies at once, which gives its slot back
+            elif item.place is Place.LENT and type(frame.payload) is not Unreceived:
+                give_back(_handle_in(frame.payload, item))
         return unreceived(frame, sum(item.nbytes for item in items), self._peer_name, problem)
 
     def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
@@ -387,6 +453,9 @@ class Link:
             payload = view_of(self._array(first, arrays), first.nbytes)
         tensors: list[torch.Tensor] = []
         for item in left:
+            if item.place is Place.LENT:
+                tensors.append(_borrowed(inline, item))
+                continue
             if item.place is Place.INLINE:
                 tensor = tensor_over(inline, item, item.position)
             else:
@@ -404,3 +473,23 @@ class Link:
         if self._pool is not None:
             self._pool.close()
         self._segments.close()
+
+
+def _descriptor_of_offer(descriptors: list[int]) -> int:
+    """The file that came with an offer; the caller closes it.
+
+    Raises:
+        OSError: none did: the system drops descriptors for which a process has no room.
+    """
+    if not descriptors:
+        raise OSError(errno.EMFILE, "its file did not arrive; too many are open, most likely")
+    return descriptors.pop(0)
+
+
+def _handle_in(inline: Buffer, item: Item) -> Buffer:
+    return inline[item.position : item.position + item.segment]
+
+
+def _borrowed(inline: Buffer, item: Item) -> torch.Tensor:
+    assert item.dtype is not None
+    return borrow(_handle_in(inline, item), item.dtype, item.shape, item.strides, item.device)

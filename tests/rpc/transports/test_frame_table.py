@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import EncodeError, FrameError
 from rpc.transports.frame_table import (
+    HOST_PLACES,
     Item,
     Look,
     Place,
@@ -51,7 +52,7 @@ def dense_items(draw: st.DrawFn) -> Item:
         step *= max(1, shape[dimension])
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128]))
     count = torch.Size(shape).numel()
-    place = draw(st.sampled_from(list(Place)[1:]))
+    place = draw(st.sampled_from(HOST_PLACES[1:]))
     nbytes = count * dtype.itemsize
     device = draw(st.sampled_from(["", "cuda:1"]))
     segment, position = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**63))
@@ -102,6 +103,26 @@ def test_flipped_bits_are_refused_or_describe_something_possible(data: st.DataOb
 def test_what_cannot_be_is_refused(wrong: list[Item]) -> None:
     with pytest.raises(FrameError):
         unpack_table(pack_table(wrong), 10, 1 << 40)
+
+
+LENT = MATRIX._replace(place=Place.LENT, segment=4, position=6, device="cuda:0")
+
+
+def test_lent_memory_has_its_handle_in_the_frame_and_belongs_on_a_device() -> None:
+    items = [PAYLOAD._replace(nbytes=6), LENT]
+    assert unpack_table(pack_table(items), 10, 100, tuple(Place)) == items
+    for wrong in (
+        LENT._replace(segment=5),
+        LENT._replace(position=7),
+        LENT._replace(device=""),
+        LENT._replace(nbytes=23),
+    ):
+        with pytest.raises(FrameError):
+            unpack_table(pack_table([PAYLOAD, wrong]), 10, 100, tuple(Place))
+    with pytest.raises(FrameError, match="place 3"):
+        unpack_table(pack_table(items), 10, 100)
+    with pytest.raises(FrameError):
+        unpack_table(pack_table([PAYLOAD._replace(place=Place.LENT)]), 10, 100, tuple(Place))
 
 
 def test_the_bytes_after_a_table_are_refused() -> None:

@@ -21,6 +21,8 @@ from rpc.transports.tensorwire.framing import (
     Arrived,
     BulkDecoder,
     Chunk,
+    DeviceAnswered,
+    DeviceOffered,
     FrameDecoder,
     SegmentAnswered,
     SegmentOffered,
@@ -361,6 +363,19 @@ def test_messages_about_segments_are_told_apart() -> None:
         SegmentAnswered(4, True),
         SegmentAnswered(5, False),
         SegmentAnswered(6, False, 24),
+    ]
+
+
+def test_messages_about_devices_are_told_apart() -> None:
+    wire = (
+        about_segment(WireKind.DEVICE, 3, 0, 4096)
+        + about_segment(WireKind.DEVICE_READY, 4, 1, 0)
+        + about_segment(WireKind.DEVICE_REFUSED, 5, 2, 0)
+    )
+    assert _Bulk().feed(wire, 50) == [
+        DeviceOffered(3, 4096),
+        DeviceAnswered(4, True),
+        DeviceAnswered(5, False),
     ]
 
 

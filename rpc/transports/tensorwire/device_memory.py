@@ -1,0 +1,315 @@
+"""CUDA memory that a worker on the same host copies from, without a way through host memory.
+
+A tensor that is sent is copied on its device; the copy is lent with a handle, which travels in
+the frame, and the receiver opens it and copies to where the tensor belongs. Handles, the count
+of who still needs a lent copy, and the event by which the receiver's stream waits for it are
+those of ``torch.multiprocessing``.
+
+Whether the other end can open a device's memory nobody can tell beforehand: containers, driver
+settings and the allocator have their say. So one tensor is offered for each device first, and
+until the peer has read from it what stands there, and said so, tensors go through host memory.
+
+What was lent to a worker that died before it took it stays until this process ends: there is no
+way to learn which of it was taken. It is no more than may be under way to one worker.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from rpc.errors import FrameError
+
+_log = logging.getLogger(__name__)
+
+LENT_FROM = 1 << 20
+"""Bytes from which a tensor is lent: to open a handle takes about as long as to move as many
+through host memory. An estimate; it was not measured."""
+TOKEN_BYTES = 16
+_OFFER_BYTES = 4096
+_SIZES = struct.Struct("<QQQ?HHHH")
+_PID = struct.Struct("<q")
+
+
+class Offer(NamedTuple):
+    """Memory of a device that the peer is to try to open.
+
+    Args:
+        device: its index here.
+        size: of the file, in bytes.
+        descriptor: of the file with the handle; close it when it has been passed on.
+    """
+
+    device: int
+    size: int
+    descriptor: int
+
+
+class _Handle(NamedTuple):
+    """What another process needs to open memory; the first is the device's identity.
+
+    The others are, in other order, what torch's ``UntypedStorage._share_cuda_`` returns.
+    """
+
+    uuid: bytes
+    memory: bytes
+    counter: bytes
+    event: bytes
+    size: int
+    offset: int
+    counter_offset: int
+    must_wait: bool
+
+    def encode(self) -> bytes:
+        names = self.uuid, self.memory, self.counter, self.event
+        numbers = self.size, self.offset, self.counter_offset, self.must_wait
+        return _SIZES.pack(*numbers, *map(len, names)) + b"".join(names)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray | memoryview) -> _Handle:
+        try:
+            size, offset, counter_offset, must_wait, *lengths = _SIZES.unpack_from(data)
+        except struct.error:
+            raise FrameError("a handle of device memory ends early") from None
+        parts, position = [], _SIZES.size
+        for length in lengths:
+            parts.append(bytes(data[position : position + length]))
+            position += length
+        if position > len(data):
+            raise FrameError("a handle of device memory ends early")
+        uuid, memory, counter, event = parts
+        return cls(uuid, memory, counter, event, size, offset, counter_offset, must_wait)
+
+
+class _NotOpenedError(RuntimeError):
+    """Memory that was lent cannot be reached from here."""
+
+
+class LentMemory:
+    """A link's sending half: which devices its peer can read.
+
+    Args:
+        peer_name: for log lines.
+    """
+
+    def __init__(self, peer_name: str) -> None:
+        self._peer_name = peer_name
+        self._lock = threading.Lock()
+        self._offered: dict[int, torch.Tensor | None] = {}
+        self._usable: set[int] = set()
+
+    def offer(self, device: torch.device) -> Offer | None:
+        """Offers a device; None if that was done, or cannot be done."""
+        with self._lock:
+            if device.index in self._offered:
+                return None
+            self._offered[device.index] = None
+        try:
+            token = os.urandom(TOKEN_BYTES)
+            tensor = _token_on(torch.frombuffer(bytearray(token), dtype=torch.uint8), device)
+            data = _PID.pack(os.getpid()) + token + _lend(tensor).encode()
+            descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, _OFFER_BYTES)
+            os.pwrite(descriptor, data, 0)
+        except (OSError, RuntimeError) as error:
+            self._say_without(device, error)
+            return None
+        self._offered[device.index] = tensor  # lives as long as the peer may read it
+        return Offer(device.index, _OFFER_BYTES, descriptor)
+
+    def answered(self, device: int, usable: bool) -> None:
+        """The peer has read what was offered, or could not.
+
+        Raises:
+            FrameError: nothing was offered.
+        """
+        with self._lock:
+            if self._offered.get(device) is None:
+                raise FrameError(f"an answer to an offer of device {device} that was not made")
+            self._offered[device] = None
+            if usable:
+                self._usable.add(device)
+        if not usable:
+            _log.warning(
+                "worker %s cannot open memory of cuda:%d; tensors from there go through host "
+                "memory",
+                self._peer_name,
+                device,
+            )
+
+    def lend(self, tensor: torch.Tensor) -> bytes | None:
+        """The handle of a copy that the peer can open; None if it cannot, or not yet.
+
+        The copy is made on the running thread's current stream.
+        """
+        device = tensor.device
+        if device.index not in self._usable:
+            return None
+        try:
+            return _lend(_copy(tensor)).encode()
+        except RuntimeError as error:  # no memory for a copy, or no more events
+            with self._lock:
+                self._usable.discard(device.index)
+            self._say_without(device, error)
+            return None
+
+    def _say_without(self, device: torch.device, error: Exception) -> None:
+        _log.warning(
+            "memory of %s cannot be lent to worker %s (%s); tensors from there go through host "
+            "memory",
+            device,
+            self._peer_name,
+            error,
+        )
+
+
+def accept(descriptor: int, size: int) -> None:
+    """Reads what a peer offers, to see whether that is possible.
+
+    Args:
+        descriptor: of the file with the handle.
+        size: of the file.
+
+    Raises:
+        OSError: it is not.
+        FrameError: the file holds no offer.
+    """
+    data = os.pread(descriptor, size, 0)
+    start = _PID.size + TOKEN_BYTES
+    if len(data) < start:
+        raise FrameError("an offer of device memory ends early")
+    if _PID.unpack_from(data)[0] == os.getpid():
+        raise OSError(errno.EINVAL, "a process cannot open memory of its own")
+    try:
+        tensor = _open(_Handle.decode(data[start:]), torch.uint8, (TOKEN_BYTES,), (1,), "cpu")
+    except RuntimeError as error:
+        raise OSError(errno.ENODEV, str(error)) from error
+    if bytes(tensor.tolist()) != data[_PID.size : start]:
+        raise OSError(errno.EIO, "something else stands there")
+
+
+def borrow(
+    handle: bytes | bytearray | memoryview,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: str,
+) -> torch.Tensor:
+    """A copy of a tensor that was lent, ready on the default stream; gives it back.
+
+    Args:
+        handle: what ``LentMemory.lend`` returned.
+        dtype: of the tensor, as are the next two.
+        shape: of the tensor.
+        strides: of the tensor, which is dense.
+        device: where the copy is made, for example ``cuda:1``.
+
+    Raises:
+        FrameError: it is no handle, or not of as much memory.
+        RuntimeError: the memory cannot be opened, or there is none for the copy.
+    """
+    return _open(_Handle.decode(handle), dtype, shape, strides, device)
+
+
+def give_back(handle: bytes | bytearray | memoryview) -> None:
+    """Takes note that nobody opens what was lent; either end may."""
+    lent = _Handle.decode(handle)
+    _release(lent.counter, lent.counter_offset)
+
+
+def _lend(tensor: torch.Tensor) -> _Handle:
+    """The handle of a tensor that begins its memory, which lives until it was given back."""
+    uuid = _uuid(tensor.device.index)
+    _, memory, size, offset, counter, counter_offset, event, must_wait = _share(tensor)
+    return _Handle(uuid, memory, counter, event, size, offset, counter_offset, must_wait)
+
+
+def _open(
+    handle: _Handle,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: str,
+) -> torch.Tensor:
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 in shape or reach * dtype.itemsize > handle.size:
+        raise FrameError(f"a lent tensor of shape {shape} in {handle.size} bytes of memory")
+    try:
+        index = _index(handle.uuid)
+        with ExitStack() as streams:
+            # torch gives memory back when the current stream is done: that of the copy.
+            for place in {torch.device(device), torch.device("cuda", index)}:
+                if place.type == "cuda":
+                    streams.enter_context(torch.cuda.stream(torch.cuda.default_stream(place)))
+            lent = _over_shared(handle, index)
+            tensor = torch.empty(0, dtype=dtype, device=lent.device).set_(lent, 0, shape, strides)
+            del lent
+            copied = tensor.to(device, copy=True)
+            del tensor
+    except _NotOpenedError:
+        _release(handle.counter, handle.counter_offset)
+        raise
+    return copied
+
+
+def _token_on(token: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return token.to(device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """One that begins its memory, with the same strides."""
+    copied = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copied.copy_(tensor.detach())
+
+
+def _uuid(index: int) -> bytes:
+    return str(torch.cuda.get_device_properties(index).uuid).encode()
+
+
+def _index(uuid: bytes) -> int:
+    """Which device of this process it is.
+
+    Raises:
+        _NotOpenedError: none that this process can see.
+    """
+    for index in range(torch.cuda.device_count()):
+        if _uuid(index) == uuid:
+            return index
+    raise _NotOpenedError(f"device {uuid.decode(errors='replace')} is not visible to this process")
+
+
+def _share(tensor: torch.Tensor) -> tuple[Any, ...]:
+    share: Callable[[], tuple[Any, ...]] = tensor.untyped_storage()._share_cuda_
+    return share()
+
+
+def _release(counter: bytes, offset: int) -> None:
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+
+
+def _over_shared(handle: _Handle, index: int) -> torch.UntypedStorage:
+    """Another process's memory; when this is gone it is given back."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    try:
+        return torch.UntypedStorage._new_shared_cuda(
+            index,
+            handle.memory,
+            handle.size,
+            handle.offset,
+            handle.counter,
+            handle.counter_offset,
+            handle.event,
+            handle.must_wait,
+        )
+    except RuntimeError as error:
+        raise _NotOpenedError(str(error)) from error
