@@ -50,6 +50,7 @@ from rpc.observation import (
 from rpc.remote_errors import decode_error
 from rpc.rref import RRef, call_method
 from rpc.sinks import Decode, Sink, WaitingCaller
+from rpc.tensor_table import pack_tensors
 from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.worker_info import WorkerInfo
 
@@ -249,7 +250,9 @@ class Caller:
         announce = self._agent.announce
         if announce is not None:
             announce(to.id, FrameKind.REQUEST)
-        packed = packing.pack(value, to.id, self._agent.references, None, borrow=True)
+        packed = packing.pack(
+            value, to.id, self._agent.references, None, borrow=True, lower=pack_tensors
+        )
         riding = tracing.riding()
         name = f"{extension} message"
         call = Call(name, sink, timeout, packed.loan, riding, self._book[name, to.id])

@@ -26,6 +26,7 @@ _MANY = tensor_table.INLINE_LIMIT // 4
 """Elements of a tensor that is unlikely to travel inside a header."""
 
 Attach = Callable[[Sequence[torch.Tensor], type[torch.Tensor] | None], Extensions]
+Lower = Callable[[Sequence[torch.Tensor], int], tuple[bytes, tuple[torch.Tensor, ...]]]
 Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -41,7 +42,13 @@ class Packed(NamedTuple):
 
 
 def pack(
-    value: object, to: int, keeper: ReferenceKeeper, attach: Attach | None, *, borrow: bool
+    value: object,
+    to: int,
+    keeper: ReferenceKeeper,
+    attach: Attach | None,
+    *,
+    borrow: bool,
+    lower: Lower = tensor_table.pack_tied_tensors,
 ) -> Packed:
     """Prepares ``value`` for worker ``to``.
 
@@ -53,6 +60,8 @@ def pack(
             cut off from its graph; None when there are none.
         borrow: the sender keeps references alive until the reply comes, so that
             those owned by the receiver need no fork.
+        lower: ``tensor_table.pack_tensors`` if the receiver takes each tensor for its own,
+            whatever memory it shares here.
 
     Raises:
         EncodeError: the value cannot be serialized.
@@ -65,7 +74,7 @@ def pack(
     if tensors:
         moves = keeper.agent.host_moves
         limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
-        table, slots = tensor_table.pack_tensors(tensors, limit)
+        table, slots = lower(tensors, limit)
     loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
     return new_tuple(Packed, (payload, plain, extensions, loan, table, slots))
 

@@ -44,6 +44,7 @@ from rpc.retry import RequestId
 from rpc.rref import call_method
 from rpc.simple_values import encode_constant
 from rpc.slot import Slot
+from rpc.tensor_table import pack_tensors, pack_tied_tensors
 from rpc.transports.base import Frame, FrameKind
 from rpc.worker_info import WorkerInfo
 
@@ -424,7 +425,12 @@ class Service:
             or packing.takes_long(result)
         ):
             agent.announce(self.sender, FrameKind.REPLY)
-        packed = packing.pack(result, self.sender, agent.references, attach, borrow=False)
+        lower = pack_tied_tensors
+        if self.request.operation is Operation.EXTENSION:
+            lower = pack_tensors  # gradients: each is its receiver's own
+        packed = packing.pack(
+            result, self.sender, agent.references, attach, borrow=False, lower=lower
+        )
         payload, plain, extensions, loan, table, slots = packed
         reply: Reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
         try:

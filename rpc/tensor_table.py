@@ -12,7 +12,10 @@ again and again), and the bytes of its elements in memory order, each once: a si
 element if it is ``EXPANDED``, too, which is then shown everywhere. If it is ``SPARSE``
 (COO), ``ndim u8, shape u64 × ndim`` and a table of its indices and values. If it is
 ``EXPANDED`` and not inline, ``ndim u8, shape u64 × ndim`` and a table of one tensor, which
-has size 1 wherever the same elements are shown again and again.
+has size 1 wherever the same elements are shown again and again. If it is ``TIED``,
+``memory u32, dtype u8, ndim u8, offset u64`` in bytes, ``shape u64 × ndim``, the strides in
+elements ``u64 × ndim``, and where a memory is named for the first time a table of one
+tensor, its bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from rpc import tensor_ties
 from rpc.errors import EncodeError, FrameError
 from rpc.ids import new_tuple
 
@@ -53,9 +57,11 @@ _STRIDED: Final = 8
 _SPARSE: Final = 16
 _COALESCED: Final = 32
 _EXPANDED: Final = 64
+_TIED: Final = 128
 _OF_EXPANDED: Final = frozenset({0, _INLINE, _INLINE | _STRIDED})
 """The flags that what was expanded may have; below, those of the parts of a sparse tensor."""
 _OF_SPARSE: Final = _OF_EXPANDED | {_INLINE | _EXPANDED, _EXPANDED}
+_OF_TIED: Final = frozenset({0, _INLINE})
 _FLAGS: Final = frozenset(
     layout | grad | kind
     for layout in _OF_SPARSE | {_SPARSE, _SPARSE | _COALESCED}
@@ -66,6 +72,7 @@ _FLAGS: Final = frozenset(
 _MALFORMED: Final = (struct.error, IndexError, ValueError, TypeError, OverflowError)
 
 _COUNT: Final = struct.Struct("<I")
+_PLACE: Final = struct.Struct("<IBBQ")
 _MAX_DIMS: Final = 64
 _SIZES: Final = tuple(struct.Struct(f"<{n}Q") for n in range(_MAX_DIMS + 1))
 _NO_STEPS: Final = tuple((0,) * n for n in range(_MAX_DIMS + 1))
@@ -212,6 +219,40 @@ def pack_tensors(
     return b"".join(parts), tuple(slots)
 
 
+def pack_tied_tensors(
+    tensors: Sequence[torch.Tensor], inline_limit: int = INLINE_LIMIT
+) -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    """As :func:`pack_tensors`, but tensors that share memory here do so where they arrive."""
+    pieces = tensor_ties.find(tensors, _CODES) if len(tensors) > 1 else []
+    if not pieces:
+        return pack_tensors(tensors, inline_limit)
+    if forward_ad._current_level >= 0:
+        _require_no_tangent(tensors)
+    parts = [_COUNT.pack(len(tensors))]
+    slots: list[torch.Tensor] = []
+    tied = {window.number: (piece, window) for piece in pieces for window in piece.members}
+    numbers: dict[int, int] = {}
+    room = _INLINE_IN_ALL
+    for index, tensor in enumerate(tensors):
+        limit = inline_limit if room > 0 else -1
+        if index not in tied:
+            table, more = pack_tensors((tensor,), limit)
+            parts.append(table[_COUNT.size :])
+        else:
+            _check_memory(tensor)
+            piece, window = tied[index]
+            is_first = id(piece) not in numbers
+            number = numbers.setdefault(id(piece), len(numbers))
+            parts.append(_pack_place(tensor, number, window.start - piece.start))
+            table, more = b"", ()
+            if is_first:
+                table, more = pack_tensors((piece.bytes_of(tensor),), limit)
+                parts.append(table)
+        room -= len(table)
+        slots += more
+    return b"".join(parts), tuple(slots)
+
+
 def unpack_tensors(
     table: bytes | bytearray | memoryview, slots: Sequence[torch.Tensor]
 ) -> UnpackedTensors:
@@ -232,12 +273,15 @@ def unpack_tensors(
     tensors: list[torch.Tensor] = []
     requiring_grad: list[int] = []
     parameters: list[int] = []
+    memories: list[torch.Tensor] = []
     for index in range(count):
         if position >= end:
             raise FrameError(f"a tensor table ends before tensor {index} of {count}")
         flags = table[position]
         if flags & _INLINE and flags in _FLAGS:
             tensor, position = _unpack_inline(table, position)
+        elif flags & _TIED:
+            tensor, position = _unpack_tied(table, position, waiting, memories)
         else:
             tensor, position = _unpack_other(table, position, waiting, _FLAGS)
         tensors.append(tensor)
@@ -329,6 +373,16 @@ def _pack_sparse(
     table, more = pack_tensors((tensor._indices(), tensor._values()), inline_limit)
     slots += more
     return head + table
+
+
+def _pack_place(tensor: torch.Tensor, memory: int, offset: int) -> bytes:
+    flags = _TIED | (_REQUIRES_GRAD if tensor.requires_grad else 0)
+    if isinstance(tensor, Parameter):
+        flags |= _PARAMETER
+    shape = tensor.shape
+    sizes = _SIZES[len(shape)]
+    head = bytes((flags,)) + _PLACE.pack(memory, _CODES[tensor.dtype], len(shape), offset)
+    return head + sizes.pack(*shape) + sizes.pack(*tensor.stride())
 
 
 def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.Tensor]) -> bytes:
@@ -520,6 +574,47 @@ def _unpack_sparse(
     except (*_MALFORMED, RuntimeError) as error:
         raise FrameError(f"a sparse tensor is malformed: {error}") from error
     return tensor, end
+
+
+def _unpack_tied(
+    table: bytes | bytearray | memoryview,
+    position: int,
+    waiting: Iterator[torch.Tensor],
+    memories: list[torch.Tensor],
+) -> tuple[torch.Tensor, int]:
+    """The tensor at ``position``, which shows some of one of ``memories``; where the next begins.
+
+    Memory that is named for the first time comes right after it, and is added.
+    """
+    flags = table[position]
+    try:
+        memory, code, ndim, offset = _PLACE.unpack_from(table, position + 1)
+        sizes, kind = _SIZES[ndim], _INLINE_TYPES[code]
+        position += 1 + _PLACE.size
+        shape = sizes.unpack_from(table, position)
+        strides = sizes.unpack_from(table, position + sizes.size)
+        position += 2 * sizes.size
+        if memory == len(memories):
+            (whole,), position = _unpack_parts(table, position, waiting, _OF_TIED)
+            memories.append(whole.clone() if whole.storage_offset() else whole)
+        whole = memories[memory]
+        start, uneven = divmod(offset, kind.bits.itemsize)
+        reach = start + 1 + sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
+        if (
+            flags & ~(_REQUIRES_GRAD | _PARAMETER) != _TIED
+            or uneven
+            or not all(shape)
+            or reach * kind.bits.itemsize > whole.nbytes
+            or whole.dtype is not torch.uint8
+            or not whole.is_contiguous()
+        ):
+            raise FrameError(f"a tensor of shape {shape} and strides {strides} has no such place")
+    except _MALFORMED as error:
+        raise FrameError(f"a tensor that shares memory is malformed: {error}") from error
+    if kind.torch_type is None:
+        raise FrameError("this version of torch lacks the dtype of a tensor that arrived")
+    tensor = torch.empty(0, dtype=kind.torch_type, device=whole.device)
+    return tensor.set_(whole.untyped_storage(), start, shape, strides), position
 
 
 def _steps(shape: Sequence[int], itemsize: int) -> list[int]:
