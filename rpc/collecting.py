@@ -65,6 +65,6 @@ class _Together(Future[Any]):
         try:
             all_done.value()
         except BaseException as error:
-            self.set_exception(error)
+            self.complete_or_leave(None, error)
         else:
-            self.set_result(self._futures)
+            self.complete_or_leave(self._futures, None)

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
@@ -38,6 +38,8 @@ else:
 
 
 Waiter = Callable[[Callable[[], bool], Callable[[], None]], None]
+Completion = Callable[[], None]
+"""Completes a future, which may run its callbacks."""
 
 
 def wait_in_usual_modes(
@@ -106,6 +108,27 @@ def collect(futures: Iterable[Future[Any]], collector: Collector) -> None:
             error = future._error
         if error is not None:
             future._tell_failure()
+
+
+class _ShutOut(threading.local):
+    """What the running thread leaves to others."""
+
+    left: list[Completion] | None = None
+    """Set while it must run no callbacks: it delivers, and holds a future's lock."""
+
+
+_shut_out = _ShutOut()
+
+
+@contextlib.contextmanager
+def _callbacks_shut_out() -> Iterator[list[Completion]]:
+    """What would run callbacks of futures that wait for several comes into the list."""
+    left: list[Completion] = []
+    before, _shut_out.left = _shut_out.left, left
+    try:
+        yield left
+    finally:
+        _shut_out.left = before
 
 
 class _Failure:
@@ -261,16 +284,39 @@ class Future(_TorchFuture[T]):
             if self._failure is not None:
                 self._failure.seen = True
 
-    def complete_unless_watched(self, value: T | None, error: BaseException | None) -> bool:
-        """Completes the future if that runs no callback; False, and nothing done, if it would."""
+    def complete_unless_watched(
+        self, value: T | None, error: BaseException | None, leave: Callable[[Completion], object]
+    ) -> bool:
+        """Completes the future if that runs no callback; False, and nothing done, if it would.
+
+        What waits for several futures may be done with this one. If that would run callbacks,
+        it is not completed here: ``leave`` is given what completes it.
+        """
         with self._lock:
             if self._watched or (error is not None and _collectors.of(self)):
                 return False
-            if error is None:
-                self.set_result(cast(T, value))
-            else:
-                self._fail(error)  # whoever collects it from now on looks at it first
-            return True
+            if not self._collected:
+                self._complete(value, error)
+                return True
+            with _callbacks_shut_out() as left:
+                self._complete(value, error)
+        for completion in left:
+            leave(completion)
+        return True
+
+    def complete_or_leave(self, value: T | None, error: BaseException | None) -> None:
+        """Completes the future; later and elsewhere if the running thread must run no callback."""
+        left = _shut_out.left
+        if left is None:
+            self._complete(value, error)
+        elif not self.complete_unless_watched(value, error, left.append):
+            left.append(partial(self._complete, value, error))
+
+    def _complete(self, value: T | None, error: BaseException | None) -> None:
+        if error is None:
+            self.set_result(cast(T, value))
+        else:
+            self.set_exception(error)
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value; once."""

@@ -123,7 +123,8 @@ class FutureSink:
                 lambda: self._complete(*_outcome(reply, frame, unpack))
             )
         elif not (
-            self._completions.lends_delivery and self.future.complete_unless_watched(*outcome)
+            self._completions.lends_delivery
+            and self.future.complete_unless_watched(*outcome, self._completions.submit)
         ):
             self._completions.run_on_delivery(lambda: self._complete(*outcome))
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from rpc import collecting
-from rpc.futures import Future
+from rpc.futures import Completion, Future
+
+SECONDS = 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,9 @@ def test_all_who_wait_for_a_future_are_told_of_its_error_and_nobody_else() -> No
 
 def test_an_error_that_was_set_where_replies_are_delivered_is_raised_for_all() -> None:
     failed: Future[int] = Future()
-    assert failed.complete_unless_watched(None, ValueError("no"))
+    left: list[Completion] = []
+    assert failed.complete_unless_watched(None, ValueError("no"), left.append)
+    assert left == []
     together = torch.futures.collect_all([Future(), failed])
     with pytest.raises(ValueError, match="no"):
         together.wait()
@@ -116,9 +120,61 @@ def test_a_callback_is_called_although_nobody_keeps_the_future_of_all() -> None:
 def test_an_error_that_somebody_is_told_of_is_not_set_where_replies_are_delivered() -> None:
     given: Future[int] = Future()
     together = torch.futures.collect_all([given])
-    assert not given.complete_unless_watched(None, ValueError("no"))
-    assert given.complete_unless_watched(1, None)
+    left: list[Completion] = []
+    assert not given.complete_unless_watched(None, ValueError("no"), left.append)
+    assert given.complete_unless_watched(1, None, left.append)
     assert together.done()
+    assert left == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_callbacks_of_all_are_not_run_where_replies_are_delivered(depth: int) -> None:
+    given: Future[int] = Future()
+    levels: list[torch.futures.Future] = [given]
+    for _ in range(depth):
+        levels.append(torch.futures.collect_all(levels[-1:]))
+    called: list[object] = []
+    levels[-1].add_done_callback(called.append)
+    left: list[Completion] = []
+    assert given.complete_unless_watched(1, None, left.append)
+    assert [level.done() for level in levels] == [True] * depth + [False]
+    assert called == []
+    for completion in left:
+        completion()
+    assert called == levels[-1:]
+    assert len(levels[-1].wait()) == 1
+
+
+def test_an_error_of_torchs_ends_all_where_callbacks_may_run() -> None:
+    given, theirs = Future[int](), torch.futures.Future[int]()
+    together = torch.futures.collect_all([given, theirs.then(lambda _: 1 // 0)])
+    outer = torch.futures.collect_all([together])
+    called: list[object] = []
+    outer.add_done_callback(called.append)
+    theirs.set_result(1)
+    assert called == [outer]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        outer.wait()
+
+
+def test_callbacks_of_all_hold_nobody_up_who_adds_one_to_a_call() -> None:
+    given: Future[int] = Future()
+    waited: list[bool] = []
+
+    def add_another(_: object) -> None:
+        adding = threading.Thread(
+            target=given.add_done_callback, args=(lambda _: None,), daemon=True
+        )
+        adding.start()
+        adding.join(SECONDS)
+        waited.append(adding.is_alive())
+
+    torch.futures.collect_all([given]).add_done_callback(add_another)
+    left: list[Completion] = []
+    assert given.complete_unless_watched(1, None, left.append)
+    for completion in left:
+        completion()
+    assert waited == [False]
 
 
 def test_an_error_that_was_raised_for_all_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

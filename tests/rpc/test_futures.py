@@ -34,6 +34,10 @@ def done(value: object = 7) -> Future:
     return future
 
 
+def refuse(completion: object) -> None:
+    raise AssertionError("nothing was to be left to others")
+
+
 class Refused(ValueError):
     """An error with a constructor that does not take one string."""
 
@@ -285,17 +289,17 @@ def test_then_runs_in_the_context_of_the_call_to_then():
 def test_completion_that_would_run_callbacks_is_left_to_another_thread():
     future: Future[int] = Future()
     future.add_done_callback(lambda _: None)
-    assert not future.complete_unless_watched(1, None)
+    assert not future.complete_unless_watched(1, None, refuse)
     assert not future.done()
     future.set_result(1)
 
 
 def test_completion_that_runs_no_callbacks_happens_at_once():
     future: Future[int] = Future()
-    assert future.complete_unless_watched(1, None)
+    assert future.complete_unless_watched(1, None, refuse)
     assert future.wait() == 1
     future = Future()
-    assert future.complete_unless_watched(None, ValueError("no"))
+    assert future.complete_unless_watched(None, ValueError("no"), refuse)
     with pytest.raises(ValueError, match="no"):
         future.wait()
 
@@ -501,7 +505,7 @@ def test_an_unseen_error_is_logged_although_a_waiting_caller_died(
     caplog: pytest.LogCaptureFixture,
 ):
     future: Future[int] = Future(description="the call")
-    assert future.complete_unless_watched(None, ValueError("no"))
+    assert future.complete_unless_watched(None, ValueError("no"), refuse)
     del future
     assert messages(caplog) == ["the call failed and nobody looked: ValueError: no"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rpc import collecting
 from rpc import executor as executor_module
 from rpc.codec import ImportNeeded, decode, decode_loaded
 from rpc.completions import Completions as RealCompletions
@@ -208,6 +209,21 @@ def test_callbacks_run_where_user_code_may_run(outcome: object):
     assert called == [future]
     assert len(unpack.decoders) == 1
     expect(future, outcome)
+
+
+def test_callbacks_on_several_calls_run_where_user_code_may_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C, "_collect_all", collecting.collect_all)
+    future, completions = Future(), Completions()
+    called: list[object] = []
+    together = torch.futures.collect_all([future])
+    together.add_done_callback(called.append)
+    FutureSink(future, completions).replied(PLAIN, FRAME, Unpack(7))
+    assert future.done()
+    assert called == []
+    assert completions.run() == "submit"
+    assert called == [together]
 
 
 def test_nothing_is_completed_on_threads_that_the_transport_cannot_spare():
