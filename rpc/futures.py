@@ -268,14 +268,15 @@ class Future(_TorchFuture[T]):
         call = self._description.removeprefix(_CALLBACK)  # once is enough for a long chain
         child: Future[S] = Future(description=_CALLBACK + call)
         child._waiter, child._waker = self._waiter, self._waker
-        self.add_done_callback(_Link(callback, child))
+        self._note_seen()
+        super().add_done_callback(_Link(callback, child))
         return child
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
         _require_callback("add_done_callback", callback)
         self._note_seen()
-        super().add_done_callback(callback)
+        super().add_done_callback(partial(_call_apart, callback))
 
     def _note_seen(self) -> None:
         """Its failure, now or later, is no news to somebody."""
@@ -426,6 +427,19 @@ class _Followed(threading.local):
 
 
 _followed = _Followed()
+
+
+def _call_apart(callback: Callable[..., object], done: object) -> None:
+    """Calls a user's function, which may wait for links that it meets: none is kept for later."""
+    here = _followed
+    if here.found is None:
+        callback(done)
+        return
+    found, here.found = here.found, None
+    try:
+        callback(done)
+    finally:
+        here.found = found
 
 
 class _Link:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rpc import executor
+from rpc import collecting, executor
 from rpc.errors import CallCancelledError, RemoteError, RpcTimeoutError
 from rpc.executor import Executor
 from rpc.futures import Future
@@ -251,6 +251,69 @@ def test_a_callback_deep_in_a_chain_may_complete_a_future_and_wait_for_what_hang
         future = future.then(complete_another)
     first.set_result(0)
     assert future.value() == 100
+
+
+def wait_for_another_future(done: Future[int]) -> int:
+    other: Future[int] = Future()
+    child = other.then(lambda o: o.value() + done.value())
+    other.set_result(1)
+    return child.wait()
+
+
+def wait_for_another_long_chain(done: Future[int]) -> int:
+    first: Future[int] = Future()
+    last = first
+    for _ in range(100):
+        last = last.then(lambda f: f.value())
+    first.set_result(1 + done.value())
+    return last.wait()
+
+
+def wait_for_one_more_link(done: Future[int]) -> int:
+    return done.then(lambda f: f.value() + 1).wait()
+
+
+def wait_for_several(done: Future[int]) -> int:
+    mine: Future[int] = Future()
+    both = collecting.collect_all([done, mine]).then(lambda all_done: len(all_done.value()))
+    mine.set_result(0)
+    return both.wait() + done.value() - 1
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        wait_for_another_future,
+        wait_for_another_long_chain,
+        wait_for_one_more_link,
+        wait_for_several,
+    ],
+)
+def test_a_callback_at_the_end_of_a_long_chain_may_wait_for_what_it_hangs_on_futures(
+    wait: Callable[[Future[int]], int],
+) -> None:
+    first: Future[int] = Future()
+    future = first
+    for _ in range(100):
+        future = future.then(lambda f: f.value() + 1)
+    found: list[int] = []
+    future.add_done_callback(lambda done: found.append(wait(done)))
+    after = future.then(lambda f: f.value())
+    following = threading.Thread(target=first.set_result, args=(0,), daemon=True)
+    following.start()
+    following.join(SECONDS)
+    assert found == [101]
+    assert after.value() == 100
+
+
+def test_a_long_chain_may_pass_through_futures_of_several() -> None:
+    first: Future[int] = Future()
+    future = first
+    for _ in range(500):
+        together = collecting.collect_all([future.then(lambda f: f.value())])
+        future = together.then(lambda f: f.value()[0].value() + 1)
+    first.set_result(0)
+    assert future.value() == 500
 
 
 def test_a_link_that_was_completed_by_hand_does_not_hold_up_the_rest_of_a_chain(
