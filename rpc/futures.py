@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from rpc import streams, torch_modes
+from rpc.errors import RemoteError
 from rpc.executor import blocking
 from rpc.interrupts import let_in, restore
 from rpc.raising import bare_copy
@@ -56,6 +57,10 @@ def wait_in_usual_modes(
 _logger = logging.getLogger("rpc")
 
 _is_done = torch._C.Future.done  # not by way of torch's function in Python
+
+# An error's class may answer for its attributes as it likes, or raise.
+_set_cause = vars(BaseException)["__cause__"].__set__
+_name_of = vars(type)["__name__"].__get__
 
 _CALLBACK = "a callback on "
 _MOST_NESTED = 32
@@ -413,7 +418,7 @@ class Future(_TorchFuture[T]):
             return
         failure.stand_in = _stand_in(self._error)
         if not failure.seen:
-            kind, text = type(self._error).__name__, text_of(failure.stand_in)  # logs may be kept
+            kind, text = _name_of(type(self._error)), text_of(failure.stand_in)  # logs may be kept
             _logger.error("%s failed and nobody looked: %s: %s", self._description, kind, text)
 
 
@@ -511,8 +516,8 @@ def _stand_in(error: BaseException) -> BaseException:
     """A copy of ``error`` that knows no frames; runs next to no code, for finalizers."""
     try:
         return bare_copy(error)
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    except BaseException:
+        return RuntimeError(f"{_name_of(type(error))}: {text_of(error)}")
 
 
 def _require_callback(method: str, callback: object) -> None:
@@ -521,12 +526,19 @@ def _require_callback(method: str, callback: object) -> None:
 
 
 def _as_runtime_error(error: BaseException) -> BaseException:
+    """What a future fails with whose callback raised ``error``. Never raises: nobody else would."""
     kind = type(error)  # its class may answer for what it is
     if issubclass(kind, RuntimeError):
         return error
-    if issubclass(kind, Exception):
-        told = retell(cast(Exception, error), text_of(error))
-    else:
-        told = raisable(error)
-    told.__cause__ = error
+    told = _retold(error)
+    _set_cause(told, error)
     return told
+
+
+def _retold(error: BaseException) -> BaseException:
+    text = ""
+    try:
+        text = text_of(error)
+        return retell(error, text) if isinstance(error, Exception) else raisable(error)
+    except BaseException:  # it, or its class, raises where it is asked for what it has
+        return RemoteError(f"{_name_of(type(error))}: {text}")

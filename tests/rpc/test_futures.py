@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
@@ -207,6 +208,76 @@ def test_a_callback_that_would_end_the_thread_fails_the_chain_with_a_remote_erro
         done().then(leave).wait()
     assert not isinstance(raised.value, type(error))
     assert raised.value.__cause__ is error
+
+
+def insist(*_: object) -> NoReturn:
+    raise SystemExit("no")
+
+
+class Immutable(Exception):
+    __setattr__ = insist
+
+
+class WithoutArguments(Exception):
+    args = property(insist)
+
+
+class WithoutCause(Exception):
+    __cause__ = property(insist, insist)
+
+
+class WithoutAttributes(Exception):
+    __getattribute__ = insist
+
+
+class Final(Exception):
+    def __init_subclass__(cls) -> None:
+        insist()
+
+
+class Interrupt(KeyboardInterrupt):
+    __setattr__ = insist
+    args = property(insist)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Immutable, Immutable),
+        (WithoutArguments, RemoteError),
+        (WithoutCause, WithoutCause),
+        (WithoutAttributes, RemoteError),
+        (Final, RemoteError),
+        (Interrupt, RemoteError),
+    ],
+)
+def test_a_callback_whose_error_does_not_let_itself_be_asked_or_told_fails_the_chain(
+    kind: type[BaseException], told: type[Exception]
+) -> None:
+    def fail(_: object) -> None:
+        raise kind("the reason")
+
+    child = done().then(fail)
+    assert child.done()
+    with pytest.raises(RuntimeError) as raised:
+        child.wait()
+    assert isinstance(raised.value, told)
+    assert kind.__name__ in repr(raised.value) or kind.__name__ in str(raised.value)
+    assert type(vars(BaseException)["__cause__"].__get__(raised.value)) is kind
+
+
+class Nameless(type):
+    def __getattribute__(cls, name: str) -> NoReturn:
+        insist()
+
+
+def test_an_error_of_a_class_that_tells_nothing_is_logged_if_nobody_looked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kind = Nameless("Mute", (RuntimeError,), {"__new__": insist})
+    failed(RuntimeError.__new__(kind, "the reason"))
+    (message,) = messages(caplog)
+    assert "Mute" in message
 
 
 @pytest.mark.parametrize("links", [10, 100, 2000])
