@@ -81,20 +81,24 @@ class _Collectors:
 
     Futures fail seldom, and may be waited for together by the thousand; so a future that
     fails looks for who waits for it, and one that is waited for is told nothing.
+
+    There is no lock: a finalizer or a signal handler that comes in here may fail a future,
+    too. A dict is changed, and copied, in one step.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._living: weakref.WeakSet[Collector] = weakref.WeakSet()
+        self._living: dict[int, weakref.ref[Collector]] = {}
 
     def add(self, collector: Collector) -> None:
-        with self._lock:
-            self._living.add(collector)
+        reference = weakref.ref(collector, self._forget)
+        self._living[id(reference)] = reference
+
+    def _forget(self, reference: weakref.ref[Collector]) -> None:
+        self._living.pop(id(reference), None)
 
     def of(self, future: Future[Any]) -> list[Collector]:
-        with self._lock:
-            living = [*self._living]
-        return [each for each in living if each.waits_for(future)]
+        living = [reference() for reference in self._living.copy().values()]
+        return [each for each in living if each is not None and each.waits_for(future)]
 
 
 _collectors = _Collectors()

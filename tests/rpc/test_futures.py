@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import gc
 import logging
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -472,6 +473,41 @@ def test_wait_all_raises_the_error_itself():
     with pytest.raises(Refused) as raised:
         torch.futures.wait_all([done(), failed(error)])
     assert raised.value is error
+
+
+def test_a_finalizer_may_fail_a_future_while_another_looks_for_who_waits_for_it() -> None:
+    together = [collecting.collect_all([Future()]) for _ in range(20)]
+    rng = random.Random(1)
+    failures: list[object] = []
+
+    def fail_seen() -> None:
+        future: Future[int] = Future()
+        future.add_done_callback(failures.append)
+        future.set_exception(ValueError("no"))
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            fail_seen()
+
+    def fail_among_garbage() -> None:
+        for _ in range(500):
+            Garbage()
+            gc.set_threshold(rng.randrange(1, 60))  # to be collected now here, now there
+            fail_seen()
+
+    before = gc.get_threshold()
+    failing = threading.Thread(target=fail_among_garbage, daemon=True)
+    try:
+        failing.start()
+        failing.join(SECONDS)
+    finally:
+        gc.set_threshold(*before)
+    assert not failing.is_alive()
+    assert len(failures) > 500
+    assert not any(each.done() for each in together)
 
 
 # --- Awaiting
