@@ -48,6 +48,7 @@ from rpc.method_names import method_name
 from rpc.notices import Notices
 from rpc.pulse import Pulse
 from rpc.reference_keeper import ReferenceKeeper
+from rpc.remote_errors import raisable
 from rpc.retry import Retry
 from rpc.retrying import RetriedCall, Retries
 from rpc.rref import RRef
@@ -392,8 +393,8 @@ class Agent(process_forks.Member):
         def begin() -> None:
             try:
                 call = start()
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:  # such as a SystemExit of somebody's pickling
+                future.set_exception(raisable(error))
             else:
                 call.add_done_callback(lambda done: future.complete_from(done.value))
 

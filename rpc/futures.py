@@ -367,11 +367,11 @@ class Future(_TorchFuture[T]):
             collector.failed(error)
 
     def complete_from(self, get: Callable[[], T]) -> None:
-        """Completes the future with what ``get()`` returns or raises."""
+        """Completes the future with what ``get()`` returns, or fails it with what that raises."""
         try:
             value = get()
-        except Exception as error:
-            self.set_exception(error)
+        except BaseException as error:  # such as a SystemExit of somebody's pickling
+            self.set_exception(raisable(error))
         else:
             self.set_result(value)
 

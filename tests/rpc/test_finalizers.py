@@ -107,6 +107,19 @@ def test_a_call_that_cannot_be_made_fails_its_future(pair: list[Agent]) -> None:
         future.wait()
 
 
+class Unsent:
+    def __reduce__(self) -> str:
+        raise SystemExit("no")
+
+
+def test_a_call_whose_argument_raises_system_exit_fails_its_future(pair: list[Agent]) -> None:
+    alice, _ = pair
+    future = collected(lambda: alice.rpc_async("bob", operator.neg, (Unsent(),)))
+    until(future.done)
+    with pytest.raises(RpcError, match="SystemExit: no"):
+        future.wait()
+
+
 @pytest.mark.parametrize("what", ["rpc_sync", "remote", "to_here", "RRef.rpc_sync"])
 def test_what_waits_is_refused(pair: list[Agent], what: str) -> None:
     alice, _ = pair

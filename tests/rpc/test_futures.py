@@ -472,6 +472,17 @@ def test_wait_all_raises_the_error_itself():
     error = Refused(3, hint="h")
     with pytest.raises(Refused) as raised:
         torch.futures.wait_all([done(), failed(error)])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])
+def test_complete_from_fails_the_future_with_what_would_end_a_thread(error: BaseException) -> None:
+    def leave() -> int:
+        raise error
+
+    future: Future[int] = Future()
+    future.complete_from(leave)
+    with pytest.raises(RemoteError, match=type(error).__name__):
+        future.wait()
+
+
     assert raised.value is error
 
 
