@@ -114,9 +114,10 @@ def collect(futures: Iterable[Future[Any]], collector: Collector) -> None:
     for future in futures:
         with future._lock:  # it may have looked for collectors just before
             future._collected = True
-            error = future._error
-        if error is not None:
-            future._tell_failure()
+            error, failure = future._error, future._failure
+        if error is not None and failure is not None:
+            failure.seen = True
+            collector.failed(error)
 
 
 class _ShutOut(threading.local):

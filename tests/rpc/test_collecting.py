@@ -66,6 +66,23 @@ def test_all_results_come_in_order_and_as_the_futures_that_were_given() -> None:
     assert torch.futures.wait_all(given) == [0, 1]
 
 
+def test_who_collects_a_failed_call_runs_no_callbacks_of_others_who_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing: Future[int] = Future()
+    called: list[object] = []
+    theirs = torch.futures.collect_all([Future(), failing])
+    theirs.add_done_callback(called.append)
+    with monkeypatch.context() as context:
+        context.setattr(Future, "_tell_failure", lambda _: None)  # the failing thread rests here
+        failing.set_exception(ValueError("no"))
+    mine = torch.futures.collect_all([Future(), failing])
+    assert mine.done()
+    assert called == []
+    failing._tell_failure()
+    assert called == [theirs]
+
+
 def test_futures_of_torch_may_be_among_them_and_fail() -> None:
     mine: Future[int] = Future()
     theirs: torch.futures.Future[int] = torch.futures.Future()
