@@ -427,6 +427,14 @@ class Future(_TorchFuture[T]):
             _logger.error("%s failed and nobody looked: %s: %s", self._description, kind, text)
 
 
+def _let_go(done: object) -> None:
+    """Lets go who waits for a future whose callbacks run, also if one was hung there just now."""
+    if isinstance(done, Future):
+        done._is_open = True
+        if done._gate is not None:
+            done._open_gate()
+
+
 class _Followed(threading.local):
     """The links of chains that the running thread follows."""
 
@@ -441,6 +449,7 @@ _followed = _Followed()
 
 def _call_apart(callback: Callable[..., object], done: object) -> None:
     """Calls a user's function, which may wait for links that it meets: none is kept for later."""
+    _let_go(done)
     here = _followed
     if here.found is None:
         callback(done)
@@ -472,6 +481,7 @@ class _Link:
         self._has_grad = torch.is_grad_enabled()
 
     def __call__(self, done: object) -> None:
+        _let_go(done)
         here = _followed
         if here.found is not None:
             here.found.append((self, done))

@@ -20,6 +20,7 @@ from rpc import collecting, executor
 from rpc.errors import CallCancelledError, RemoteError, RpcTimeoutError
 from rpc.executor import Executor
 from rpc.futures import Future
+from tests.waiting import until
 
 SECONDS = 10.0
 
@@ -132,6 +133,28 @@ def test_all_that_wait_are_let_go_before_callbacks_are_over():
     assert found == [7, 7, 7]
     end.set()
     completing.join()
+
+
+@pytest.mark.parametrize("hang", ["then", "add_done_callback"])
+def test_a_callback_that_was_hung_just_before_completion_holds_up_nobody_who_waits(
+    hang: str,
+) -> None:
+    future: Future[int] = Future()
+    waiting = threading.Thread(target=future.wait, daemon=True)
+    waiting.start()
+    until(lambda: future._gate is not None)
+    held_up: list[bool] = []
+
+    def join(_: object) -> None:
+        waiting.join(SECONDS)
+        held_up.append(waiting.is_alive())
+
+    getattr(future, hang)(join)
+    # The part of set_result that follows the look at whether there are callbacks.
+    completing = threading.Thread(target=torch._C.Future.set_result, args=(future, 7), daemon=True)
+    completing.start()
+    completing.join(2 * SECONDS)
+    assert held_up == [False]
 
 
 def test_the_value_of_a_future_that_is_not_done_is_an_error_that_says_so():
@@ -449,6 +472,17 @@ def test_complete_from_takes_a_value_or_an_error():
         future.wait()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])
+def test_complete_from_fails_the_future_with_what_would_end_a_thread(error: BaseException) -> None:
+    def leave() -> int:
+        raise error
+
+    future: Future[int] = Future()
+    future.complete_from(leave)
+    with pytest.raises(RemoteError, match=type(error).__name__):
+        future.wait()
+
+
 # --- Together
 
 
@@ -472,17 +506,6 @@ def test_wait_all_raises_the_error_itself():
     error = Refused(3, hint="h")
     with pytest.raises(Refused) as raised:
         torch.futures.wait_all([done(), failed(error)])
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])
-def test_complete_from_fails_the_future_with_what_would_end_a_thread(error: BaseException) -> None:
-    def leave() -> int:
-        raise error
-
-    future: Future[int] = Future()
-    future.complete_from(leave)
-    with pytest.raises(RemoteError, match=type(error).__name__):
-        future.wait()
-
-
     assert raised.value is error
 
 
