@@ -8,8 +8,8 @@ while this process is a worker; futures that are none of ours it leaves to torch
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
 
@@ -18,13 +18,14 @@ from rpc.futures import Future, collect
 _torchs: Final = torch._C._collect_all
 
 
-def collect_all(futures: Sequence[torch._C.Future[Any]]) -> torch._C.Future[Any]:
+def collect_all(futures: Iterable[torch._C.Future[Any]]) -> torch._C.Future[Any]:
     """A future of the list of ``futures`` when all are done, or of the first one's error."""
-    ours = [future for future in futures if isinstance(future, Future)]
-    all_done = _torchs(cast("list[torch._C.Future[Any]]", futures))
+    given = list(futures)  # a generator can be gone through once
+    ours = [future for future in given if isinstance(future, Future)]
+    all_done = _torchs(given)
     if not ours:
         return all_done
-    together = _Together(list(futures), ours[0])
+    together = _Together(given, ours[0])
     collect(ours, together)
     all_done.add_done_callback(together.end)
     return together

@@ -83,6 +83,24 @@ def test_who_collects_a_failed_call_runs_no_callbacks_of_others_who_do(
     assert called == [theirs]
 
 
+@pytest.mark.parametrize("kind", [Future, torch.futures.Future])
+def test_a_generator_of_futures_is_waited_for(kind: type[torch.futures.Future[int]]) -> None:
+    given = [kind(), kind()]
+    together = torch.futures.collect_all(each for each in given)  # type: ignore[arg-type]
+    assert not together.done()
+    for number, each in enumerate(given):
+        each.set_result(number)
+    assert [each.value() for each in together.wait()] == [0, 1]
+    assert torch.futures.wait_all(iter(given)) == [0, 1]  # type: ignore[arg-type]
+
+
+def test_the_error_of_a_call_in_a_generator_is_raised() -> None:
+    failed: Future[int] = Future()
+    failed.set_exception(KeyError("k"))
+    with pytest.raises(KeyError):
+        torch.futures.wait_all(each for each in [failed])  # type: ignore[arg-type]
+
+
 def test_futures_of_torch_may_be_among_them_and_fail() -> None:
     mine: Future[int] = Future()
     theirs: torch.futures.Future[int] = torch.futures.Future()
