@@ -55,7 +55,7 @@ train: $(READY)
 	@$(RUN) tutorials/parameter_server/train.py \
 	  $(if $(BACKEND),--backend $(BACKEND)) $(if $(TRAINERS),--trainers $(TRAINERS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output $(OUTPUT)) $(ARGS)
+	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output '$(OUTPUT)') $(ARGS)
 
 .PHONY: tutorials
 tutorials: TUTORIAL = $(RUN) -m tutorials

@@ -24,9 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from tutorials.parameter_server import arguments
 from tutorials.parameter_server.processes import load_for_all, run_together
+
+positive = arguments.positive
+"""For argparse: the number that a text says if it is at least 1."""
 
 _over = threading.Event()  # on rank 0: the job is done
 
@@ -58,25 +61,22 @@ def parser(description: str | None, workers: int, output: str) -> argparse.Argum
     """
     result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     add = result.add_argument
-    add("--backend", default="TENSORWIRE", help="TENSORWIRE or TENSORPIPE (%(default)s)")
+    add("--backend", type=arguments.backend, default="TENSORWIRE", help="TENSORWIRE or TENSORPIPE "
+        "(%(default)s)")  # fmt: skip
     add(*("--workers", "--world-size"), type=positive, default=workers, help="processes, rank 0 "
         "among them (%(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of everything random (%(default)s)")
     add("--output", type=Path, default=Path("runs") / output, help="folder (%(default)s)")
     hand = result.add_argument_group("one process per machine, started by hand")
-    hand.add_argument("--rank", type=int, help="which worker this process is; rank 0 drives")
+    hand.add_argument(
+        "--rank", type=arguments.rank, help="which worker this process is; rank 0 drives"
+    )
     hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
-    hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
+    hand.add_argument(
+        "--master-port", type=arguments.port, default=29500, help="a free port (%(default)s)"
+    )
     result.set_defaults(init_method=None)
     return result
-
-
-def positive(text: str) -> int:
-    """Return the number that ``text`` says if it is at least 1; for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def run(options: argparse.Namespace, job: Job) -> int:
@@ -85,19 +85,33 @@ def run(options: argparse.Namespace, job: Job) -> int:
     Returns:
         The exit status of this process.
     """
-    if options.rank is None and "RANK" in os.environ:  # torchrun tells by the environment
-        options.rank, options.workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        options.init_method = options.init_method or "env://"
-    if options.workers < job.fewest:
-        print(f"this takes at least {job.fewest} workers", file=sys.stderr)
-        return 2
-    if options.workers > job.most:
-        print(f"this takes at most {job.most} workers", file=sys.stderr)
+    try:
+        _settle(options, job)
+    except argparse.ArgumentTypeError as error:
+        print(error, file=sys.stderr)
         return 2
     names = job.names(options.workers)
     if options.rank is None:
         return _run_all(options, job, names)
     return _run_rank(options, job, names, options.rank)
+
+
+def _settle(options: argparse.Namespace, job: Job) -> None:
+    """Decide which rank this is, if it is one; raise if the options do not go together."""
+    if options.rank is None and (told := arguments.launched(os.environ)) is not None:
+        options.rank, options.workers = told
+        options.init_method = options.init_method or "env://"
+    if options.workers < job.fewest:
+        raise argparse.ArgumentTypeError(f"this takes at least {job.fewest} workers")
+    if options.workers > job.most:
+        raise argparse.ArgumentTypeError(f"this takes at most {job.most} workers")
+    if options.rank is not None:
+        arguments.require_rank(options.rank, options.workers)
+    elif options.workers > arguments.MOST_PROCESSES:
+        most = arguments.MOST_PROCESSES
+        raise argparse.ArgumentTypeError(f"at most {most} workers can run on one machine")
+    if not options.rank:  # rank 0 draws
+        arguments.require_folder(options.output)
 
 
 def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
@@ -153,7 +167,6 @@ def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> N
     torch.manual_seed(options.seed + options.rank)
     _join(options, names)
     if options.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
         job.drive(options, names)
         _over.set()
     else:
@@ -170,10 +183,7 @@ def _wait_until_over() -> None:
 def _join(options: argparse.Namespace, names: Sequence[str]) -> None:
     import rpc
 
-    backend: Any = getattr(rpc.BackendType, options.backend, None)
-    if backend is None:
-        known = ", ".join(each.name for each in rpc.BackendType)
-        raise RuntimeError(f"there is no backend {options.backend!r}; there are {known}")
+    backend = rpc.BackendType.__members__[options.backend]
     meeting = f"tcp://{options.master_addr}:{options.master_port}"
     rpc_options = rpc.backend_registry.construct_rpc_backend_options(
         backend, init_method=options.init_method or meeting

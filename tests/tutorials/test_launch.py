@@ -60,12 +60,6 @@ def test_workers_started_by_hand_find_each_other(tmp_path: Path) -> None:
         assert "1 agent, 1 observers" in agent.output()
 
 
-def test_an_unknown_backend_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
-    with tutorial(tmp_path, _CARTPOLE, "--backend", "CARRIER_PIGEON", "--workers", "2") as job:
-        assert job.wait(SECONDS_FOR_A_RUN) == 1
-        assert "no backend 'CARRIER_PIGEON'; there are" in job.output()
-
-
 def test_too_few_workers_are_refused_at_once(tmp_path: Path) -> None:
     with tutorial(tmp_path, _CARTPOLE, "--workers", "1") as job:
         assert job.wait(SECONDS_FOR_A_RUN) == 2

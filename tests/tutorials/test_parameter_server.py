@@ -127,13 +127,6 @@ def test_no_process_outlives_a_launcher_that_was_killed_outright(tmp_path: Path)
         assert_all_gone(ranks)
 
 
-def test_an_unknown_backend_is_named_with_the_ones_there_are(tmp_path: Path) -> None:
-    with _training(tmp_path, "--backend", "CARRIER_PIGEON", "--trainers", "1") as job:
-        assert job.wait(SECONDS_FOR_A_RUN) == 1
-        assert "no backend 'CARRIER_PIGEON'; there are" in job.output()
-        assert "TENSORPIPE" in job.output()
-
-
 def test_ranks_started_by_hand_find_each_other(tmp_path: Path) -> None:
     with _by_hand(tmp_path, "--epochs", "2") as (server, trainer):
         assert server.wait(SECONDS_FOR_A_RUN) == 0, server.output()

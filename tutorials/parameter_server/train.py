@@ -18,6 +18,16 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from arguments import (
+    MOST_PROCESSES,
+    backend,
+    launched,
+    port,
+    positive,
+    rank,
+    require_picture,
+    require_rank,
+)
 from processes import load_for_all, run_together
 
 _DEFAULT_OUTPUT = Path("runs/parameter_server.png")
@@ -26,48 +36,67 @@ _DEFAULT_OUTPUT = Path("runs/parameter_server.png")
 def main() -> int:
     """Run one rank if told which, or else start them all; return the exit status."""
     options = _parse(sys.argv[1:])
-    if options.rank is not None:
-        return _run_rank(options, options.rank, options.world_size or options.trainers + 1)
-    if "RANK" in os.environ:  # torchrun tells ranks by the environment
-        return _run_rank(options, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return _run_all(options)
+    if options.rank is None:
+        return _run_all(options)
+    return _run_rank(options, options.rank, options.world_size)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--trainers", type=_positive, default=2, help="how many, when all run here (%(default)s)")
-    add("--epochs", type=_positive, default=20, help="passes over the data (%(default)s)")
-    add("--batch-size", type=_positive, default=32, help="images per step (%(default)s)")
+    add("--trainers", type=positive, default=2, help="how many, when all run here (%(default)s)")
+    add("--epochs", type=positive, default=20, help="passes over the data (%(default)s)")
+    add("--batch-size", type=positive, default=32, help="images per step (%(default)s)")
     add("--learning-rate", type=float, default=0.05, help="step size (%(default)s)")
     add("--seed", type=int, default=0, help="of weights, split and order (%(default)s)")
-    add("--backend", default="TENSORPIPE", help="transport (%(default)s)")
+    add("--backend", type=backend, default="TENSORPIPE", help="TENSORPIPE or TENSORWIRE "
+        "(%(default)s)")  # fmt: skip
     add("--output", type=Path, default=_DEFAULT_OUTPUT, help="picture to write (%(default)s)")
     hand = parser.add_argument_group("one process per machine, started by hand")
-    hand.add_argument("--rank", type=int, help="0 is the server, 1 and up are trainers")
-    hand.add_argument("--world-size", type=_positive, help="the server and all trainers")
+    hand.add_argument("--rank", type=rank, help="0 is the server, 1 and up are trainers")
+    hand.add_argument("--world-size", type=positive, help="the server and all trainers")
     hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
-    hand.add_argument("--master-port", type=int, default=29500, help="a free port (%(default)s)")
+    hand.add_argument("--master-port", type=port, default=29500, help="a free port (%(default)s)")
     parser.set_defaults(init_method=None)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        _settle(options)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    return options
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+def _settle(options: argparse.Namespace) -> None:
+    """Decide which rank this is, if it is one; raise if the options do not go together."""
+    if options.rank is None and options.world_size is not None:
+        raise argparse.ArgumentTypeError(
+            "argument --world-size: goes with --rank; give --trainers for processes on this machine"
+        )
+    if options.rank is None and (told := launched(os.environ)) is not None:
+        options.rank, options.world_size = told
+        options.init_method = "env://"
+    options.world_size = options.world_size or options.trainers + 1
+    if options.world_size < 2:
+        raise argparse.ArgumentTypeError("this takes at least 2 processes, a server and a trainer")
+    if options.rank is not None:
+        require_rank(options.rank, options.world_size)
+    elif options.trainers > MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(
+            f"argument --trainers: at most {MOST_PROCESSES} can run on one machine"
+        )
+    if not options.rank:  # the server draws
+        require_picture(options.output)
 
 
 def _run_all(options: argparse.Namespace) -> int:
     _limit_threads()
     # The data's library, which only the server uses, and what torch's optimizers load.
     load_for_all("worker", "sklearn.datasets", "torch._dynamo")
-    names = ["server", *(f"trainer{rank}" for rank in range(1, options.trainers + 1))]
+    names = ["server", *(f"trainer{number}" for number in range(1, options.world_size))]
     with tempfile.TemporaryDirectory(prefix="parameter_server_") as folder:
         # The processes find each other through a file here: no port to choose, none to collide.
         options.init_method = f"file://{folder}/rendezvous"
-        ranks = {n: partial(_run_rank, options, rank, len(names)) for rank, n in enumerate(names)}
+        ranks = {n: partial(_run_rank, options, i, len(names)) for i, n in enumerate(names)}
         return run_together(ranks)
 
 
@@ -77,13 +106,13 @@ def _limit_threads() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
+def _run_rank(options: argparse.Namespace, number: int, world_size: int) -> int:
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _limit_threads()
     from worker import run_rank  # loads torch
 
-    return run_rank(options, rank, world_size)
+    return run_rank(options, number, world_size)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from typing import Any
 
 import torch
 from job import SERVER, Settings, serve_and_drive, trainer_name, wait_until_over
@@ -32,27 +31,12 @@ def run_rank(options: argparse.Namespace, rank: int, world_size: int) -> int:
 
 
 def _join(options: argparse.Namespace, name: str, rank: int, world_size: int) -> None:
-    backend = _backend(options.backend)
+    backend = rpc.BackendType.__members__[options.backend]
+    meeting = f"tcp://{options.master_addr}:{options.master_port}"
     rpc_options = rpc.backend_registry.construct_rpc_backend_options(
-        backend, init_method=_init_method(options)
+        backend, init_method=options.init_method or meeting
     )
     rpc.init_rpc(name, backend, rank, world_size, rpc_options)
-
-
-def _backend(name: str) -> Any:
-    try:
-        return rpc.BackendType[name]
-    except KeyError:
-        known = ", ".join(backend.name for backend in rpc.BackendType)
-        raise RuntimeError(f"there is no backend {name!r}; there are {known}") from None
-
-
-def _init_method(options: argparse.Namespace) -> str:
-    if options.init_method:
-        return str(options.init_method)
-    if options.rank is None and "RANK" in os.environ:
-        return "env://"
-    return f"tcp://{options.master_addr}:{options.master_port}"
 
 
 def _drive(options: argparse.Namespace, trainers: int) -> None:

@@ -1,0 +1,186 @@
+"""Mistakes on the command line of a tutorial cost no time: one sentence, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.tutorials.jobs import ROOT
+from tutorials import launch
+from tutorials.parameter_server import arguments
+
+_TRAIN = ROOT / "tutorials" / "parameter_server" / "train.py"
+_SET_BY_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "1"}
+_ALL_BUT_RANK = "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+
+
+def _names(count: int) -> list[str]:
+    return [f"worker{rank}" for rank in range(count)]
+
+
+_JOB = launch.Job(_names, lambda options, names: None, fewest=2, most=300)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _SET_BY_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _complaint(*given: str, environment: Mapping[str, str] | None = None) -> str:
+    """The last line of ``train.py``, which must refuse what it is given, and print no traceback."""
+    done = subprocess.run(
+        [sys.executable, str(_TRAIN), *given],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("usage: "), done.stderr
+    return done.stderr.rstrip().rpartition("\n")[2].removeprefix("train.py: error: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("--epochs x", "argument --epochs: must be a whole number of at least 1, not 'x'"),
+        ("--epochs 0", "argument --epochs: must be a whole number of at least 1, not '0'"),
+        ("--rank -1", "argument --rank: must be a whole number of at least 0, not '-1'"),
+        ("--rank 3 --world-size 3", "rank 3 must be from 0 to 2, as there are 3 processes"),
+        ("--rank 3", "rank 3 must be from 0 to 2, as there are 3 processes"),
+        ("--world-size 4", "argument --world-size: goes with --rank; give --trainers for"),
+        ("--rank 0 --world-size 1", "this takes at least 2 processes, a server and a trainer"),
+        ("--trainers 257", "argument --trainers: at most 256 can run on one machine"),
+        ("--master-port 99999", "argument --master-port: must be at most 65535, not 99999"),
+        ("--backend tensorwire", "argument --backend: there is no backend 'tensorwire'; there are"),
+        ("--output /proc/x.png", "argument --output: cannot write /proc/x.png: No such file"),
+    ],
+)
+def test_the_main_job_says_in_a_sentence_what_is_wrong_with(given: str, complaint: str) -> None:
+    assert _complaint(*given.split()).startswith(complaint)
+
+
+@pytest.mark.slow
+def test_the_main_job_names_the_variables_that_torchrun_would_have_set() -> None:
+    told = f"RANK is set in the environment, but not {_ALL_BUT_RANK}; torchrun sets RANK, "
+    assert _complaint(environment={"RANK": "0"}).startswith(told)
+
+
+def _parsed(folder: Path, given: Iterable[str]) -> argparse.Namespace:
+    parser = launch.parser("A tutorial.", workers=3, output="of_no_tutorial")
+    return parser.parse_args(["--output", str(folder / "output"), *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("--rank 3", "rank 3 must be from 0 to 2, as there are 3 processes"),
+        ("--workers 1", "this takes at least 2 workers"),
+        ("--workers 301", "this takes at most 300 workers"),
+        ("--workers 257", "at most 256 workers can run on one machine"),
+        ("--output /dev/null", "argument --output: cannot write /dev/null: Not a directory"),
+    ],
+)
+def test_the_other_tutorials_say_in_a_sentence_what_is_wrong_with(
+    given: str, complaint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.run(_parsed(tmp_path, given.split()), _JOB) == 2
+    assert capfd.readouterr().err == f"{complaint}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("--backend CARRIER_PIGEON", "there is no backend 'CARRIER_PIGEON'; there are TENSORPIPE"),
+        ("--workers x", "must be a whole number of at least 1, not 'x'"),
+        ("--rank -1", "must be a whole number of at least 0, not '-1'"),
+        ("--master-port 0", "must be a whole number of at least 1, not '0'"),
+    ],
+)
+def test_an_option_of_all_tutorials_names_itself(
+    given: str, complaint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        _parsed(tmp_path, given.split())
+    assert complaint in capfd.readouterr().err.rpartition("error: argument")[2]
+
+
+def test_a_rank_without_the_rest_of_what_torchrun_sets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert launch.run(_parsed(tmp_path, []), _JOB) == 2
+    assert f"but not {_ALL_BUT_RANK};" in capfd.readouterr().err
+
+
+def test_torchrun_names_the_rank_and_how_many_there_are() -> None:
+    assert arguments.launched({}) is None
+    assert arguments.launched(_SET_BY_TORCHRUN) == (0, 3)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"variable RANK: must be .* not 'x'"):
+        arguments.launched(_SET_BY_TORCHRUN | {"RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("x.foo", r"cannot draw .*/x\.foo, whose name must end in one of \.png \.pdf"),
+        ("noext", r"cannot draw .*/noext, whose name must end in"),
+        (".png", r"cannot draw .*/\.png, whose name must end in"),
+        ("", r"is a folder; name a file in it"),
+        ("file/x.png", r"cannot write .*/file/x\.png: Not a directory"),
+        ("file/folder/x.png", r"cannot write .*: Not a directory"),
+        (f"{'x' * 300}.png", r"cannot write .*: File name too long"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused(
+    path: str, complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^argument --output: .*{complaint}"):
+        arguments.require_picture(tmp_path / path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_where_a_picture_can_be_written_there_is_none_yet(tmp_path: Path) -> None:
+    arguments.require_picture(tmp_path / "new" / "picture.PNG")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_picture_that_is_there_stays_until_it_is_drawn_again(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_text("of the last run")
+    arguments.require_picture(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_text() == "of the last run"
+
+
+def test_matplotlib_draws_all_kinds_of_pictures_that_are_let_through() -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    assert {each[1:] for each in arguments.PICTURES} <= {
+        *FigureCanvasBase.get_supported_filetypes()
+    }
+
+
+def test_who_does_not_draw_needs_no_place_to_write(tmp_path: Path) -> None:
+    options = _parsed(tmp_path, ["--output", "/dev/null", "--rank", "1"])
+    launch._settle(options, _JOB)
+    assert options.rank == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_passes_a_name_with_a_space_in_one_piece(tmp_path: Path) -> None:
+    (tmp_path / ".tensorwire-ready").touch()
+    train = ["make", "--dry-run", "train", f"VENV={tmp_path}", "OUTPUT=my curves.png"]
+    printed = subprocess.run(train, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(printed)[-2:] == ["--output", "my curves.png"]
