@@ -15,10 +15,12 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, field
@@ -37,6 +39,8 @@ from rpc.threads import Thread
 
 T = TypeVar("T")
 
+_logger = logging.getLogger("rpc")
+
 STATIC, DYNAMIC = "static", "dynamic"
 _PREFIX = "tensorwire"
 _NOT_GIVEN = "-1"
@@ -51,6 +55,7 @@ _KEY_MARK_DIGITS = 4
 _LONGEST_ATTEMPT = 5.0  # seconds; to an address that swallows what it is sent
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SECONDS_TO_SAY_WHY = 0.1
+_SECONDS_OF_SILENCE = 10.0
 
 _PORT_IS_TAKEN = "EADDRINUSE"
 """What torch, whose error has no number, says of a port at which another process listens."""
@@ -251,18 +256,25 @@ def _connect(
     url: str, init_method: str, timeout: float, host: tuple[str, int] | None
 ) -> tuple[Store, int, int]:
     until, given_up = time.monotonic() + timeout, threading.Event()
+    where = init_method if host is None else f"{host[0]}:{host[1]}"
+    latest = deque(["no answer"], maxlen=1)
+
+    def waits_for() -> str:
+        return f"the group's store at {where} ({latest[0]}), and gives up after {timeout:g} s"
 
     def connect() -> tuple[Store, int, int]:
         seconds = timeout
         if host is not None:
-            _await_host(host, until - min(_SECONDS_TO_SAY_WHY, timeout / 2), given_up)
+            told_until = until - min(_SECONDS_TO_SAY_WHY, timeout / 2)
+            _await_host(host, told_until, given_up, latest.append)
+            latest.append("somebody listens there, but does not answer")
             # torch's attempts end late; such a host has no reason to need more than one.
             seconds = max(until - time.monotonic(), _FIRST_PAUSE) / 2
         found: tuple[Store, int, int] = next(rendezvous(url, timeout=timedelta(seconds=seconds)))
         return found
 
     try:
-        found = within(timeout, connect, given_up)
+        found = within(timeout, connect, given_up, waits_for=waits_for)
     except (RuntimeError, OSError) as error:
         if "No rendezvous handler" in str(error):
             raise ValueError(
@@ -286,8 +298,13 @@ def _connect(
     return found
 
 
-def _await_host(host: tuple[str, int], until: float, given_up: threading.Event) -> None:
-    """Returns when somebody listens there.
+def _await_host(
+    host: tuple[str, int],
+    until: float,
+    given_up: threading.Event,
+    note: Callable[[str], object],
+) -> None:
+    """Returns when somebody listens there; notes why nobody does yet.
 
     torch would wait, too, but for up to twice its time, as its pauses grow with it, in C++ that
     nothing interrupts, and a process that ends meanwhile is aborted; and it would notice late.
@@ -303,7 +320,8 @@ def _await_host(host: tuple[str, int], until: float, given_up: threading.Event) 
             return
         except UnicodeError as error:
             raise OSError(f"{host[0]!r} is no name of a host: {error}") from error
-        except OSError:
+        except OSError as error:
+            note(str(error))
             left = until - time.monotonic()
             if left <= 0 or given_up.wait(min(pause, left)):
                 raise
@@ -315,6 +333,7 @@ def within(
     ask: Callable[[], T],
     given_up: threading.Event | None = None,
     undo: Callable[[], object] | None = None,
+    waits_for: Callable[[], str] | None = None,
 ) -> T:
     """Returns ``ask()``, which makes requests to the store, or gives up waiting for it.
 
@@ -325,6 +344,7 @@ def within(
         ask: what to do.
         given_up: set when nobody waits for ``ask`` any more, which may look at it.
         undo: called if ``ask`` returns, but its caller does not hear of it.
+        waits_for: what to say in the log that ``init_rpc`` waits for, if it takes long.
 
     Raises:
         BringUpError: the time is over.
@@ -333,7 +353,7 @@ def within(
     asking = Thread(target=_settle, args=(outcome, ask, undo), name="rpc-rendezvous", daemon=True)
     asking.start()
     try:
-        wait([outcome], timeout)
+        _await(outcome, timeout, waits_for)
     except BaseException:  # such as Ctrl-C
         if outcome.cancel():
             _give_up(asking, given_up)
@@ -347,6 +367,22 @@ def within(
             "usually rank 0, frozen or cut off?"
         )
     return outcome.result()
+
+
+def _await(outcome: Future[T], timeout: float, waits_for: Callable[[], str] | None) -> None:
+    """Returns when it is there or the time is over; says what it waits for at times.
+
+    After ten seconds, that is, and then whenever it has waited twice as long.
+    """
+    began, silence = time.monotonic(), _SECONDS_OF_SILENCE
+    while waits_for is not None and silence < timeout:
+        if wait([outcome], began + silence - time.monotonic()).done:
+            return
+        what = waits_for()
+        if not outcome.done():
+            _logger.warning("init_rpc has waited %g s for %s", silence, what)
+        silence *= 2
+    wait([outcome], max(0.0, began + timeout - time.monotonic()))
 
 
 def _settle(outcome: Future[T], ask: Callable[[], T], undo: Callable[[], object] | None) -> None:

@@ -16,9 +16,10 @@ claims it there; ``ROUND/...`` belongs to one round.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -40,6 +41,8 @@ from rpc.group_store import (
 _COMPLETE = "complete"
 _SECONDS_TO_CONCLUDE = 5.0
 _SECONDS_TO_STOP = 2.0
+_SECONDS_TO_LOOK = 2.0
+_MOST_NAMED = 8
 
 
 def meet(store: Store, me: Record, timeout: float) -> list[Record]:
@@ -62,7 +65,12 @@ def meet(store: Store, me: Record, timeout: float) -> list[Record]:
         raise ValueError(f"{me} has no world size; use join for a dynamic group")
     meeting = _Meeting(store, me, timeout)
     try:
-        return within(timeout + _SECONDS_TO_CONCLUDE, meeting.hold, meeting.given_up)
+        return within(
+            timeout + _SECONDS_TO_CONCLUDE,
+            meeting.hold,
+            meeting.given_up,
+            waits_for=meeting.waits_for,
+        )
     except KeyboardInterrupt:
         meeting.interrupt()
         raise
@@ -94,6 +102,26 @@ class _Meeting:
             if verdict != _COMPLETE:
                 raise BringUpError(verdict)
             return meeting.records(range(me.world_size or 0))
+
+    def waits_for(self) -> str:
+        """Who has not come yet, for the log; asked while ``hold`` waits for them."""
+        try:
+            absent = within(_SECONDS_TO_LOOK, self._name_missing)
+        except BringUpError:
+            absent = "an answer of the group's store"
+        except RuntimeError:
+            absent = "the others"
+        return f"{absent}, and gives up after {self._timeout:g} s"
+
+    def _name_missing(self) -> str:
+        """On a connection of its own, as the other one waits; torch 2.6 cannot make one."""
+        clone: Callable[[], Store] | None = getattr(self._store, "clone", None)
+        if clone is None or self._round is None:
+            return "the others"
+        size = self._me.world_size or 0
+        missing = _Round(our_part(clone()), self._round.number).missing(range(size))
+        first = list(itertools.islice(missing, _MOST_NAMED))
+        return f"ranks {first}{' and others' if any(missing) else ''} of {size} workers"
 
     def interrupt(self) -> None:
         """Ends the round, for everybody, that this worker does not wait for any more."""
@@ -188,11 +216,22 @@ class _Round:
         """The records of ``ranks``, which must be there."""
         return [Record.decode(each) for each in read(self._store, "record/", ranks)]
 
+    def missing(self, ranks: Sequence[int]) -> Iterator[int]:
+        """Those of ``ranks`` that did not come; asks little where most or few came."""
+        if not ranks or self._store.check([f"record/{rank}" for rank in ranks]):
+            return
+        if len(ranks) == 1:
+            yield ranks[0]
+            return
+        half = len(ranks) // 2
+        yield from self.missing(ranks[:half])
+        yield from self.missing(ranks[half:])
+
     def describe_missing(self, me: Record, timeout: float) -> str:
         """What to tell everyone when ``me`` gives up."""
         ranks = range(me.world_size or 0)
-        came = [rank for rank in ranks if self._store.check([f"record/{rank}"])]
-        missing = [rank for rank in ranks if rank not in came]
+        missing = [*self.missing(ranks)]
+        came = [rank for rank in ranks if rank not in missing]
         present = ", ".join(str(record) for record in self.records(came))
         return (
             f"{len(missing)} of {me.world_size} workers did not come within {timeout:g} s: "

@@ -1,10 +1,12 @@
 """Records, and stores in this process: threads stand for workers."""
 
+import errno
 import json
 import math
 import socket
 import threading
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rpc.errors import BringUpError
 from rpc.group_store import Record
 from tests.free_ports import free_port
 from tests.rpc.stores import SECONDS, SOON, in_turns, record
+from tests.waiting import until
 
 
 class TestRecord:
@@ -90,6 +93,25 @@ class TestWithin:
         assert group_store.within(SOON, lambda: 3, given_up, undone.set) == 3
         assert not given_up.is_set()
         assert not undone.is_set()
+
+    def test_says_ever_more_rarely_what_it_waits_for(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(group_store, "_SECONDS_OF_SILENCE", 0.01)
+        answer, said = threading.Event(), count(1)
+
+        def waits_for() -> str:
+            if next(said) == 3:
+                answer.set()
+            return "somebody"
+
+        assert group_store.within(SOON, lambda: answer.wait(SOON), waits_for=waits_for)
+        waited = [f"init_rpc has waited {seconds} s for somebody" for seconds in (0.01, 0.02)]
+        assert caplog.messages[:2] == waited
+
+    def test_says_nothing_of_what_comes_soon(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert group_store.within(SOON, lambda: 3, waits_for=lambda: "somebody") == 3
+        assert not caplog.messages
 
 
 class TestOpenStore:
@@ -194,11 +216,28 @@ class TestOpenStore:
         host.set("key", "value")
         assert guest.get("key") == b"value"
 
+    def test_a_host_that_does_not_answer_is_named_in_the_log_while_it_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(group_store, "_SECONDS_OF_SILENCE", 0.05)
+        port, hosts = free_port(), []
+        told = f"for the group's store at 127.0.0.1:{port} ([Errno {errno.ECONNREFUSED}]"
+
+        def come_when_called() -> None:
+            until(lambda: any(told in each for each in caplog.messages))
+            hosts.append(TCPStore("127.0.0.1", port, None, True, SECONDS))
+
+        thread = threading.Thread(target=come_when_called)
+        thread.start()
+        group_store.open_store(f"tcp://127.0.0.1:{port}", 1, 2, 60.0)
+        thread.join()
+        assert caplog.messages[-1].endswith(", and gives up after 60 s")
+
     def test_nobody_waits_for_a_host_that_nobody_waits_for(self) -> None:
         given_up = threading.Event()
         given_up.set()
         with pytest.raises(ConnectionRefusedError):
-            group_store._await_host(("127.0.0.1", free_port()), math.inf, given_up)
+            group_store._await_host(("127.0.0.1", free_port()), math.inf, given_up, str)
 
     def test_what_cannot_be_the_name_of_a_host_is_named(self) -> None:
         with pytest.raises(BringUpError, match=r"'a\.\.b' is no name of a host"):

@@ -4,15 +4,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from rpc import rendezvous
+from rpc import group_store, rendezvous
 from rpc.errors import BringUpError
 from rpc.group_store import KEY_MARK, Record, key_mark, our_part
 from rpc.threads import running_frames
@@ -98,6 +99,35 @@ class TestWhatKeepsAStaticGroupFromForming:
             assert "missing ranks [1, 3]" in text
             assert "'worker0' (rank 0" in text
             assert "'worker2' (rank 2" in text
+
+    @pytest.mark.skipif(not hasattr(Store, "clone"), reason="torch 2.6 cannot clone a store")
+    def test_missing_ranks_are_named_in_the_log_while_they_are_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(group_store, "_SECONDS_OF_SILENCE", 0.05)
+        store = TCPStore("127.0.0.1", 0, None, True, SECONDS, wait_for_workers=False)
+        told = "for ranks [1, 3] of 4 workers, and gives up after 60 s"
+        records = [record(rank, 4) for rank in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+
+            def come(rank: int) -> Future[list[Record]]:
+                return pool.submit(rendezvous.meet, store.clone(), records[rank], 60.0)
+
+            early = [come(0), come(2)]
+            until(lambda: any(each.endswith(told) for each in caplog.messages))
+            late = [come(1), come(3)]
+            assert [each.result() for each in (*early, *late)] == [records] * 4
+
+    def test_few_requests_find_who_is_missing_where_most_or_few_came(self) -> None:
+        store = HashStore()
+        for rank in {*range(1000)} - {3, 700}:
+            rounds_of(store)._store.set(f"record/{rank}", "")
+        counting = CountingStore(store)
+        assert list(rounds_of(counting).missing(range(1000))) == [3, 700]
+        assert list(islice(rounds_of(counting).missing(range(1000, 2000)), 8)) == [
+            *range(1000, 1008)
+        ]
+        assert counting.requests < 80
 
     def test_whoever_comes_too_late_meets_the_others_in_the_next_round(self) -> None:
         store = HashStore()
