@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import benchmarks
 from benchmarks import bindings
 from benchmarks.commands import Column
 from benchmarks.group import Launch, MemberFailed
@@ -63,7 +64,8 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    about = (benchmarks.__doc__ or "").splitlines()[0].replace("``", "")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     add = parser.add_argument
     add(
         "--rows",
@@ -78,7 +80,7 @@ def _parse() -> argparse.Namespace:
         nargs="+",
         choices=[*_TORCH_COLUMNS, *_OUR_COLUMNS],
         default=["torch", "ours"],
-        help="the first is what the others are compared with",
+        help="the first is what the others are compared with (torch ours)",
     )
     add("--backend", default="TENSORPIPE", help="of ours (%(default)s)")
     add(
@@ -86,7 +88,7 @@ def _parse() -> argparse.Namespace:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="for the options of our backend, such as '{\"num_worker_threads\": 1}'",
+        help="for the options of our backend, such as '{\"num_worker_threads\": 1}' (none)",
     )
     add("--rounds", type=int, default=16, help="turns of each column per row (%(default)s)")
     add(

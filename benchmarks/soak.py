@@ -61,12 +61,14 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=about)
     add = parser.add_argument
-    add("--backend", default="TENSORWIRE", help="(%(default)s)")
+    add("--backend", default="TENSORWIRE", help="of all processes (%(default)s)")
     add("--small", type=int, default=1_000_000, help="small calls of one caller (%(default)s)")
     add("--large", type=int, default=10_000, help="calls with 1 MiB of four callers (%(default)s)")
-    add("--limit", type=float, default=20.0, help="MiB that a process may grow (%(default)s)")
+    add("--limit", type=float, default=20.0, help="MiB that a process may grow after the first "
+        "fifth of the calls, which may fill caches and pools (%(default)s)")  # fmt: skip
     return parser.parse_args()
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import chaos
 from chaos.director import WITNESS, Director, Settings
 from chaos.judge import Limits, Report, describe, judge
 from chaos.plan import plan
@@ -36,15 +37,18 @@ def run(settings: Settings, seconds: float, seed: int) -> Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    about = (chaos.__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=about)
     add = parser.add_argument
     known = ["TENSORWIRE", "TENSORPIPE"]
-    add("--backend", nargs="+", choices=known, default=known)
-    add("--seconds", type=float, default=180.0, help="how long, for each backend")
-    add("--trainers", type=int, default=3)
-    add("--bound", type=float, default=2.0, help="the liveness timeout, in seconds")
-    add("--seed", type=int, default=0)
-    add("--log", type=Path, default=None, help="a folder for what the workers print")
+    add("--backend", nargs="+", choices=known, default=known, help="one after the other (both)")
+    add("--seconds", type=float, default=180.0, help="how long, for each backend (%(default)s)")
+    add("--trainers", type=int, default=3, help="besides the server; nothing is done to the first "
+        "(%(default)s)")  # fmt: skip
+    add("--bound", type=float, default=2.0, help="the liveness timeout, in seconds (%(default)s)")
+    add("--seed", type=int, default=0, help="of what is done to whom and when (%(default)s)")
+    add("--log", type=Path, help="folder for what the workers print and tell (a new one, "
+        "chaos-..., in the folder for temporary files)")  # fmt: skip
     options = parser.parse_args()
     folder = options.log or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__, soak
 from benchmarks.group import Group, Launch
 from benchmarks.rounds import RAW
 
@@ -81,6 +83,28 @@ def test_more_starts_than_rounds_are_refused() -> None:
     done = _run("--rows", "empty", "--starts", "3")
     assert done.returncode == 2
     assert "--starts 3 is not from 1 to --rounds 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("parse", "about"),
+    [
+        (__main__._parse, "Compares TensorWire with torch.distributed.rpc on one machine, "),
+        (soak._parse, "Does memory stay flat? Calls one worker very often, and watches "),
+    ],
+)
+def test_help_says_what_is_measured(
+    parse: Callable[[], object],
+    about: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        parse()
+    printed = capsys.readouterr().out
+    assert printed.split("\n\n")[1].startswith(about)
+    assert "``" not in printed
 
 
 def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
