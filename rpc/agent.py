@@ -276,6 +276,7 @@ class Agent(process_forks.Member):
             yield self.watch.close
         yield partial(self.executor.close, seconds)
         yield partial(self.completions.close, seconds)
+        yield self.departure.closed
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""

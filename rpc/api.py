@@ -39,6 +39,7 @@ from rpc.current import (
     joined_before,
     joining,
     keep_store,
+    leaving,
     set_process_agent,
 )
 from rpc.errors import RpcError
@@ -187,9 +188,16 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful and agent.departure.leaks and not _ignore_rref_leak:
             raise RpcError("Leaking RRef: " + "; ".join(agent.departure.leaks))
     finally:
-        set_process_agent(None)
-        collecting.stop_using()
-        torch_contexts.stop_using()
+        _end_session(agent)
+
+
+def _end_session(agent: Agent) -> None:
+    """Undoes what :func:`_set_and_start_rpc_agent` did, if no other thread has done so."""
+    with leaving(agent) as is_current:
+        if is_current:
+            collecting.stop_using()
+            torch_contexts.stop_using()
+    if is_current:
         interrupts.stop()
 
 

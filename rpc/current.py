@@ -31,7 +31,7 @@ class _Process:
     """The process-wide default, and what outlives it."""
 
     agent: Agent | None = None
-    lock = threading.Lock()
+    lock = threading.RLock()  # a signal handler may shut down
     joining: bool = False
     """A thread is in ``init_rpc``."""
     joined: bool = False
@@ -65,6 +65,20 @@ def current_agent() -> Agent:
 def set_process_agent(agent: Agent | None) -> None:
     """Makes ``agent`` the process's default; None clears it."""
     _Process.agent = agent
+
+
+@contextmanager
+def leaving(agent: Agent) -> Iterator[bool]:
+    """Clears the process's agent after the block, until which nobody takes its place.
+
+    Yields whether it is ``agent``: if another thread has ended that one's session, this
+    process may be in its next by now, which is left alone.
+    """
+    with _Process.lock:
+        is_current = _Process.agent is agent
+        yield is_current
+        if is_current:
+            _Process.agent = None
 
 
 def forked_from(agent: Agent) -> None:

@@ -46,6 +46,7 @@ class Departure:
         self._asked_by: int | None = None
         self._finished = threading.Event()
         self._closing = False
+        self._closed = False
         self._alone = False
         self._changed = threading.Condition()
         self.leaks: list[str] = []
@@ -53,6 +54,8 @@ class Departure:
 
     def leave_together(self, timeout: float) -> None:
         """Waits until the whole group is done; ``timeout`` in seconds, 0 or ``inf`` for none.
+
+        Returns, too, when another thread has closed this worker meanwhile.
 
         Raises:
             RpcTimeoutError: names the calls that were still under way here, or else the workers
@@ -80,6 +83,8 @@ class Departure:
     def leave_alone(self, timeout: float) -> None:
         """Waits until this worker is quiet, whatever the others do, and lets go of its references.
 
+        Returns, too, when another thread has closed this worker meanwhile.
+
         Args:
             timeout: seconds, 0 or ``inf`` for none.
 
@@ -90,11 +95,13 @@ class Departure:
         deadline = time.monotonic() + timeout if timeout else None
         with self._changed:
             self._alone = True
-            while not self._quiet():
+            while not (self._closed or self._quiet()):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise RpcTimeoutError(self._still_under_way(timeout))
                 self._changed.wait(left)
+            if self._closed:  # what is current by now may be another session's
+                return
         self.release()
 
     def _timed_out(self, timeout: float) -> str:
@@ -187,6 +194,13 @@ class Departure:
     def closing(self) -> None:
         """This worker closes, whatever the others do."""
         self._closing = True
+
+    def closed(self) -> None:
+        """This worker has closed: whoever still waits to leave it in peace need not any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._finished.set()
 
     def control_arrived(self, sender: int, message: ControlMessage) -> bool:
         """Handles a message about shutting down; False if it is about something else."""

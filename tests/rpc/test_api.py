@@ -57,6 +57,33 @@ def test_a_second_shutdown_does_nothing(worker: Agent, monkeypatch: pytest.Monke
     rpc.shutdown(graceful=False)
 
 
+def test_a_shutdown_that_another_thread_cut_short_leaves_the_next_session_alone(
+    worker: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+    shut_down = worker.shutdown
+
+    def late(graceful: bool, timeout: float) -> None:
+        if graceful:
+            waits.set()
+            assert goes_on.wait(20)
+        shut_down(graceful=False)
+
+    monkeypatch.setattr(worker, "shutdown", late)
+    first = threading.Thread(target=rpc.shutdown, daemon=True)
+    first.start()
+    assert waits.wait(20)
+    rpc.shutdown(graceful=False)
+    assert not api._is_current_rpc_agent_set()
+    with local_group("here", "there") as (again, _):
+        api._set_and_start_rpc_agent(again)
+        goes_on.set()
+        first.join(20)
+        assert rpc.get_worker_info() is again.info
+        assert torch._C._collect_all is collecting.collect_all
+        rpc.shutdown(graceful=False)
+
+
 def test_no_reference_is_made_after_a_shutdown(worker: Agent) -> None:
     rpc.RRef(1)
     rpc.shutdown(graceful=False)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,6 +156,24 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
     held(alice, bob).cancel()
     with pytest.raises(RpcTimeoutError, match=f"{BUSY}: hold called by 'alice'"):
         bob.departure.leave_alone(0.5)
+
+
+@pytest.mark.parametrize("leave", [Agent.shutdown, lambda bob: bob.departure.leave_alone(0.0)])
+def test_one_that_is_closed_by_another_thread_waits_for_nobody(
+    agents: list[Agent], leave: Callable[[Agent], None]
+) -> None:
+    alice, bob, _ = agents
+    held(bob, bob).cancel()
+    left = threading.Event()
+
+    def leave_in_peace() -> None:
+        leave(bob)
+        left.set()
+
+    threading.Thread(target=leave_in_peace, daemon=True).start()
+    until(lambda: bob.departure._alone or 1 not in alice.departure._machine.missing())
+    bob.shutdown(graceful=False)
+    assert left.wait(SECONDS)
 
 
 def test_what_the_whole_group_waits_for_is_said_now_and_then(
