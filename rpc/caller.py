@@ -51,6 +51,7 @@ from rpc.remote_errors import decode_error
 from rpc.rref import RRef, call_method
 from rpc.sinks import Decode, Sink, WaitingCaller
 from rpc.tensor_table import pack_tensors
+from rpc.stack_room import require as require_room
 from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.worker_info import WorkerInfo
 
@@ -180,7 +181,11 @@ class Caller:
 
         What is made ``through`` a reference to a value of ``to`` has that as its target.
         False if the call ended before it was sent.
+
+        Raises:
+            RecursionError: too little is left of the stack.
         """
+        require_room()
         agent = self._agent
         extended = agent.extensions.used
         if (
@@ -247,6 +252,7 @@ class Caller:
     def _message(
         self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
     ) -> None:
+        require_room()
         announce = self._agent.announce
         if announce is not None:
             announce(to.id, FrameKind.REQUEST)
@@ -278,6 +284,7 @@ class Caller:
         )
 
     def _wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        require_room()  # what arrives meanwhile must not be taken in by half
         self._agent.transport.wait(done, block)  # another one's in a forked child
 
     def _wake(self) -> None:

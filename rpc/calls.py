@@ -110,11 +110,12 @@ class CallTable(Generic[T]):
 
     def withdraw(self, call_id: int) -> bool:
         """The request could not be sent: forget the call. False if it ended meanwhile."""
-        entry = self._open.pop(call_id, None)
+        entry = self._open.get(call_id)
         if entry is None:
             self._ghosts.pop(call_id, None)
             return False
-        self._unbucket(call_id, entry.bucket)
+        self._unbucket(call_id, entry.bucket)  # first: no deadline may refer to what is gone
+        del self._open[call_id]
         return True
 
     def cancel(self, call_id: int) -> Ended[T] | None:
@@ -131,7 +132,9 @@ class CallTable(Generic[T]):
         ended: list[Ended[T]] = []
         for bucket in sorted(b for b in self._buckets if b <= now * _BUCKETS_PER_SECOND):
             for call_id in sorted(self._buckets.pop(bucket)):
-                entry = self._open.pop(call_id)
+                entry = self._open.pop(call_id, None)
+                if entry is None:  # one must not keep the others from ending
+                    continue
                 self._ghosts[call_id] = (entry.call, entry.to)
                 ended.append(Ended(Ending.DEADLINE, entry.call))
         return ended

@@ -58,6 +58,7 @@ from rpc.rref import RRef, _rref_typeof_on_owner
 from rpc.safe_text import text_of
 from rpc.sinks import WaitingCaller
 from rpc.slot import Slot
+from rpc.stack_room import require as require_room
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ class ReferenceKeeper:
             owner: of the value.
             func: what makes it.
             limit: seconds that may take, 0 for no limit.
+
+        Raises:
+            RecursionError: too little is left of the stack.
         """
+        require_room()
         if owner.id == self._life.worker:
             return self._create_here()
         life = self.agent.group.life(owner.id)

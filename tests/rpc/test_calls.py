@@ -112,6 +112,21 @@ def test_a_call_that_was_not_sent_is_forgotten():
     assert calls.expire(1e9) == []
 
 
+def test_a_call_whose_withdrawal_was_cut_short_still_expires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, (a, _) = table(("a", 1, 5.0), ("b", 1, 5.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "_unbucket", raise_recursion_error)
+        with pytest.raises(RecursionError):
+            calls.withdraw(a)
+    assert calls.expire(200.0) == [Ended(Ending.DEADLINE, "a"), Ended(Ending.DEADLINE, "b")]
+
+
+def raise_recursion_error(*_: object) -> None:
+    raise RecursionError
+
+
 def test_a_call_that_ended_before_it_was_withdrawn_has_ended():
     calls, (a, b) = table(("a", 1, 5), ("b", 2, 0))
     calls.expire(106.0)
