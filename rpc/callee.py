@@ -94,10 +94,11 @@ class Callee:
         """A worker is gone, and nobody waits for what is served for it."""
         with self._lock:
             self._early.worker_lost(sender)
-            self._once.worker_lost(sender)
+            let_go = self._once.worker_lost(sender)
             found = [service for service in self._serving if service.sender == sender]
             for service in found:  # nobody has to wait for them, not even a shutdown
                 del self._serving[service]
+        self._release(let_go)
         for service in found:
             service.orphaned = True
             service.cancel()
@@ -107,13 +108,15 @@ class Callee:
 
         Its outcome is for all attempts at it, so it has as long as the last of them.
         """
+        let_go: list[Outcome] = []
         with self._lock:
             now = self._agent.clock.now()
             service.number = request.number
             verdict, outcome, since = Verdict.OVER, None, self._serving.get(service)
             if since is not None:  # else its caller is gone: a later life counts anew
                 service.deadline = since + request.seconds if request.seconds else 0.0
-                verdict, outcome = self._once.arrived(service.sender, request, service, now)
+                verdict, outcome, let_go = self._once.arrived(service.sender, request, service, now)
+        self._release(let_go)
         if outcome is not None:
             service.answer(outcome)
         elif verdict is Verdict.OVER:
@@ -137,10 +140,16 @@ class Callee:
         """Frees the outcomes of such requests that are over, and comes back for the others."""
         now = self._agent.clock.now()
         with self._lock:
-            self._once.expire(now)
+            let_go = self._once.expire(now)
             self._lets_go = len(self._once) > 0
+        self._release(let_go)
         if self._lets_go:
             self._agent.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
+
+    def _release(self, outcomes: list[Outcome]) -> None:
+        """Lets them end where their destructors may make calls; they are no one else's."""
+        if not all(outcome.runs_no_code() for outcome in outcomes):
+            self._agent.completions.submit(outcomes.clear)
 
     def finished(self, service: Service) -> None:
         """The reply to a request was sent, or need not be."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Final, Generic, TypeVar
@@ -187,29 +188,36 @@ class _Caller(Generic[W, R]):
     entries: dict[int, _Entry[W, R]] = field(default_factory=dict)
     let_go: set[int] = field(default_factory=set)
 
-    def clear(self, request: RequestId, now: float) -> None:
-        """Lets go of outcomes that no further attempt can ask for."""
+    def clear(self, request: RequestId, now: float) -> list[R]:
+        """Lets go of outcomes that no further attempt can ask for; returns them."""
         self.oldest = max(self.oldest, request.oldest)
         over = [n for n, entry in self.entries.items() if entry.is_over(n < self.oldest, now)]
-        for number in over:
-            if number != request.number:
-                del self.entries[number]
-                self.let_go.add(number)
+        outcomes = self._forget([number for number in over if number != request.number])
         self.let_go = {number for number in self.let_go if number >= self.oldest}
+        return outcomes
 
-    def expire(self, now: float) -> None:
-        """Lets go of outcomes whose time is over."""
-        over = {number for number, entry in self.entries.items() if entry.is_over(False, now)}
-        for number in over:
-            del self.entries[number]
-        self.let_go |= over
+    def expire(self, now: float) -> list[R]:
+        """Lets go of outcomes whose time is over; returns them."""
+        return self._forget([n for n, entry in self.entries.items() if entry.is_over(False, now)])
+
+    def outcomes(self) -> list[R]:
+        """All that are kept."""
+        return [e.outcome for e in self.entries.values() if e.outcome is not None]
+
+    def _forget(self, numbers: Sequence[int]) -> list[R]:
+        self.let_go.update(numbers)
+        gone = [self.entries.pop(number).outcome for number in numbers]
+        return [outcome for outcome in gone if outcome is not None]
 
     def is_late(self, number: int) -> bool:
         return number < self.oldest or number in self.let_go
 
 
 class OnceTable(Generic[W, R]):
-    """The requests that may come again; ``W`` waits for an outcome of type ``R``."""
+    """The requests that may come again; ``W`` waits for an outcome of type ``R``.
+
+    Outcomes that are let go of are returned, for their end may run code.
+    """
 
     def __init__(self) -> None:
         self._callers: dict[int, _Caller[W, R]] = {}
@@ -219,22 +227,25 @@ class OnceTable(Generic[W, R]):
 
     def arrived(
         self, sender: int, request: RequestId, waiter: W, now: float
-    ) -> tuple[Verdict, R | None]:
-        """A request came; says what to do, and with :attr:`Verdict.REPEAT` its outcome."""
+    ) -> tuple[Verdict, R | None, list[R]]:
+        """A request came; says what to do, and with :attr:`Verdict.REPEAT` its outcome.
+
+        Last come the outcomes that are let go of, as it tells that nobody will ask for them.
+        """
         caller = self._callers.setdefault(sender, _Caller())
-        caller.clear(request, now)
+        let_go = caller.clear(request, now)
         keep_until = now + (request.seconds or _KEPT_WITHOUT_LIMIT)
         entry = caller.entries.get(request.number)
         if entry is None:
             if caller.is_late(request.number):
-                return Verdict.OVER, None
+                return Verdict.OVER, None, let_go
             caller.entries[request.number] = _Entry(keep_until, [waiter])
-            return Verdict.RUN, None
+            return Verdict.RUN, None, let_go
         entry.keep_until = max(entry.keep_until, keep_until)
         if entry.outcome is not None:
-            return Verdict.REPEAT, entry.outcome
+            return Verdict.REPEAT, entry.outcome, let_go
         entry.waiters.append(waiter)
-        return Verdict.WAIT, None
+        return Verdict.WAIT, None, let_go
 
     def ended(self, sender: int, number: int, ran: W, outcome: R) -> list[W]:
         """A request ran; returns all who wait for its outcome.
@@ -249,11 +260,11 @@ class OnceTable(Generic[W, R]):
         waiters, entry.waiters = entry.waiters, []
         return waiters
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> list[R]:
         """Lets go of outcomes whose time is over; for when no request comes that would."""
-        for caller in self._callers.values():
-            caller.expire(now)
+        return [outcome for caller in self._callers.values() for outcome in caller.expire(now)]
 
-    def worker_lost(self, sender: int) -> None:
+    def worker_lost(self, sender: int) -> list[R]:
         """A caller is gone; in its next life it counts anew."""
-        self._callers.pop(sender, None)
+        caller = self._callers.pop(sender, None)
+        return [] if caller is None else caller.outcomes()

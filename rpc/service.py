@@ -57,6 +57,7 @@ _logger = logging.getLogger("rpc")
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
+_WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Outcome:
     method: MethodName
     result: object
     error: BaseException | None
+
+    def runs_no_code(self) -> bool:
+        """True if it can be freed on any thread."""
+        return self.error is None and type(self.result) in _WITHOUT_CODE
 
 
 class Service:

@@ -350,7 +350,7 @@ class Worker:
 
     def _admit(self, job: Job, once: RequestId) -> None:
         """Runs a request that may come more than once only if it did not come before."""
-        verdict, ran = self.once.arrived(job.sender.worker, once, job.name, self.world.now)
+        verdict, ran, _ = self.once.arrived(job.sender.worker, once, job.name, self.world.now)
         self.world.ledger.admitted(self, job, once, verdict, ran)
         job.runs = verdict is Verdict.RUN
         if verdict in (Verdict.REPEAT, Verdict.OVER):

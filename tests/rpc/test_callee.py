@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import ClassVar
 
 import pytest
 
 from rpc.agent import Agent
 from rpc.errors import RpcError
-from rpc.testing import MemoryHub, connect
+from rpc.functions import idempotent
+from rpc.retry import Retry
+from rpc.testing import MemoryHub, VirtualClock, connect
 from rpc.transports.base import Peer
 from tests import waiting
 from tests.rpc.gates import Gate, gates, pass_gate
@@ -96,3 +100,57 @@ def test_a_function_whose_reply_nobody_takes_did_not_fail(
         assert not any(series.errors for series in bob.callee.metrics())
     del made
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Lease:
+    """Looks, at its end, whether this thread could serve a call."""
+
+    could_serve: ClassVar[list[bool]] = []
+    lock: ClassVar[threading.Lock]
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("lease",)
+
+    def __del__(self) -> None:
+        taken = self.lock.acquire(timeout=2.0)
+        if taken:
+            self.lock.release()
+        self.could_serve.append(taken)
+
+
+@idempotent
+def lease() -> Lease:
+    return Lease()
+
+
+@idempotent
+def one() -> int:
+    return 1
+
+
+def ask_again(alice: Agent, bob: Agent, clock: VirtualClock) -> None:
+    assert alice.rpc_sync("bob", one, retry=Retry()) == 1
+
+
+def wait_long(alice: Agent, bob: Agent, clock: VirtualClock) -> None:
+    clock.advance(60.0)
+
+
+def be_lost(alice: Agent, bob: Agent, clock: VirtualClock) -> None:
+    bob.losses.lost(alice.life, "it was cut off")
+
+
+@pytest.mark.parametrize("end", [ask_again, wait_long, be_lost])
+def test_a_kept_outcome_ends_where_its_destructor_may_make_calls(
+    end: Callable[[Agent, Agent, VirtualClock], None],
+) -> None:
+    clock = VirtualClock()
+    alice, bob = agents = connect("alice", "bob", clock=clock)
+    Lease.lock = bob.callee._lock
+    Lease.could_serve.clear()
+    with closing(*agents):
+        assert alice.rpc_sync("bob", lease, timeout=20.0, retry=Retry()) == "lease"
+        assert Lease.could_serve == []
+        end(alice, bob, clock)
+        until(lambda: len(Lease.could_serve) > 0)
+        assert Lease.could_serve == [True]

@@ -184,10 +184,10 @@ def request(number: int, oldest: int = 1, seconds: float = 10) -> RequestId:
 class TestOnceTable:
     def test_the_first_runs_and_the_outcome_goes_to_all_that_came(self) -> None:
         table: OnceTable[str, str] = OnceTable()
-        assert table.arrived(1, request(1), "first", 0) == (Verdict.RUN, None)
-        assert table.arrived(1, request(1), "second", 1) == (Verdict.WAIT, None)
+        assert table.arrived(1, request(1), "first", 0) == (Verdict.RUN, None, [])
+        assert table.arrived(1, request(1), "second", 1) == (Verdict.WAIT, None, [])
         assert table.ended(1, 1, "first", "outcome") == ["first", "second"]
-        assert table.arrived(1, request(1), "third", 2) == (Verdict.REPEAT, "outcome")
+        assert table.arrived(1, request(1), "third", 2) == (Verdict.REPEAT, "outcome", [])
 
     def test_requests_of_different_workers_or_numbers_are_different(self) -> None:
         table: OnceTable[str, str] = OnceTable()
@@ -211,7 +211,7 @@ class TestOnceTable:
         for number in range(1, 10):
             table.arrived(1, request(number, oldest=1), "w", 0)
             table.ended(1, number, "w", "outcome")
-        assert table.arrived(1, request(5), "again", 1) == (Verdict.REPEAT, "outcome")
+        assert table.arrived(1, request(5), "again", 1) == (Verdict.REPEAT, "outcome", [])
 
     def test_outcomes_are_let_go_when_nobody_can_ask_again(self) -> None:
         table: OnceTable[str, str] = OnceTable()
@@ -233,21 +233,31 @@ class TestOnceTable:
         for now, left in ((4, 4), (5, 3), (8, 2), (13, 1)):
             table.expire(now)
             assert len(table) == left
-        assert table.arrived(1, request(1, seconds=5), "late", 14) == (Verdict.OVER, None)
-        assert table.arrived(2, request(2), "again", 14) == (Verdict.WAIT, None)
+        assert table.arrived(1, request(1, seconds=5), "late", 14) == (Verdict.OVER, None, [])
+        assert table.arrived(2, request(2), "again", 14) == (Verdict.WAIT, None, [])
+
+    def test_what_is_let_go_of_is_returned(self) -> None:
+        table: OnceTable[str, str] = OnceTable()
+        for number, outcome in ((1, "first"), (2, "second"), (3, "third")):
+            table.arrived(1, request(number, seconds=number), "w", 0)
+            table.ended(1, number, "w", outcome)
+        assert table.arrived(1, request(4, oldest=2), "w", 0) == (Verdict.RUN, None, ["first"])
+        assert table.expire(2) == ["second"]
+        assert table.worker_lost(1) == ["third"]
+        assert table.worker_lost(1) == []
 
     def test_one_that_runs_is_kept_however_long_it_takes(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1, seconds=1), "w", 0)
         table.arrived(1, request(2, oldest=2), "w", 1000)
-        assert table.arrived(1, request(1), "again", 1001) == (Verdict.WAIT, None)
+        assert table.arrived(1, request(1), "again", 1001) == (Verdict.WAIT, None, [])
 
     def test_the_next_life_of_a_caller_counts_anew(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1), "w", 0)
         table.worker_lost(1)
         assert table.ended(1, 1, "w", "outcome") == []
-        assert table.arrived(1, request(1), "w", 0) == (Verdict.RUN, None)
+        assert table.arrived(1, request(1), "w", 0) == (Verdict.RUN, None, [])
 
     def test_a_life_that_is_over_ends_nothing_of_the_next(self) -> None:
         table: OnceTable[str, str] = OnceTable()
@@ -262,12 +272,12 @@ class TestOnceTable:
         table.arrived(1, request(1), "w", 0)
         table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2, oldest=2), "w", 1)
-        assert table.arrived(1, request(1), "late", 2) == (Verdict.OVER, None)
+        assert table.arrived(1, request(1), "late", 2) == (Verdict.OVER, None, [])
 
     def test_an_attempt_that_comes_when_its_time_was_over_does_not_run_again(self) -> None:
         table: OnceTable[str, str] = OnceTable()
         table.arrived(1, request(1, seconds=5), "w", 0)
         table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2), "w", 6)
-        assert table.arrived(1, request(1, seconds=5), "late", 7) == (Verdict.OVER, None)
+        assert table.arrived(1, request(1, seconds=5), "late", 7) == (Verdict.OVER, None, [])
         assert len(table) == 1
