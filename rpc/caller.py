@@ -347,8 +347,8 @@ class Caller:
         try:
             return sink.result(self._agent.transport.wait)
         except BaseException:
-            if sink.is_waiting:
-                self.cancel_where(lambda each: leads_to(each, sink))
+            if sink.is_waiting and not self.cancel_where(lambda each: leads_to(each, sink)):
+                sink.abandon(self._agent.references.adopt)
             raise
 
     def patience(self, number: int) -> Patience:

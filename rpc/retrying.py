@@ -341,8 +341,8 @@ class RetriedSink:
         self.goes_on = False
         self.expired = None
         if not self._agent.retries.over(self._number):
-            return _Nobody()
-        sink, self._sink = self._sink, _Nobody()
+            return _Nobody(self._agent)
+        sink, self._sink = self._sink, _Nobody(self._agent)
         return sink
 
     def give_up(self) -> bool:
@@ -377,8 +377,13 @@ def require_retriable(func: object, retry: object) -> None:
 class _Nobody:
     """Takes what comes after the outcome."""
 
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
-        """Drops it."""
+        """Drops it, and lets go of its references."""
+        if reply.references:
+            self._agent.references.adopt(reply.references)
 
     def failed(self, error: Exception) -> None:
         """Drops it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from rpc import torch_modes
@@ -38,6 +39,8 @@ class Completions(Protocol):
 
 
 Decode = Callable[..., Any]
+Adopt = Callable[[bytes], object]
+"""Takes the references that came with a reply, which are let go of with what it returns."""
 Unpack = Callable[[Reply, Frame, Decode], Any]
 
 
@@ -58,9 +61,10 @@ class WaitingCaller:
         is_waiting: the outcome was not there yet when the thread last looked.
     """
 
-    __slots__ = ("_arrived", "_error", "_outcome", "is_waiting")
+    __slots__ = ("_adopt", "_arrived", "_error", "_outcome", "is_waiting")
 
     def __init__(self) -> None:
+        self._adopt: list[Adopt] | None = None
         self._arrived = threading.Lock()
         self._arrived.acquire()
         self._outcome: tuple[Reply, Frame, Unpack] | None = None
@@ -70,12 +74,31 @@ class WaitingCaller:
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Hands the packed reply to the waiting thread."""
         self._outcome = (reply, frame, unpack)
+        if self._adopt is not None:
+            self._drop(self._adopt)
         self._arrived.release()
 
     def failed(self, error: Exception) -> None:
         """Hands the error to the waiting thread."""
         self._error = error
         self._arrived.release()
+
+    def abandon(self, adopt: Adopt) -> None:
+        """The thread does not wait any more; the references of a reply are let go of unread.
+
+        For a call that has ended: its reply is here, or is being handed over.
+        """
+        self._adopt = [adopt]
+        if self._outcome is not None:
+            self._drop(self._adopt)
+
+    def _drop(self, adopt: list[Adopt]) -> None:
+        """On whichever of the two threads comes last, or on the first if they meet."""
+        with suppress(IndexError):
+            take = adopt.pop()
+            outcome, self._outcome = self._outcome, None
+            if outcome is not None and outcome[0].references:
+                take(outcome[0].references)
 
     def result(self, wait: Waiter) -> Any:
         """Blocks; returns the reply's value or raises the call's error."""

@@ -16,6 +16,7 @@ import rpc
 from rpc import collecting, interrupts
 from rpc.agent import Agent
 from rpc.futures import Future
+from rpc.testing import local_group
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
@@ -185,6 +186,30 @@ def test_a_call_that_may_be_tried_again_is_not_after_it_was_interrupted(
     events[0].set()
     until(lambda: alice.caller.quiet() and bob.callee.quiet())
     assert started == [0]
+
+
+@rpc.functions.idempotent
+def make_value(event_number: int) -> rpc.RRef[list[int]]:
+    wait_for(event_number)
+    return rpc.RRef([1])
+
+
+@pytest.mark.parametrize("retry", [None, rpc.Retry()])
+def test_a_reference_that_comes_while_a_handler_ends_the_wait_is_let_go_of(
+    retry: rpc.Retry | None,
+) -> None:
+    def ring_late(*_: object) -> None:
+        events[0].set()
+        until(alice.caller.quiet)
+        raise Alarm
+
+    with local_group("alice", "bob") as (alice, bob):
+        events[0].clear()
+        signal.signal(ALARM, ring_late)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Alarm):
+            alice.rpc_sync("bob", make_value, (0,), retry=retry)
+        until(lambda: bob.references.counts().num_forks == 0)
 
 
 def test_a_handler_may_make_a_call_while_the_thread_waits_for_another(pair: list[Agent]) -> None:

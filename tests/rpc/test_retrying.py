@@ -346,6 +346,23 @@ def things() -> Iterator[list[weakref.ref[Thing]]]:
     Thing.made.clear()
 
 
+@rpc.functions.idempotent
+def refer_slowly() -> rpc.RRef[Thing]:
+    wait_for_the_gate()
+    return rpc.RRef(Thing(1))
+
+
+def test_a_reference_that_comes_when_the_call_was_over_is_let_go_of(pair: Pair) -> None:
+    future = rpc.rpc_async("bob", refer_slowly, retry=THREE)
+    pair.until(lambda: bool(held))
+    pair.alice.retries.close("it is enough")
+    with pytest.raises(rpc.RpcError, match="it is enough"):
+        future.wait()
+    open_the_gate()
+    pair.until(pair.alice.caller.quiet)
+    pair.until(lambda: pair.bob.references.counts().num_forks == 0)
+
+
 class TestCreations:
     def test_one_that_succeeds_is_asked_for_once(self, pair: Pair) -> None:
         rref = rpc.remote("bob", double, (4,), retry=THREE)

@@ -108,6 +108,18 @@ def test_a_waiting_caller_gets_the_error_of_a_call_without_reply():
     assert raised.value is error
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_reply_that_nobody_waits_for_has_its_references_taken_once(comes_first: bool):
+    caller, taken = WaitingCaller(), list[bytes]()
+    reply, unpack = Reply(Status.OK, references=b"table"), Unpack(7)
+    acts = [lambda: caller.replied(reply, FRAME, unpack), lambda: caller.abandon(taken.append)]
+    for act in acts if comes_first else reversed(acts):
+        assert taken == []
+        act()
+    assert taken == [b"table"]
+    assert unpack.decoders == []
+
+
 @pytest.mark.parametrize("value", [None, 0, ""])
 def test_a_false_value_is_a_value(value: object):
     caller = WaitingCaller()
