@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from rpc.clock import Alarm, Clock
 from rpc.threads import Thread
@@ -53,9 +54,12 @@ class Pulse:
         while not self._stopping:
             now = self._clock.now()
             try:
-                deadline = self._beat(now)
+                self._wait(self._beat(now))
             except Exception:
-                _logger.exception("the pulse of an agent failed; this is a bug in TensorWire")
-                deadline = now + _SECONDS_AFTER_FAILURE
-            if not self._stopping:
-                self._clock.wait(self._alarm, deadline)
+                with suppress(Exception):  # where the log goes may be broken, too
+                    _logger.exception("the pulse of an agent failed; this is a bug in TensorWire")
+                self._wait(now + _SECONDS_AFTER_FAILURE)
+
+    def _wait(self, deadline: float | None) -> None:
+        if not self._stopping:
+            self._clock.wait(self._alarm, deadline)

@@ -13,6 +13,7 @@ was let go, for requests may overtake each other, is recognised by its number.
 from __future__ import annotations
 
 import enum
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Retry:
 
     Raises:
         TypeError: an argument is no number, or ``attempts`` no whole one.
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or ``backoff`` or ``factor`` not finite.
 
     Example::
 
@@ -69,6 +70,8 @@ class Retry:
         _require_number("factor", self.factor, Real, "a number")
         if self.attempt_timeout is not None:
             _require_number("attempt_timeout", self.attempt_timeout, Real, "a number of seconds")
+        _require_finite("backoff", self.backoff)
+        _require_finite("factor", self.factor)
         if self.attempts < 1 or not self.backoff >= 0 or not self.factor >= 1:
             raise ValueError(f"{self}: attempts and factor must be 1 or more, backoff 0 or more")
         if self.attempt_timeout is not None and not self.attempt_timeout > 0:
@@ -78,6 +81,15 @@ class Retry:
 def _require_number(argument: str, value: object, kind: type[object], wanted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"Retry: {argument}={value!r} is a {type(value).__name__}, not {wanted}")
+
+
+def _require_finite(argument: str, value: float) -> None:
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number, or a fraction, that no float can be
+        finite = False
+    if not finite:
+        raise ValueError(f"Retry: {argument}={value!r} must be finite")
 
 
 class Attempts:
@@ -120,13 +132,14 @@ class Attempts:
     def next_after(self, now: float) -> float | None:
         """An attempt failed; returns when the next begins, None if there is none."""
         pause = max(self._pause, _ABSENT_SECONDS) if self._is_absent else self._pause
-        if self._made >= self._retry.attempts or (self._deadline and now + pause >= self._deadline):
+        begins = now + pause
+        if self._made >= self._retry.attempts or (self._deadline and not begins < self._deadline):
             return None
         if self._made == 0 and not self._deadline and self._pauses >= self._retry.attempts:
             return None
         self._pauses += 1
         self._pause *= self._retry.factor
-        return now + pause
+        return begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 
 import pytest
 
-from rpc.clock import VirtualClock
+from rpc.clock import MonotonicClock, VirtualClock
 from rpc.pulse import Pulse
 
 SECONDS = 10.0
@@ -93,6 +94,19 @@ def test_a_beat_that_fails_is_logged_and_tried_again_after_a_second(
         clock.advance(1.1)
         assert beats.next() == 1.1
         pulse.stop()
+    assert "the pulse of an agent failed" in caplog.text
+
+
+def test_a_time_that_cannot_be_waited_for_is_logged_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rpc.pulse._SECONDS_AFTER_FAILURE", 0.01)
+    beats = Beats(math.nan)
+    pulse = Pulse("test-pulse", MonotonicClock(), beats)
+    with caplog.at_level(logging.ERROR, logger="rpc"):
+        pulse.start()
+        assert beats.next() + 0.01 <= beats.next()
+    pulse.stop()
     assert "the pulse of an agent failed" in caplog.text
 
 

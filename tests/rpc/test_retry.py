@@ -17,6 +17,12 @@ from rpc.retry import Attempts, OnceTable, RequestId, Retry, Verdict
 
 
 class TestRetry:
+    @pytest.mark.parametrize("argument", ["backoff", "factor"])
+    @pytest.mark.parametrize("value", [math.inf, 10**400], ids=["inf", "huge"])
+    def test_pauses_are_finite(self, argument: str, value: float) -> None:
+        with pytest.raises(ValueError, match=f"Retry: {argument}={value} must be finite"):
+            Retry(**{argument: value})
+
     @pytest.mark.parametrize(
         "wrong",
         [
