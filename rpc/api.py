@@ -399,11 +399,15 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Changes the default timeout of calls made from now on; seconds, 0 for none."""
+    """Changes the default timeout of calls made from now on.
+
+    Args:
+        seconds: 0 for none; so does a billion or more.
+    """
     seconds = deadlines.seconds_of(seconds, "rpc_timeout")
     if not seconds >= 0:
         raise ValueError(f"rpc_timeout must be >= 0 seconds, but got {seconds}")
-    current_agent().rpc_timeout = seconds
+    current_agent().rpc_timeout = deadlines.limit_of(seconds)
 
 
 @contextmanager

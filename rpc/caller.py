@@ -238,6 +238,7 @@ class Caller:
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._agent.rpc_timeout
+        timeout = deadlines.limit_of(timeout)
         before = shut_out()
         try:
             if traced() is None or extension == tracing.Tracing.name:

@@ -30,7 +30,8 @@ class Scope(Protocol):
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("rpc_scope", default=None)
 
 _MIN_TIMEOUT = 1e-6
-_FOREVER = 1e9
+FOREVER = 1e9
+"""Seconds that mean no limit, as do more."""
 
 
 enter = _scope.set
@@ -93,6 +94,11 @@ def seconds_of(value: object, argument: str) -> float:
     raise TypeError(f"{argument} must be a number of seconds, but got {value!r}")
 
 
+def limit_of(seconds: float) -> float:
+    """A limit in seconds as it is sent: 0 if there is none, or a billion or more."""
+    return 0.0 if seconds >= FOREVER else seconds
+
+
 def effective_timeout(timeout: float, default: float, now: float) -> float:
     """What is left to a call: its own timeout, or its caller's if that ends earlier.
 
@@ -115,7 +121,7 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
             f"RPC ran for more than set timeout ({timeout * 1000:g} ms): "
             "timeout must be >= 0 seconds, or -1 for the default"
         )
-    if timeout >= _FOREVER:
+    if timeout >= FOREVER:
         timeout = 0.0
     scope = _scope.get()
     if scope is None or not scope.deadline:

@@ -117,6 +117,12 @@ def test_a_default_timeout_must_be_a_time(worker: Agent, seconds: float) -> None
     assert rpc.rpc_sync("there", abs, (-1,)) == 1
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e9, 1e300])
+def test_a_default_timeout_of_ages_is_none(worker: Agent, seconds: float) -> None:
+    api._set_rpc_timeout(seconds)
+    assert rpc.get_rpc_timeout() == 0.0
+
+
 def test_a_default_timeout_is_a_number_of_any_type(worker: Agent) -> None:
     api._set_rpc_timeout(Decimal(20))  # type: ignore[arg-type]
     assert rpc.get_rpc_timeout() == 20.0

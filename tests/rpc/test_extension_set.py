@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import TracebackType
@@ -136,6 +137,12 @@ def test_an_answer_to_a_message_is_bytes(
     monkeypatch.setitem(Answering.wrong, "on_message", "text")
     with pytest.raises(TypeError, match=r"on_message of the extension .* must return bytes"):
         pair[0].send_extension_message(1, __name__, b"").wait()
+
+
+@pytest.mark.parametrize(("default", "timeout"), [(math.inf, -1.0), (1e300, -1.0), (60.0, 1e300)])
+def test_a_message_may_have_ages(pair: list[Agent], default: float, timeout: float) -> None:
+    pair[0].rpc_timeout = default
+    assert pair[0].send_extension_message(1, __name__, b"", timeout).wait() == b"a"
 
 
 @pytest.mark.parametrize("timeout", [5.0, 0.0], ids=["times out", "is cancelled"])
