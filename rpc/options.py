@@ -22,6 +22,7 @@ from rpc.constants import (
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHARED_MEMORY_BYTES,
 )
+from rpc.deadlines import FOREVER
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
 from rpc.errors import RpcError
 from rpc.transports.flow import WhenFull
@@ -93,7 +94,7 @@ class RpcBackendOptions:
 
     @property
     def bring_up_timeout(self) -> float:
-        """Seconds to wait for the other workers in ``init_rpc``."""
+        """Seconds to wait for the other workers in ``init_rpc``, a billion at most."""
         return self._bring_up_timeout
 
     @bring_up_timeout.setter
@@ -101,6 +102,8 @@ class RpcBackendOptions:
         value = _seconds("bring_up_timeout", seconds)
         if value == 0:
             raise ValueError("bring_up_timeout=0 leaves no time to meet; give seconds above 0")
+        if value > FOREVER:  # what stores and threads can wait is not much more
+            raise ValueError(f"bring_up_timeout={seconds!r} must be at most {FOREVER:g} seconds")
         self._bring_up_timeout = value
 
     @property

@@ -79,6 +79,11 @@ class TestValues:
         with pytest.raises(ValueError, match="bring_up_timeout=0"):
             RpcBackendOptions(bring_up_timeout=0)
 
+    def test_a_group_meets_within_a_billion_seconds(self) -> None:
+        assert RpcBackendOptions(bring_up_timeout=10**9).bring_up_timeout == 1e9
+        with pytest.raises(ValueError, match=r"bring_up_timeout=2e\+20 must be at most 1e\+09 sec"):
+            RpcBackendOptions(bring_up_timeout=2e20)
+
     @pytest.mark.parametrize(("value", "error"), [(3, TypeError), ("localhost:1", ValueError)])
     def test_an_init_method_is_a_url(self, value: object, error: type[Exception]) -> None:
         with pytest.raises(error, match="init_method="):
