@@ -16,13 +16,23 @@ def repr_of(value: object) -> str:
 
 
 def class_name(kind: type) -> str:
-    """A class's name with its module, unless it is Python's own."""
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return prefix + kind.__qualname__
+    """A class's name with its module, unless it is Python's own. Never raises."""
+    module, name = _told_by(kind, "__module__"), _told_by(kind, "__qualname__")
+    return name if module in ("builtins", "") else f"{module}.{name}"
+
+
+def _told_by(kind: type, attribute: str) -> str:
+    """Past the class of the class, which may answer as it likes, or raise; nothing for no text."""
+    try:
+        text = type.__getattribute__(kind, attribute)
+    except Exception:  # what a class's module is, its body may set
+        return ""
+    return text if type(text) is str else ""
 
 
 def _attempt(render: Callable[[object], str], value: object) -> str:
     try:
         return str(render(value))
     except BaseException as failure:
-        return f"<{class_name(type(value))} whose text raises {type(failure).__name__}>"
+        raised = _told_by(type(failure), "__name__")
+        return f"<{class_name(type(value))} whose text raises {raised}>"

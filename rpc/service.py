@@ -27,6 +27,7 @@ from rpc.control import PASSED_BYTES
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
+    RemoteError,
     RpcError,
     RpcTimeoutError,
     UnknownWorkerError,
@@ -42,6 +43,7 @@ from rpc.raising import keep
 from rpc.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.retry import RequestId
 from rpc.rref import call_method
+from rpc.safe_text import repr_of
 from rpc.simple_values import encode_constant
 from rpc.slot import Slot
 from rpc.tensor_table import pack_tensors, pack_tied_tensors
@@ -194,10 +196,22 @@ class Service:
             if scopes:
                 leave(scopes, None)
         except BaseException as error:
-            if operation is Operation.EXTENSION:
-                self._reply_error(error)
+            self._report(
+                self._reply_error if operation is Operation.EXTENSION else self._fail, error
+            )
+
+    def _report(self, tell: Callable[[BaseException], None], error: BaseException) -> None:
+        """Whatever becomes of telling an error, the caller gets a reply and this ends."""
+        try:
+            tell(error)
+        except BaseException:
+            with suppress(BaseException):  # where the log goes may be broken, too
+                _logger.exception("%s failed, and so did telling why", text_of(self.name))
+            told = RemoteError(f"the call failed on {self._agent.info}, and so did telling why")
+            if self.number:
+                self._callee.ended_once(self, Outcome(self.method, None, told))
             else:
-                self._fail(error)
+                self._reply_error(told)
 
     def _serve_in(self, scopes: Scopes | None, adopted: Adopted) -> None:
         operation = self.request.operation
@@ -502,7 +516,18 @@ class Service:
         """Sends what must not fail again; a caller that is gone needs no reply."""
         try:
             self._send(reply, payload)
-        except RuntimeError as error:
+        except _NOBODY_THERE as error:
+            self._drop_reply(error)
+        except BaseException as error:
+            self._send_in_short(error)
+
+    def _send_in_short(self, failure: BaseException) -> None:
+        """Tells a caller that waits at least why its reply cannot be sent, such as for its size."""
+        info = self._agent.info
+        told = RemoteError(f"the reply of {info} cannot be sent: {repr_of(failure)}")
+        try:
+            self._send(Reply(Status.ERROR, plain=False), encode_error(told, info))
+        except BaseException as error:
             self._drop_reply(error)
 
     def _drop_reply(self, error: BaseException) -> None:

@@ -301,6 +301,23 @@ def test_an_exception_whose_text_cannot_be_had_still_comes_back() -> None:
     assert "whose text raises ZeroDivisionError" in str(arrived)
 
 
+class Silent(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__module__":
+            raise RuntimeError(f"{name} is secret")
+        return super().__getattribute__(name)
+
+
+class SecretError(Exception, metaclass=Silent):
+    """Its class does not tell from where it is."""
+
+
+def test_an_exception_whose_class_does_not_tell_its_name_still_comes_back() -> None:
+    arrived = travel(SecretError("x"))
+    assert isinstance(arrived, RemoteError)
+    assert "SecretError('x')" in str(arrived)
+
+
 class Exits:
     """As a value, it ends whoever packs it; as an error's text, whoever prints it."""
 

@@ -8,17 +8,21 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import pytest
 import torch
 
+import rpc
 from rpc import deadlines, functions, service, streams
 from rpc.agent import Agent
 from rpc.current import current_agent
-from rpc.errors import RpcTimeoutError, RRefCreationError, WorkerLostError
+from rpc.errors import RemoteError, RpcTimeoutError, RRefCreationError, WorkerLostError
+from rpc.functions import idempotent
 from rpc.testing import MemoryHub, local_group
 from rpc.transports.base import Frame
+from rpc.transports.tensorwire.settings import Settings
+from rpc.transports.tensorwire.transport import TensorWireTransport
 from tests import waiting
 from tests.rpc.gates import Gate, gates, pass_gate
 
@@ -65,6 +69,7 @@ def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
         assert heard.bytes == 400_000
 
 
+@idempotent
 def refuse() -> None:
     raise ValueError("naïve")
 
@@ -94,6 +99,42 @@ def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
             here.rpc_sync("there", refuse, timeout=10)
         until(there.callee.quiet)
         assert "sys.stderr does not take this traceback" in caplog.text
+
+
+def fail_at_length() -> None:
+    raise ValueError("x" * 100_000)
+
+
+def test_an_error_that_is_too_long_to_be_sent_is_told_in_short() -> None:
+    settings = Settings(max_message_bytes=8192)
+    with local_group("here", "there", transport=lambda: TensorWireTransport(settings)) as agents:
+        with pytest.raises(RemoteError, match=r"cannot be sent: EncodeError\(.* the limit is 8192"):
+            agents[0].rpc_sync("there", fail_at_length, timeout=10)
+        until(agents[1].callee.quiet)
+
+
+def raise_memory_error(*_: object) -> NoReturn:
+    raise MemoryError
+
+
+def test_a_request_whose_reply_cannot_be_sent_at_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_group("here", "there") as (here, there):
+        monkeypatch.setattr(there.transport, "send", raise_memory_error)
+        future = here.rpc_async("there", refuse, timeout=0)
+        until(lambda: there.callee.handled() > 0 and there.callee.quiet())
+        assert future.cancel()
+
+
+@pytest.mark.parametrize("retry", [None, rpc.Retry()])
+def test_a_caller_gets_a_reply_although_telling_the_error_failed(
+    retry: rpc.Retry | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.Service, "_fail", raise_memory_error)
+    with local_group("here", "there") as (here, there):
+        with pytest.raises(RemoteError, match="and so did telling why"):
+            here.rpc_sync("there", refuse, timeout=10, retry=retry)
+        until(there.callee.quiet)
+    assert "refuse failed, and so did telling why" in caplog.text
 
 
 def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
