@@ -27,6 +27,11 @@ _PLAIN_SIZE = Exception.__basicsize__
 _traceback_of = vars(BaseException)["__traceback__"].__get__
 _cause_of = vars(BaseException)["__cause__"].__get__
 _context_of = vars(BaseException)["__context__"].__get__
+_set_args = vars(BaseException)["args"].__set__
+# Whether the context is suppressed comes last, as a cause that is set says so, too.
+_PAST = tuple(
+    vars(BaseException)[f"__{name}__"] for name in ("cause", "context", "suppress_context")
+)
 
 
 def again(error: BaseException) -> BaseException:
@@ -35,19 +40,19 @@ def again(error: BaseException) -> BaseException:
         twin = _twin(error)
     except Exception:
         return error
-    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-    twin.__suppress_context__ = error.__suppress_context__
-    return twin.with_traceback(error.__traceback__)
+    for part in _PAST:
+        part.__set__(twin, part.__get__(error))
+    return BaseException.with_traceback(twin, _traceback_of(error))
 
 
 def _twin(error: BaseException) -> BaseException:
     if _builtin_of(type(error)).__basicsize__ > _PLAIN_SIZE:  # more than arguments and attributes
         twin = copy.copy(error)
-        twin.args = error.args
+        _set_args(twin, error.args)
         return twin
     twin = bare_copy(error)
     for name, value in slots_of(error):
-        setattr(twin, name, value)
+        BaseException.__setattr__(twin, name, value)
     return twin
 
 
@@ -64,7 +69,7 @@ def bare_copy(error: BaseException) -> BaseException:
     """An error with the same arguments and attributes; its constructor does not run."""
     kind = type(error)
     twin = _blank(kind, error.args)
-    twin.args = error.args
+    _set_args(twin, error.args)
     twin.__dict__.update(error.__dict__)
     return twin
 

@@ -90,6 +90,34 @@ def test_what_cannot_be_copied_is_raised_itself() -> None:
     assert again(error) is error
 
 
+class Guarded(ValueError):
+    """Its class lets nobody set anything, and tells nothing of its past."""
+
+    __slots__ = ("place",)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError(name)
+
+    @property
+    def __cause__(self) -> BaseException | None:  # type: ignore[override]
+        raise AssertionError("__cause__")
+
+    def with_traceback(self, traceback: object) -> Guarded:
+        raise AssertionError("__traceback__")
+
+
+def test_a_copy_asks_the_class_for_nothing() -> None:
+    error, cause = Guarded("x"), KeyError("why")
+    BaseException.__setattr__(error, "place", 5)
+    vars(BaseException)["__cause__"].__set__(error, cause)
+    twin = again(error)
+    assert twin is not error
+    assert isinstance(twin, Guarded)
+    assert (twin.args, twin.place) == (("x",), 5)
+    assert vars(BaseException)["__cause__"].__get__(twin) is cause
+    assert BaseException.__getattribute__(twin, "__suppress_context__")
+
+
 def test_a_kept_error_does_not_remember_where_it_was_raised_again() -> None:
     error = ValueError("x")
 
