@@ -101,7 +101,10 @@ class WaitingCaller:
                 take(outcome[0].references)
 
     def result(self, wait: Waiter) -> Any:
-        """Blocks; returns the reply's value or raises the call's error."""
+        """Blocks; returns the reply's value or raises the call's error.
+
+        What is no ``Exception`` and raised by unpacking the reply becomes a ``DecodeError``.
+        """
         if torch_modes.are_changed():
             with torch_modes.usual():
                 return self.result(wait)
@@ -116,7 +119,12 @@ class WaitingCaller:
             raise self._error
         reply, frame, unpack = self._outcome
         self._outcome = None  # it refers to the call, which refers to this
-        return unpack(reply, frame, decode)
+        try:
+            return unpack(reply, frame, decode)
+        except Exception:
+            raise
+        except BaseException as error:  # of the value's, as signal handlers are shut out here
+            raise harmless(error) from error
 
     def _done(self) -> bool:
         return self._outcome is not None or self._error is not None

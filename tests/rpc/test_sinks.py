@@ -98,6 +98,19 @@ def test_a_waiting_caller_gets_the_error_of_the_reply():
     assert raised.value is error
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_would_end_a_thread_as_a_reply_is_unpacked_does_not_end_the_waiting_caller(
+    kind: type[BaseException],
+):
+    caller, error = WaitingCaller(), kind("stop")
+    caller.replied(PLAIN, FRAME, Unpack(error))
+    with pytest.raises(
+        DecodeError, match=f"unpacking what arrived raised {kind.__name__}"
+    ) as raised:
+        caller.result(sleep)
+    assert raised.value.__cause__ is error
+
+
 def test_a_waiting_caller_gets_the_error_of_a_call_without_reply():
     caller, error = WaitingCaller(), ValueError("lost")
     deliverer = threading.Thread(target=caller.failed, args=(error,))
