@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -93,14 +93,28 @@ class Gatherings:
             self._numbers[members] += 1
             return which, self._open[which]
 
-    def bring(self, which: GatheringId, name: str, obj: Any) -> None:
+    def oldest(self, which: GatheringId) -> int:
+        """The number of the first gathering of the same that this worker still takes part in."""
+        with self._lock:
+            open_ = [each.number for each in self._open if each.members == which.members]
+            return min(open_, default=which.number)
+
+    def bring(self, which: GatheringId, name: str, obj: Any, oldest: int = 0) -> None:
         """At the leader: ``name`` has given its object.
+
+        Args:
+            which: to which gathering.
+            name: of the worker.
+            obj: the object.
+            oldest: it has given up those before, to which the leader may never come.
 
         Raises:
             RpcError: the gathering failed before that; the error says why.
         """
+        let_go: list[Any] = []  # until the lock is free, as their end may run code
         with self._lock:
             self._require_open(which)
+            let_go += self._given_up(which.members, name, oldest)
             gathering = self._open[which]
             gathering.gathered_objects[name] = obj
             if len(gathering.gathered_objects) == len(which.members):
@@ -206,6 +220,18 @@ class Gatherings:
             with suppress(RpcError):  # of who is gone, or as this worker is closing
                 self._agent.rpc_async(name, take_failure, (which, error))
 
+    def _given_up(self, members: Members, name: str, oldest: int) -> Iterator[Any]:
+        """Takes back what a worker gave to gatherings that it has left and that have not begun.
+
+        Needs the lock.
+        """
+        begun = self._numbers.get(members, 0)
+        for which in [w for w in self._open if begun <= w.number < oldest and w.members == members]:
+            objects = self._open[which].gathered_objects
+            yield objects.pop(name, None)
+            if not objects:
+                del self._open[which]
+
     def _require_open(self, which: GatheringId) -> None:
         """Needs the lock."""
         if self._closed is not None:
@@ -269,7 +295,8 @@ def all_gather(
         if me == which.leader:
             gatherings.bring(which, me, obj)
         else:
-            agent.rpc_sync(which.leader, take_object, (which, me, obj), None, limit)
+            brought = (which, me, obj, gatherings.oldest(which))
+            agent.rpc_sync(which.leader, take_object, brought, None, limit)
         objects = gatherings.wait(which, gathering, patience)
         if me == which.leader:
             _distribute(agent, which, objects, limit)
@@ -323,9 +350,9 @@ def _followers_timed_out(names: list[str], timeout: float, reason: str) -> RpcTi
     )
 
 
-def take_object(which: GatheringId, name: str, obj: Any) -> None:
+def take_object(which: GatheringId, name: str, obj: Any, oldest: int) -> None:
     """At the leader: takes another worker's object."""
-    current_agent().gatherings.bring(which, name, obj)
+    current_agent().gatherings.bring(which, name, obj, oldest)
 
 
 def take_objects(which: GatheringId, objects: dict[str, Any]) -> None:

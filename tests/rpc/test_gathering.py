@@ -72,6 +72,35 @@ def test_those_that_do_not_come_are_named():
         all_gather(1, timeout=0.05)
 
 
+def test_a_leader_that_does_not_come_keeps_only_what_is_still_waited_for() -> None:
+    with local_group("alice", "bob", "carol") as (alice, bob, carol):
+        for agent in (bob, carol, bob, bob):
+            with as_worker(agent), pytest.raises(RpcTimeoutError):
+                all_gather(agent.info.id, timeout=0.3)
+        kept = {
+            which.number: gathering.gathered_objects
+            for which, gathering in alice.gatherings._open.items()
+        }
+        assert kept == {0: {"carol": 2}, 2: {"bob": 1}}
+
+
+def test_two_threads_may_take_part_in_gatherings_of_the_same_workers() -> None:
+    with local_group("alice", "bob") as (alice, bob), ThreadPoolExecutor(2) as pool:
+
+        def pass_barrier(agent: Agent) -> None:
+            with as_worker(agent):
+                barrier(["alice", "bob"])
+
+        passed = []
+        for number in range(2):
+            passed.append(pool.submit(pass_barrier, bob))
+            until(lambda: len(alice.gatherings._open) == number + 1)  # noqa: B023
+        for _ in range(2):
+            pass_barrier(alice)
+        for future in passed:
+            future.result(SECONDS)
+
+
 class _SlowToUnpack:
     def __reduce__(self) -> tuple[Any, ...]:
         return wait_at_the_gate, ()
