@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -399,7 +400,8 @@ class Executor:
         try:
             self._context.copy().run(task)
         except BaseException:
-            _logger.exception("a task on %s raised an error that nobody handles", self._name)
+            with suppress(BaseException):  # where the log goes may be broken, too
+                _logger.exception("a task on %s raised an error that nobody handles", self._name)
 
     def _watch(self) -> None:
         """Adds a thread whenever the queue stands still; ends after a quiet second."""

@@ -446,6 +446,30 @@ def test_an_error_that_leaves_a_task_is_logged_and_the_thread_goes_on(
     assert "test" in ours[0].getMessage()
 
 
+class BrokenLog(logging.Handler):
+    """Raises whatever it is given, as one does whose disk is full."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_log_that_takes_nothing_ends_no_thread():
+    def fail() -> None:
+        raise ValueError("no")
+
+    log, ran = BrokenLog(), threading.Event()
+    logging.getLogger("rpc").addHandler(log)
+    try:
+        with running(limit=1) as executor:
+            executor.submit(fail)
+            executor.submit(ran.set)
+            assert ran.wait(SECONDS)
+            assert eventually(lambda: executor.busy() == 0)
+    finally:
+        logging.getLogger("rpc").removeHandler(log)
+
+
 @pytest.mark.usefixtures("patient")
 def test_a_thread_that_cannot_be_started_costs_nothing_but_the_delay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
