@@ -119,5 +119,8 @@ class Losses:
         agent.references.worker_lost(life, error.reason)
         agent.gatherings.worker_lost(life, error)
         for extension in agent.extensions.all():
-            extension.on_worker_lost(life.worker, error.reason)
+            try:
+                extension.on_worker_lost(life.worker, error.reason)
+            except Exception:  # the others, and a shutdown, have to hear of it all the same
+                _logger.exception("the extension %r could not be told of a loss", extension.name)
         agent.departure.worker_lost(life.worker)

@@ -84,7 +84,10 @@ class Answering:
     def on_message(self, sender: int, body: bytes, tensors: object) -> Any:
         return self.wrong.get("on_message", b"a")
 
-    def on_worker_lost(self, worker_id: int, reason: str) -> None: ...
+    def on_worker_lost(self, worker_id: int, reason: str) -> None:
+        error = self.wrong.get("on_worker_lost")
+        if error is not None:
+            raise error
 
     def debug_info(self) -> Any:
         answer = self.wrong.get("debug_info", {"answered": 1})
@@ -137,6 +140,16 @@ def test_an_answer_to_a_message_is_bytes(
     monkeypatch.setitem(Answering.wrong, "on_message", "text")
     with pytest.raises(TypeError, match=r"on_message of the extension .* must return bytes"):
         pair[0].send_extension_message(1, __name__, b"").wait()
+
+
+def test_one_that_cannot_be_told_of_a_loss_keeps_nobody_waiting_for_the_lost(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice, bob = pair
+    monkeypatch.setitem(Answering.wrong, "on_worker_lost", ValueError("no"))
+    assert alice.losses.lost(bob.life, "it was cut off")
+    alice.shutdown(timeout=20.0)
+    assert f"the extension {__name__!r} could not be told of a loss" in caplog.text
 
 
 @pytest.mark.parametrize(("default", "timeout"), [(math.inf, -1.0), (1e300, -1.0), (60.0, 1e300)])
