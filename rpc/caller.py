@@ -49,9 +49,9 @@ from rpc.observation import (
 )
 from rpc.remote_errors import decode_error
 from rpc.rref import RRef, call_method
-from rpc.sinks import Decode, Sink, WaitingCaller
-from rpc.tensor_table import pack_tensors
+from rpc.sinks import CallFuture, Decode, FutureSink, Sink, WaitingCaller
 from rpc.stack_room import require as require_room
+from rpc.tensor_table import pack_tensors
 from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.worker_info import WorkerInfo
 
@@ -277,12 +277,14 @@ class Caller:
 
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""
-        return Future(
+        future: CallFuture[Any] = CallFuture(
             description=description,
             waiter=self._waiter,
             waker=self._waker,
             canceller=self._canceller,
         )
+        future.number = 0
+        return future
 
     def _wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         require_room()  # what arrives meanwhile must not be taken in by half
@@ -299,17 +301,24 @@ class Caller:
         if finalizers.running():
             self._agent.references.do_later(partial(self.cancel, future))
             return True
+        number = future.number if type(future) is CallFuture else 0
         before = shut_out()
         try:
-            return self.cancel_where(lambda sink: feeds(sink, future))
+            return self._cancel(number, lambda sink: feeds(sink, future))
         finally:
             restore(before)
 
     def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
         """Gives up the call whose sink is wanted; False if there is none."""
+        return self._cancel(0, wanted)
+
+    def _cancel(self, number: int, wanted: Callable[[Sink], bool]) -> bool:
+        """The same, with the number that the call likely has, so as not to look at all."""
         with self._lock:
-            rows = self._table.outstanding()
-            found = next((row.call_id for row in rows if wanted(row.call.sink)), None)
+            likely = self._table.find(number)
+            found: int | None = number
+            if likely is None or not wanted(likely.sink):
+                found = self._table.find_first(lambda call: wanted(call.sink))
             ended = None if found is None else self._table.cancel(found)
             if ended is not None:
                 _count_failures((ended.call,), self._agent.clock.now(), ErrorKind.OTHER)
@@ -503,6 +512,9 @@ class Caller:
             raise
         if rearm:
             agent.pulse.wake()
+        sink = call.sink
+        if type(sink) is FutureSink and type(sink.future) is CallFuture:
+            sink.future.number = call_id
         try:
             frame = new_tuple(Frame, (FrameKind.REQUEST, call_id, header, payload, slots))
             agent.transport.send(to.id, frame)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -107,6 +107,10 @@ class CallTable(Generic[T]):
         """A call that is open; None if it ended."""
         entry = self._open.get(call_id)
         return None if entry is None else entry.call
+
+    def find_first(self, wanted: Callable[[T], bool]) -> int | None:
+        """The oldest open call that is wanted, by its id; None if there is none."""
+        return next((i for i, entry in self._open.items() if wanted(entry.call)), None)
 
     def withdraw(self, call_id: int) -> bool:
         """The request could not be sent: forget the call. False if it ended meanwhile."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rpc import torch_modes
 from rpc.codec import ImportNeeded, decode, decode_loaded
@@ -23,6 +23,8 @@ from rpc.futures import Future, Waiter
 from rpc.interrupts import let_in, restore
 from rpc.messages import Reply
 from rpc.transports.base import Frame
+
+T = TypeVar("T")
 
 
 class Completions(Protocol):
@@ -135,6 +137,18 @@ class WaitingCaller:
             self._arrived.acquire()
         finally:
             restore(before)
+
+
+class CallFuture(Future[T]):
+    """The future of a call, which can be found by it among thousands.
+
+    Attributes:
+        number: what the call table calls the request whose outcome comes here; 0 for none yet.
+    """
+
+    __slots__ = ("number",)
+
+    number: int
 
 
 class FutureSink:

@@ -112,6 +112,12 @@ def test_a_call_that_was_not_sent_is_forgotten():
     assert calls.expire(1e9) == []
 
 
+def test_the_first_that_is_wanted_is_found() -> None:
+    calls, (_, b, _) = table(("a", 1, 0), ("b", 1, 0), ("bb", 1, 0))
+    assert calls.find_first(lambda call: call.startswith("b")) == b
+    assert calls.find_first(lambda call: call == "c") is None
+
+
 def test_a_call_whose_withdrawal_was_cut_short_still_expires(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

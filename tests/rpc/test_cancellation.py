@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 import rpc
-from rpc import CallCancelledError, RpcTimeoutError
+from rpc import CallCancelledError, RpcTimeoutError, observation
 from rpc.agent import Agent, AgentOptions
 from rpc.cancellation import EarlyCancellations
+from rpc.sinks import Sink
 from rpc.testing import MemoryHub, VirtualClock, as_worker, connect, local_group
 from tests.waiting import until
 
@@ -149,6 +151,20 @@ class TestCancel:
         with pytest.raises(CallCancelledError):
             futures[0].wait()
         assert all(future.cancel() for future in futures[1:])
+
+    def test_none_of_many_is_looked_for_among_the_rest(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        futures = [rpc.rpc_async("bob", hold, args=("",)) for _ in range(5)]
+        looked: list[object] = []
+
+        def feeds(sink: Sink, future: rpc.Future[Any]) -> bool:
+            looked.append(sink)
+            return observation.feeds(sink, future)
+
+        monkeypatch.setattr("rpc.caller.feeds", feeds)
+        assert all(future.cancel() for future in reversed(futures))
+        assert len(looked) == 5
 
     def test_what_is_over_cannot_be_cancelled(self, pair: Pair) -> None:
         future = rpc.rpc_async("bob", abs, (-3,))
