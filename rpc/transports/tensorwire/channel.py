@@ -69,6 +69,7 @@ class Unsent:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiters = 0
+        self._moves = 0
         self.count = 0
 
     def add(self, count: int) -> None:
@@ -76,6 +77,7 @@ class Unsent:
         with self._lock:
             self.count += count
             if self._waiters and count < 0:
+                self._moves += 1
                 self._changed.notify_all()
 
     def wait(self, at_most: int, timeout: float | None) -> bool:
@@ -86,6 +88,19 @@ class Unsent:
                 return self._changed.wait_for(lambda: self.count <= at_most, timeout)
             finally:
                 self._waiters -= 1
+
+    def wait_while_moving(self, at_most: int, patience: float) -> bool:
+        """The same, as long as some leave; False if none have for ``patience`` seconds."""
+        with self._changed:
+            self._waiters += 1
+            try:
+                while self.count > at_most:
+                    seen = self._moves
+                    if not self._changed.wait_for(lambda seen=seen: self._moves != seen, patience):
+                        return False
+            finally:
+                self._waiters -= 1
+        return True
 
 
 class Sender:

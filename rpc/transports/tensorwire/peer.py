@@ -19,6 +19,7 @@ import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
+from rpc.executor import is_shared_thread
 from rpc.messages import Reply, Status
 from rpc.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
@@ -43,6 +44,9 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 _MAX_FRAME_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
+_STUCK_SECONDS = 1.0
+"""A reply to a worker that has taken nothing for so long holds up its thread no more."""
+_MAIN_THREAD = threading.main_thread().ident
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
 _FAILED = Reply(Status.ERROR).encode()
@@ -109,11 +113,10 @@ class RemotePeer:
         looks = self._look_at(frame.tensors, self._devices) if frame.tensors else ()
         size = self._check(frame, looks)
         link = self._outgoing
-        if frame.kind is FrameKind.REQUEST:
-            if not self._window.try_charge(frame.correlation, size):
-                self._await_window(frame.correlation, size)
-        elif link is not None and link.unsent.count > self._machinery.max_bytes_in_flight:
-            self._await_sockets(link)
+        # A notice is small, and never waits: threads that others depend on send them.
+        is_request = frame.kind is FrameKind.REQUEST
+        if is_request and not self._window.try_charge(frame.correlation, size):
+            self._await_window(frame.correlation, size)
         try:
             if link is None:
                 self._send_early(frame, looks)
@@ -122,7 +125,7 @@ class RemotePeer:
             else:
                 link.send(frame, looks)
         except BaseException:  # a tensor without memory, for instance
-            if frame.kind is FrameKind.REQUEST:
+            if is_request:
                 self._window.release(frame.correlation)
             raise
 
@@ -187,9 +190,15 @@ class RemotePeer:
         self._window.look_again()
 
     def _await_sockets(self, link: Link) -> None:
-        """Waits until most of what was accepted has left; what is not a call is never refused."""
+        """Waits until most of what was accepted has left, or nothing leaves any more.
+
+        On the main thread a signal handler would have to wait, too, and on a shared one
+        other handlers would.
+        """
+        if threading.get_ident() == _MAIN_THREAD or is_shared_thread():
+            return
         if self._machinery.may_wait():
-            link.unsent.wait(self._machinery.max_bytes_in_flight // 2, None)
+            link.unsent.wait_while_moving(self._machinery.max_bytes_in_flight // 2, _STUCK_SECONDS)
 
     def _lost_error(self) -> WorkerLostError:
         reason = self._reason or "there is no connection to reply on"

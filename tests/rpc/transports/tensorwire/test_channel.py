@@ -18,6 +18,8 @@ from rpc.transports.tensorwire.framing import FrameDecoder
 from tests.rpc.transports.tensorwire.descriptors import to_be_closed
 from tests.waiting import until
 
+SECONDS = 20.0
+
 
 class Wire:
     """A sender, and the other end of its socket."""
@@ -200,6 +202,21 @@ def test_waiting_for_the_socket_ends_when_the_bytes_have_left(wire: Wire) -> Non
     wire.sender.writable()
     waiter.join(10)
     assert done.is_set()
+
+
+def test_waiting_while_bytes_leave_ends_when_few_are_left_or_none_leave() -> None:
+    unsent = Unsent()
+    unsent.add(10)
+    assert unsent.wait_while_moving(10, 0.0)
+    assert not unsent.wait_while_moving(5, 0.01)
+    found: list[bool] = []
+    waiter = threading.Thread(target=lambda: found.append(unsent.wait_while_moving(5, SECONDS)))
+    waiter.start()
+    until(lambda: unsent._waiters > 0)
+    for count in (-1, 3, -4, -3):
+        unsent.add(count)
+    waiter.join(SECONDS)
+    assert found == [True]
 
 
 class Refusing:

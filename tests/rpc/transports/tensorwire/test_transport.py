@@ -32,6 +32,7 @@ from rpc.transports.frame_table import Look
 from rpc.transports.shared_memory import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.channel import Unsent
 from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
@@ -682,21 +683,68 @@ def test_at_the_bound_a_request_is_refused_if_asked_for(make: Maker) -> None:
     b.until(lambda: len(b.received) == 16)
 
 
-def test_a_notice_is_not_refused_when_calls_are(make: Maker) -> None:
+def in_time(work: Callable[[], object], seconds: float = SECONDS) -> bool:
+    """Whether something ends in so many seconds; one that does not is left behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def test_a_notice_is_neither_refused_nor_waits_when_calls_are(make: Maker) -> None:
     settings = Settings(max_bytes_in_flight=64 << 10, when_full=WhenFull.RAISE)
     a, b = make(settings, settings)
     a.call(b, b"h")
-    assert isinstance(a.transport, TensorWireTransport)
-    peer = a.transport._peers[1]
-    until(lambda: peer._outgoing is not None)  # the reply may come first
-    link = peer._outgoing
-    assert link is not None
-    link.unsent.add(1 << 20)  # as if the sockets were full
-    telling = threading.Thread(target=a.notify, args=(b, b"a reference is free"))
-    telling.start()
-    link.unsent.add(-(1 << 20))
-    telling.join(SECONDS)
+    until(lambda: link_of(a) is not None)  # the reply may come first
+    half_of(a, 1, "_outgoing").unsent.add(1 << 20)  # as if the sockets were full
+    assert in_time(lambda: a.notify(b, b"a reference is free"))
     b.until(lambda: b"a reference is free" in [frame.header for _, frame in b.received])
+    half_of(a, 1, "_outgoing").unsent.add(-(1 << 20))
+
+
+def replying_to_one_that_is_stuck(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> tuple[Callable[[], object], Unsent]:
+    """What sends a reply to a worker that takes none, and where what it has not taken counts."""
+    monkeypatch.setattr("rpc.transports.tensorwire.peer._STUCK_SECONDS", patience)
+    a, b = make(Settings(), Settings(max_bytes_in_flight=64 << 10))
+    b.answer = lambda *_: None
+    asked = a.ask(b, b"h")
+    b.until(lambda: len(b.received) == 1)
+    unsent = half_of(b, 0, "_incoming").unsent
+    unsent.add(1 << 20)
+    frame = Frame(FrameKind.REPLY, asked, b"reply")
+    return lambda: b.transport.send(0, frame), unsent
+
+
+def test_a_reply_waits_until_others_have_left(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, SECONDS)
+    sending = threading.Thread(target=reply)
+    sending.start()
+    until(lambda: unsent._waiters > 0)
+    unsent.add(-(1 << 20))
+    sending.join(SECONDS)
+    assert not sending.is_alive()
+
+
+def test_a_reply_to_a_worker_that_takes_none_holds_no_thread_for_good(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, 0.05)
+    assert in_time(reply)
+    unsent.add(-(1 << 20))
+
+
+def test_the_main_thread_does_not_wait_to_send_a_reply(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, SECONDS)
+    here = threading.get_ident()
+    monkeypatch.setattr("rpc.transports.tensorwire.peer._MAIN_THREAD", here)
+    began = time.monotonic()
+    reply()
+    assert time.monotonic() - began < SECONDS / 2
+    unsent.add(-(1 << 20))
 
 
 def test_at_the_bound_a_request_waits_for_replies(make: Maker) -> None:
