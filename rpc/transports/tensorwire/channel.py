@@ -136,6 +136,7 @@ class Sender:
         self._sent_frames = self._sent.messages
         self._remembers = remember > 0
         self._again: list[bytes | _Sent] = []
+        self._generation = 0
         self._passing: list[int] = []
         self._sequence = 0
         self._blocked = False
@@ -378,7 +379,7 @@ class Sender:
         with self._role:
             self._stop()
 
-    def replace(self, sock: socket.socket, received: int, greeting: bytes = b"") -> None:
+    def replace(self, sock: socket.socket, received: int, greeting: bytes = b"") -> int:
         """Puts a new connection in the place of the broken one, behind the same socket.
 
         To be called after :meth:`stop`, while nobody reads. Nothing is sent on it, but for
@@ -389,6 +390,9 @@ class Sender:
             received: how many frames have arrived at the other end.
             greeting: to be sent before anything else.
 
+        Returns:
+            What :meth:`resume` takes.
+
         Raises:
             CannotResumeError: what the other end lacks is not remembered any more.
         """
@@ -398,10 +402,17 @@ class Sender:
                 if greeting:
                     sock.send(greeting)
                 os.dup2(sock.fileno(), self.sock.fileno(), inheritable=False)
+            self._generation += 1
+            return self._generation
 
-    def resume(self) -> None:
-        """Sends what got lost, and goes on; to be called when the new connection is read."""
+    def resume(self, generation: int) -> None:
+        """Sends what got lost, and goes on; to be called when the new connection is read.
+
+        Does nothing if that broke meanwhile, and another has taken its place.
+        """
         with self._role:
+            if generation != self._generation:
+                return
             again, self._again = self._again, []
             self._forget_unsent()
             if self._closed:

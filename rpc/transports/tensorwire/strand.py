@@ -71,13 +71,13 @@ class Strand:
             CannotResumeError: the peer lacks what is not remembered; ``sock`` stays open.
         """
         greeting = b"" if self.road is not None else Acceptor.accept(self.reader.received)
-        self.sender.replace(sock, received, greeting)
+        generation = self.sender.replace(sock, received, greeting)
         self.reader.restart()
         self.seam.joined(attempt)
         self.knock_at = 0.0
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
             self.listen()
-        self.sender.resume()
+        self.sender.resume(generation)
 
     def close(self) -> None:
         """Closes the connection, and what waits for its place."""

@@ -271,14 +271,17 @@ class Replaceable(Wire):
 
     def replace(self) -> None:
         """The connection breaks, and another takes its place."""
+        self.sender.resume(self.begin_to_replace())
+
+    def begin_to_replace(self) -> int:
+        """The same, up to what is to be sent again."""
         self.sender.stop()
         self.other.close()
         new, self.other = socket.socketpair()
         new.setblocking(False)
         self.other.settimeout(10)
         self.decoder.restart()
-        self.sender.replace(new, self.decoder.received)
-        self.sender.resume()
+        return self.sender.replace(new, self.decoder.received)
 
 
 @pytest.fixture
@@ -346,6 +349,22 @@ def test_a_connection_that_breaks_while_it_is_written_to_loses_nothing(
     assert [number for number, _, _ in wire.found if number] == [1] * 5
 
 
+def test_who_is_late_to_go_on_with_a_connection_takes_nothing_from_a_newer_one(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    big = bytes(range(256)) * 4000
+    wire.sender.send(Outgoing(1, 0, b"h", b"", (big,), len(big)))
+    late = wire.begin_to_replace()
+    wire.replace()  # by another thread, as the connection broke as soon as it was read
+    assert wire.unsent.count  # in the middle of a frame
+    wire.sender.resume(late)
+    wire.sender.send_small(1, 1, b"h", b"", b"p")
+    wire.receive(2)
+    assert [(number, payload) for number, _, payload in wire.found] == [(0, big), (1, b"p")]
+    assert wire.unsent.count == 0
+
+
 def test_what_is_acknowledged_is_forgotten(replaceable: Replaceable) -> None:
     wire = replaceable
     for number in range(4):
@@ -385,9 +404,9 @@ def test_a_sender_that_was_closed_before_it_could_resume_takes_nothing_more() ->
     wire = Wire(remember=100)
     wire.sender.stop()
     spare, other = socket.socketpair()
-    wire.sender.replace(spare, 0)
+    generation = wire.sender.replace(spare, 0)
     wire.sender.close()
-    wire.sender.resume()
+    wire.sender.resume(generation)
     with wire.other, other, to_be_closed() as descriptor:
         wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
         assert wire.sender.queued() == wire.unsent.count == 0
