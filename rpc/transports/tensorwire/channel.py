@@ -22,6 +22,7 @@ import termios
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from rpc.transports.resumption import SentMessages
@@ -95,12 +96,16 @@ class Unsent:
             self._waiters += 1
             try:
                 while self.count > at_most:
-                    seen = self._moves
-                    if not self._changed.wait_for(lambda seen=seen: self._moves != seen, patience):
+                    if not self._changed.wait_for(
+                        partial(self._moved_since, self._moves), patience
+                    ):
                         return False
             finally:
                 self._waiters -= 1
         return True
+
+    def _moved_since(self, seen: int) -> bool:
+        return self._moves != seen
 
 
 class Sender:
@@ -161,7 +166,11 @@ class Sender:
             if self._queue or self._unsent:
                 self._queue_small(kind, correlation, header, table, inline)
             else:
-                self._write(self._framed(kind, correlation, header, table, inline))
+                data = self._framed(kind, correlation, header, table, inline)
+                try:
+                    self._write(data)
+                except BaseException as error:
+                    self._spoiled(error)
         finally:
             self._role.release()
         # Others may have left work while the role was ours, ``writable`` included.
@@ -176,8 +185,11 @@ class Sender:
             try:
                 if not (self._queue or self._broken):
                     data = self._framed(kind, correlation, header, table, inline)
-                    self._unsent.append(memoryview(data))
-                    self._counter.add(len(data))
+                    try:
+                        self._counter.add(len(data))
+                        self._unsent.append(memoryview(data))
+                    except BaseException as error:
+                        self._spoiled(error)
                     return
             finally:
                 self._role.release()
@@ -189,8 +201,8 @@ class Sender:
         """The next frame, remembered from now on; called in the writing role."""
         lengths = (len(header), len(table), len(inline))
         data = pack_fixed(kind, correlation, self._sequence, *lengths) + header + table + inline
-        self._sequence += 1
         self._sent_frames.append(data)
+        self._sequence += 1
         return data
 
     def _queue_small(
@@ -215,8 +227,8 @@ class Sender:
             self._failed(error)
             return
         if sent < len(data):
-            self._unsent.append(memoryview(data)[sent:])
             self._counter.add(len(data) - sent)
+            self._unsent.append(memoryview(data)[sent:])
             self._wait_writable()
 
     def flush(self) -> None:
@@ -226,8 +238,28 @@ class Sender:
                 return
             try:
                 self._write_batch()
+            except BaseException as error:
+                self._spoiled(error)
+                return
             finally:
                 self._role.release()
+
+    def _spoiled(self, error: BaseException) -> None:
+        """Sending stopped in the middle: what was not sent whole is, on another connection.
+
+        Nothing else would do: what has left of a frame nobody knows, and the frame may be one
+        of another thread's. Called in the writing role, where there may be neither memory nor
+        stack for much.
+        """
+        self._broken = True
+        try:  # noqa: SIM105, which would take more stack
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        if not self._remembers:
+            self.fault = f"what was to be sent to it could not be sent: {type(error).__name__}"
+        if not isinstance(error, Exception):
+            raise error
 
     def _write_batch(self) -> None:
         """Sends as much as one system call takes; called in the writing role."""
@@ -256,28 +288,38 @@ class Sender:
         for _ in range(_BATCH_FRAMES):
             if not self._queue or size > _BATCH_BYTES:
                 return
-            if self._queue[0].descriptor >= 0:
+            descriptor = self._queue[0].descriptor
+            if descriptor >= 0:
                 if not self._unsent:
-                    item = self._queue.popleft()
-                    self._passing.append(item.descriptor)
-                    self._load(item)
+                    self._load()
+                    self._passing.append(descriptor)
                 return
-            size += self._load(self._queue.popleft())
+            size += self._load()
 
-    def _load(self, item: Outgoing) -> int:
+    def _load(self) -> int:
+        """Moves one frame. Copies little: without memory, it stays where it is."""
+        item = self._queue[0]
         kind, correlation, header, table, parts, inline, descriptor = item
         fixed = pack_fixed(kind, correlation, self._sequence, len(header), len(table), inline)
-        self._sequence += 1
         buffers: tuple[Buffer, ...]
-        if inline <= _JOIN_BYTES:
+        sent: bytes | _Sent
+        if inline <= _JOIN_BYTES and len(header) + len(table) <= _JOIN_BYTES:
             head = b"".join((fixed, header, table, *parts))
             buffers = (head,)
-            self._sent_frames.append(head if descriptor < 0 else _Sent(buffers, descriptor))
+            sent = head if descriptor < 0 else _Sent(buffers, descriptor)
         else:
-            buffers = (b"".join((fixed, header, table)), *parts)
-            self._sent_frames.append(_Sent(buffers, descriptor))
-        self._unsent.extend(memoryview(part) for part in buffers if len(part))
+            buffers = (fixed, header, table, *parts)
+            sent = _Sent(buffers, descriptor)
+        views = [memoryview(part) for part in buffers if len(part)]
+        frames = self._sent_frames
+        forgotten = [frames[0]] if self._remembers and len(frames) == frames.maxlen else None
+        frames.append(sent)
+        self._sequence += 1
+        self._unsent.extend(views)
+        self._queue.popleft()
         self._counter.add(len(fixed))
+        if forgotten:
+            _close_descriptors(forgotten)
         return len(fixed) + item.size()
 
     def _pass_on(self, buffers: list[memoryview]) -> int:

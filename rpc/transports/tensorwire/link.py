@@ -205,13 +205,15 @@ class Link:
         if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
             draft = self._draft(frame, looks)
             table = join_rows(draft.rows)
+            large = draft.inline >= _PLAIN_BELOW or len(header) >= _PLAIN_BELOW
+            if not large:  # before anything leaves: there may be no memory
+                inline = b"".join(draft.parts)
             for number, view in draft.streams:
                 self._stream(number, view)
-            if draft.inline >= _PLAIN_BELOW:
+            if large:
                 parts = tuple(draft.parts)
                 main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
                 return
-            inline = b"".join(draft.parts)
         if flush_soon is None:
             main.send_small(kind, correlation, header, table, inline)
         else:

@@ -8,11 +8,13 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from rpc.errors import FrameError
 from rpc.transports.resumption import CannotResumeError
+from rpc.transports.tensorwire import channel
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder
 from tests.rpc.transports.tensorwire.descriptors import to_be_closed
@@ -420,3 +422,119 @@ def test_what_is_given_to_a_sender_that_was_closed_while_broken_is_dropped() -> 
         wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
         wire.sender.send_small(1, 0, b"h", b"", b"p")
         assert wire.sender.queued() == wire.unsent.count == 0
+
+
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: type[Exception]
+) -> None:
+    """Has a step of sending find no memory, or no stack, for once."""
+    step, errors = getattr(owner, name), [error]
+
+    def scarce(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return step(*arguments)
+
+    monkeypatch.setattr(owner, name, scarce)
+
+
+def connection_is_over(wire: Wire) -> bool:
+    """Whether the reading half finds the end of the connection."""
+    readable, _, _ = select.select([wire.sender.sock], [], [], SECONDS)
+    return bool(readable) and wire.sender.sock.recv(1) == b""
+
+
+def test_a_frame_for_which_there_is_no_memory_is_refused_and_the_next_leaves(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, channel, "pack_fixed", MemoryError)
+    with pytest.raises(MemoryError):
+        wire.sender.send_small(1, 0, b"h", b"", b"p")
+    wire.sender.send_small(1, 1, b"h", b"", b"p")
+    wire.receive(1)
+    assert [number for number, _, _ in wire.found] == [1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(channel, "pack_fixed"), (Sender, "_advance"), (Sender, "_load_batch")]
+)
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_what_cannot_be_sent_at_the_moment_is_sent_on_another_connection(
+    replaceable: Replaceable,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    error: type[Exception],
+) -> None:
+    wire = replaceable
+    big = bytes(range(256)) * 200
+    wire.sender.send_small(1, 0, b"h", b"", b"p")
+    wire.receive(1)
+    fail_once(monkeypatch, owner, name, error)
+    wire.sender.send(Outgoing(1, 1, b"h", b"", (big,), len(big)))  # or another's, which this sends
+    assert connection_is_over(wire)
+    wire.sender.send_small(1, 2, b"h", b"", b"p")
+    wire.replace()
+    wire.receive(3)
+    assert [(n, len(p)) for n, _, p in wire.found] == [(0, 1), (1, len(big)), (2, 1)]
+    assert wire.unsent.count == 0
+
+
+@pytest.mark.parametrize("name", ["_write", "_wait_writable"])
+def test_a_small_frame_that_leaves_in_part_is_sent_on_another_connection(
+    replaceable: Replaceable, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    wire = replaceable
+    fail_once(monkeypatch, Sender, name, RecursionError)
+    count = 0
+    while not wire.sender._broken:
+        wire.sender.send_small(1, count, b"h", b"", b"x" * 60_000)
+        count += 1
+    assert connection_is_over(wire)
+    wire.replace()
+    wire.receive(count)
+    assert [number for number, _, _ in wire.found] == list(range(count))
+    assert wire.unsent.count == 0
+
+
+def test_a_held_frame_for_which_there_is_no_memory_is_sent_on_another_connection(
+    replaceable: Replaceable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = replaceable
+    fail_once(monkeypatch, wire.unsent, "add", MemoryError)
+    wire.sender.hold_small(1, 0, b"h", b"", b"p")
+    assert connection_is_over(wire)
+    wire.replace()
+    wire.receive(1)
+    assert wire.unsent.count == 0
+
+
+def test_without_another_connection_it_is_said_why_nothing_can_be_sent(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, Sender, "_advance", MemoryError)
+    wire.sender.send(Outgoing(1, 1, b"h", b"", (bytes(100_000),), 100_000))
+    assert connection_is_over(wire)
+    assert wire.sender.fault == "what was to be sent to it could not be sent: MemoryError"
+    wire.sender.flush()
+    assert wire.sender.queued() == wire.unsent.count == 0
+
+
+def test_a_large_header_is_not_copied(wire: Wire) -> None:
+    header, table = bytes(1 << 20), bytes(1 << 18)
+    wire.sender.send(Outgoing(1, 1, header, table, (b"p",), 1))
+    remaining = [view.obj for view in wire.sender._unsent]
+    assert any(each is header for each in remaining)
+    wire.receive(1)
+    assert wire.found == [(1, header, b"p")]
+
+
+def test_a_descriptor_that_is_remembered_no_more_is_closed() -> None:
+    wire = Wire(remember=2)
+    with to_be_closed() as descriptor:
+        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        for number in range(2):
+            wire.sender.send(Outgoing(16, number, b"h"))
+        _, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
+        os.close(descriptors[0])
+    wire.close()

@@ -669,6 +669,29 @@ def test_nothing_of_a_message_that_cannot_be_sent_arrives(make: Maker) -> None:
     assert incoming._transfers._transfers == {}
 
 
+def test_nothing_of_a_message_that_cannot_be_put_together_arrives(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    large = torch.ones(1 << 19)
+    a.call(b, b"h")
+    until(lambda: link_of(a) is not None)
+    draft = Link._draft
+
+    def spoil_one(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
+        made = draft(link, frame, looks)
+        if frame.header == b"bad":
+            made.parts.append(None)  # type: ignore[arg-type]
+        return made
+
+    monkeypatch.setattr(Link, "_draft", spoil_one)
+    with pytest.raises(TypeError):
+        a.ask(b, b"bad", b"", large)
+    a.call(b, b"h", b"", large)  # comes after what was sent before it
+    incoming = b.transport._peers[0]._incoming  # type: ignore[attr-defined]
+    assert incoming._transfers._transfers == {}
+
+
 # Bounds.
 
 
