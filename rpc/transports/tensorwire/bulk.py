@@ -272,7 +272,9 @@ class BulkMover:
             self._closed = True
             thread = self._thread
         self._bell.ring()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        self._epoll.close()
-        self._bell.close()
+        try:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+        finally:
+            self._epoll.close()
+            self._bell.close()

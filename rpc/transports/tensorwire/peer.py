@@ -572,11 +572,16 @@ class RemotePeer:
     def close(self, deadline: float) -> None:
         """Drops the peer and waits until its channels are gone."""
         self.remove()
-        self._settled.wait(_left(deadline))
-        connector = self._connect_thread
-        if connector is not None and connector is not threading.current_thread():
-            connector.join()
-        self._mender.join()
+        try:
+            self._settled.wait(_left(deadline))
+            connector = self._connect_thread
+            if connector is not None and connector is not threading.current_thread():
+                connector.join()
+            self._mender.join()
+        finally:
+            self._close_what_is_left()
+
+    def _close_what_is_left(self) -> None:
         with self._lock:
             stuck = list(self._strands.values())
             self._strands.clear()

@@ -290,12 +290,14 @@ class ReplySide:
         self._closed = True
         self._bell.ring()
         self._alarm.ring()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        here = self._leader_thread == threading.get_ident()
-        with contextlib.nullcontext() if here else self._leading:
-            self._background.close()
-            self._epoll.close()
-            self._bell.close()
-            self._alarm.close()
+        try:
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join()
+        finally:
+            here = self._leader_thread == threading.get_ident()
+            with contextlib.nullcontext() if here else self._leading:
+                self._background.close()
+                self._epoll.close()
+                self._bell.close()
+                self._alarm.close()

@@ -325,9 +325,14 @@ class RequestSide:
         for server in servers:
             server.gate.put(None)
         began = time.monotonic()
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, began + seconds - time.monotonic()))
+        try:
+            for thread in threads:
+                if thread is not threading.current_thread():
+                    thread.join(max(0.0, began + seconds - time.monotonic()))
+        finally:
+            self._close_or_abandon(began)
+
+    def _close_or_abandon(self, began: float) -> None:
         self._backlog.clear()
         with self._lock:
             stuck = [t for t in self._threads if t.is_alive()]

@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -281,23 +282,41 @@ class TensorWireTransport:
         now = self._now
         if already or now is None:
             return
-        deadline = time.monotonic() + flush_seconds
-        for peer in peers:
-            peer.flush(deadline)
-        now.door.close()
+        first: BaseException | None = None
+        for step in self._steps_of_closing(now, peers, flush_seconds, handler_seconds):
+            try:
+                step()
+            except BaseException as error:  # Ctrl-C, most likely: what follows is to end, too
+                if first is None:
+                    first = error
+                else:
+                    _log.error("close: a further step failed: %s", error, exc_info=error)
+        if first is not None:
+            raise first
+
+    def _steps_of_closing(
+        self, now: _Running, peers: list[RemotePeer], flush_seconds: float, handler_seconds: float
+    ) -> Iterator[Callable[[], object]]:
+        yield partial(_flush, peers, time.monotonic() + flush_seconds)
+        yield now.door.close
         with self._lock:
             peers += self._former
             self._peers.clear()
             self._former.clear()
         for peer in peers:
-            peer.remove()
+            yield peer.remove
         grace = time.monotonic() + _GRACE_SECONDS
         for peer in peers:
-            peer.close(grace)
+            yield partial(peer.close, grace)
         machinery = now.machinery
-        machinery.receipts.close()
-        machinery.requests.close(handler_seconds)
-        machinery.replies.close()
-        machinery.bulk.close()
-        machinery.resources.buffers.close()
-        machinery.resources.crew.close()
+        yield machinery.receipts.close
+        yield partial(machinery.requests.close, handler_seconds)
+        yield machinery.replies.close
+        yield machinery.bulk.close
+        yield machinery.resources.buffers.close
+        yield machinery.resources.crew.close
+
+
+def _flush(peers: list[RemotePeer], deadline: float) -> None:
+    for peer in peers:
+        peer.flush(deadline)

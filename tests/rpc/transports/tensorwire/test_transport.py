@@ -37,6 +37,8 @@ from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.mender import Mender
+from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.worker_info import WorkerInfo
@@ -887,6 +889,45 @@ def test_a_handler_may_close_its_own_transport(make: Maker) -> None:
     a.ask(b, b"h")
     assert closed.wait(SECONDS)
     a.until(lambda: bool(a.lost))
+
+
+class Interrupt(BaseException):
+    """As a signal handler may raise."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (RemotePeer, "flush"),
+        (Mender, "join"),
+        (threading.Thread, "join"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_close_that_is_interrupted_closes_everything_all_the_same(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    threads, files = set(threading.enumerate()), descriptors()
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h", b"", torch.ones(1 << 18))
+    b.call(a, b"h", b"", torch.ones(1 << 18))
+    step, errors = getattr(owner, name), [Interrupt()]
+
+    def interrupted(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return step(*arguments)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Interrupt):
+        a.close()
+    a.closed = True
+    b.close()
+    a.received.clear()
+    b.received.clear()
+    a.replies.clear()
+    b.replies.clear()
+    until(lambda: set(threading.enumerate()) == threads and descriptors() == files)
 
 
 def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker) -> None:
