@@ -116,11 +116,19 @@ class Mender:
     def _take_in(self, strand: Strand, guest: Proven) -> None:
         try:
             strand.replace(guest.sock, guest.hello.received, guest.hello.attempt)
+        except OSError as error:
+            self._try_again(strand, error)
         except Exception as error:  # it is in nobody's charge any more
             guest.reject(_says(error))
             self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
         else:
             self._look_again(strand)
+
+    def _try_again(self, strand: Strand, error: OSError) -> None:
+        """Breaks a connection that nobody reads: until its time is over, another may be."""
+        strand.problem = _says(error)
+        if not self.broke(strand, strand.seam.reason):
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
 
     def _look_again(self, strand: Strand) -> None:
         """Breaks a connection that is not wanted any more now that it is in place."""
@@ -171,6 +179,8 @@ class Mender:
             return
         try:
             strand.replace(sock, theirs, attempt)
+        except OSError as error:
+            self._try_again(strand, error)
         except Exception as error:  # it is in nobody's charge any more
             sock.close()
             self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")

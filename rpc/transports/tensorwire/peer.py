@@ -374,19 +374,33 @@ class RemotePeer:
                 former, retired = self._incoming, self._take_incoming()
                 self._incoming = link
                 self._incoming_token = token
-                self._add_strand(strand)
+                problem = self._add_strand(strand)
+                if problem is not None:
+                    self._incoming = None
         if not wanted:
             self._reject_lost(proven)
             link.close()
             return
         if former is not None:
             self._retire(former, retired)
-        proven.accept()
+        if problem is None:
+            proven.accept()
+            return
+        _log.warning("worker %s cannot be let in at the moment: %s", self.name, problem)
+        self._retire(link, [strand])
 
-    def _add_strand(self, strand: Strand) -> None:
-        """Begins to read a connection. Needs the lock: whoever closes it takes it out first."""
+    def _add_strand(self, strand: Strand) -> Exception | None:
+        """Begins to read a connection, or says why it is to be closed: the other end tries again.
+
+        Needs the lock: whoever closes it takes it out first.
+        """
         self._strands[strand.sender] = strand
-        strand.listen()
+        try:
+            strand.listen()
+        except (OSError, MemoryError) as error:  # epoll, too, takes memory
+            del self._strands[strand.sender]
+            return error
+        return None
 
     def _accept_bulk(self, proven: Proven) -> None:
         hello = proven.hello
@@ -399,10 +413,13 @@ class RemotePeer:
         strand = self._bulk_strand(link, proven.sock, hello.token, hello.channel, None)
         with self._lock:
             known = self._incoming is link and self._reason is None
-            if known:
-                self._add_strand(strand)
+            problem = self._add_strand(strand) if known else None
         if not known:
             proven.reject("a bulk connection of a link that is not there any more")
+            return
+        if problem is not None:
+            _log.warning("worker %s cannot be let in at the moment: %s", self.name, problem)
+            strand.close()
             return
         link.bulk = [*link.bulk, strand.sender]
         proven.accept()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,14 +68,22 @@ class Strand:
 
         Raises:
             CannotResumeError: the peer lacks what is not remembered; ``sock`` stays open.
+            OSError: it cannot be read at the moment, for want of memory: the strand is broken
+                still.
         """
         greeting = b"" if self.road is not None else Acceptor.accept(self.reader.received)
         generation = self.sender.replace(sock, received, greeting)
         self.reader.restart()
+        since, reason = self.seam.since, self.seam.reason
         self.seam.joined(attempt)
         self.knock_at = 0.0
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+        try:
             self.listen()
+        except (OSError, ValueError):
+            if self.sender.sock.fileno() >= 0:  # it was not closed meanwhile
+                self.ignore(self.sender.sock)
+                self.seam.since, self.seam.reason = since, reason
+                raise
         self.sender.resume(generation)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -18,10 +19,13 @@ from rpc.errors import WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import Connector
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.handshake import Identity
+from rpc.transports.tensorwire.replies import ReplySide
+from rpc.transports.tensorwire.requests import RequestSide
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
 from tests.rpc.transports.cutter import Cutter, cutting
@@ -191,6 +195,57 @@ def test_a_connection_that_is_not_answered_leaves_time_for_others(
     assert a.call(b, b"h").header == b"h"
     assert len(given) >= 2
     assert max(given) <= Settings().resume_seconds / 2
+
+
+def refuse_watches(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, refused: Callable[[], bool]
+) -> None:
+    """Has epoll take no descriptor at times."""
+    add = getattr(owner, name)
+
+    def may_refuse(*arguments: Any) -> None:
+        if refused():
+            raise OSError(errno.ENOSPC, "no watch is left")
+        add(*arguments)
+
+    monkeypatch.setattr(owner, name, may_refuse)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(ReplySide, "add"), (RequestSide, "add_main"), (BulkMover, "add")],
+    ids=["opened", "accepted", "bulk"],
+)
+def test_a_connection_that_cannot_be_read_at_the_moment_is_replaced_once_more(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    cutter = Cutter()
+    a, b = make(Settings(local_paths=False), Settings(local_paths=False))
+    large = torch.ones(1 << 19)
+    times: list[int] = []
+    refuse_watches(monkeypatch, owner, name, lambda: bool(times) and bool(times.pop()))
+    a.call(b, b"connect", b"", large)
+    times += [1, 2, 3]
+    assert cutter.cut()
+    asked = a.ask(b, b"h", b"", large)
+    a.until(lambda: asked in a.replies or bool(a.lost))
+    assert a.lost == b.lost == []
+    until(lambda: not times)
+    assert a.call(b, b"h", b"", large).header == b"h"
+
+
+def test_a_connection_that_can_never_be_read_loses_the_peer_when_its_time_is_over(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutter = Cutter()
+    a, b = make(*[Settings(local_paths=False, resume_seconds=0.3)] * 2)
+    full = threading.Event()
+    refuse_watches(monkeypatch, ReplySide, "add", full.is_set)
+    a.call(b, b"connect")
+    full.set()
+    assert cutter.cut()
+    a.until(lambda: bool(a.lost))
+    assert a.lost[0][1].endswith("not opened again within 0.3 s: [Errno 28] no watch is left")
 
 
 @pytest.mark.parametrize("settings", ROADS)

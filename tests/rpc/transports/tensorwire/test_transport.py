@@ -32,6 +32,7 @@ from rpc.transports.frame_table import Look
 from rpc.transports.shared_memory import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
 from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
@@ -41,6 +42,7 @@ from rpc.transports.tensorwire.mender import Mender
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
+from rpc.transports.tensorwire.requests import RequestSide
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import (
@@ -573,6 +575,33 @@ def test_a_worker_without_a_thread_for_bulk_is_reached_when_it_has_one(
     assert a.reply(asked).header == b"h"
     assert b.call(a, b"h").header == b"h"
     assert a.lost == b.lost == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(RequestSide, "add_main"), (BulkMover, "add")], ids=["main", "bulk"]
+)
+def test_a_worker_that_cannot_read_another_connection_is_reached_when_it_can(
+    make: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    name: str,
+) -> None:
+    a, b = make(Settings(), Settings())
+    here = getattr(b.transport, "_running")().machinery  # noqa: B009
+    add, errors = getattr(owner, name), [OSError(errno.ENOSPC, "no watch is left")] * 2
+
+    def scarce(side: object, *arguments: Any) -> None:
+        if errors and side in (here.requests, here.bulk):
+            raise errors.pop()
+        add(side, *arguments)
+
+    monkeypatch.setattr(owner, name, scarce)
+    asked = a.ask(b, b"h")
+    a.until(lambda: asked in a.replies or bool(a.lost))
+    assert a.lost == b.lost == []
+    assert caplog.text.count("worker0 cannot be let in at the moment") == 2
+    assert b.call(a, b"h").header == b"h"
 
 
 def refusing(name: str) -> Callable[[threading.Thread], None]:
