@@ -7,6 +7,7 @@ sockets; the handshake proves who answers.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import socket
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
     """Listening sockets on one port of ``bind_address``; on the loopback interface if None.
 
     Raises:
-        BringUpError: the address is none of this machine.
+        BringUpError: the address is none of this machine, or link-local.
     """
     if bind_address is None:
         try:
@@ -91,12 +92,23 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(bind_address, 0, type=stream, flags=passive)
         family, _, _, _, sockaddr = found[0]
+        if _is_link_local(str(sockaddr[0])):
+            raise BringUpError(
+                f"bind_address={bind_address!r} is a link-local address: with which interface "
+                "it goes, each host says in its own way, so that peers could not connect to it; "
+                "give another address of this machine, or :: for all of them"
+            )
         return [_listen_on(family, sockaddr)]
     except (OSError, UnicodeError) as error:
         raise BringUpError(
             f"bind_address={bind_address!r} cannot be listened on ({error}); give an address or "
             "a host name of this machine, 0.0.0.0 for all of its addresses, or leave it out"
         ) from error
+
+
+def _is_link_local(host: str) -> bool:
+    """Whether an address of IPv6 means something only together with an interface."""
+    return ":" in host and ipaddress.IPv6Address(host.partition("%")[0]).is_link_local
 
 
 def _listen_on(
@@ -128,7 +140,7 @@ def reachable_at(listener: socket.socket) -> tuple[tuple[str, int], ...]:
                 str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, family)
             ]
     hosts.append("127.0.0.1" if host == "0.0.0.0" else "::1")
-    return tuple((address, port) for address in dict.fromkeys(hosts))
+    return tuple((each, port) for each in dict.fromkeys(hosts) if not _is_link_local(each))
 
 
 def address_facing(host: str) -> str | None:

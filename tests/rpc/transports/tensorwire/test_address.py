@@ -93,6 +93,23 @@ def test_an_address_that_is_not_ours_is_named(bind: str) -> None:
         listen_tcp(bind)
 
 
+@pytest.mark.parametrize("bind", ["fe80::1%lo", "fe80::1"])
+def test_an_address_that_says_nothing_to_other_hosts_is_refused(bind: str) -> None:
+    with pytest.raises(BringUpError, match=r"link-local address: .* give another address"):
+        listen_tcp(bind)
+
+
+def test_an_address_that_says_nothing_to_other_hosts_is_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (listener,) = listen_tcp("::")
+    found = [(socket.AF_INET6, 1, 6, "", ("fe80::1%eth0", 0, 0, 2))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with listener:
+        assert "::1" in {host for host, _ in reachable_at(listener)}
+        assert not [host for host, _ in reachable_at(listener) if host.startswith("fe80")]
+
+
 def test_traffic_to_this_host_leaves_from_the_loopback_interface() -> None:
     assert address_facing("127.0.0.1") == "127.0.0.1"
     assert address_facing("no such host.invalid") is None
