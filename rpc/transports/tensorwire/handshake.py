@@ -272,8 +272,8 @@ class Acceptor(_Conversation):
         return b""
 
     def _challenge(self, hello: Hello) -> bytes:
-        if hello.acceptor != self._identity:
-            raise HandshakeError(f"the initiator looks for {hello.acceptor}, not {self._identity}")
+        if hello.acceptor != self._identity:  # which one this is, only members are to know
+            raise HandshakeError("this is not the worker that the initiator looks for")
         self._hello = hello
         proof = _proof(self._key, b"acceptor", hello.encode(), self._nonce)
         return _pack(_Message.CHALLENGE, self._nonce + proof)

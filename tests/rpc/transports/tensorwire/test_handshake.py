@@ -100,9 +100,10 @@ def test_a_challenge_cannot_be_reflected_as_a_proof() -> None:
 
 
 @pytest.mark.parametrize("identity", [Identity(2, 7), Identity(1, 8)])
-def test_a_worker_that_was_not_meant_says_so(identity: Identity) -> None:
-    with pytest.raises(HandshakeError, match="looks for"):
+def test_a_worker_that_was_not_meant_says_so_but_not_who_it_is(identity: Identity) -> None:
+    with pytest.raises(HandshakeError, match="not the worker that the initiator looks for") as told:
         feed(acceptor(identity=identity), Initiator(KEY, HELLO).begin())
+    assert not set("0123456789") & set(str(told.value))
 
 
 def test_a_refusal_carries_its_reason() -> None:
