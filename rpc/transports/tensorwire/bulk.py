@@ -196,9 +196,11 @@ class BulkMover:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._epoll = select.epoll()
-        self._bell = Bell()
-        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+        with contextlib.ExitStack() as made:  # what is closed if something cannot be made
+            self._epoll = made.enter_context(select.epoll())
+            self._bell = made.enter_context(contextlib.closing(Bell()))
+            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            made.pop_all()
         self._channels: dict[int, BulkChannel] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

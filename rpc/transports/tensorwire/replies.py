@@ -114,14 +114,16 @@ class ReplySide:
 
     def __init__(self, name: str, busy_poll_seconds: float) -> None:
         self._name = name
-        self._epoll = select.epoll()
-        self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
-        self._bell = Bell()
-        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
-        self._background = select.epoll()
-        self._background.register(self._epoll.fileno(), select.EPOLLIN)
-        self._alarm = Bell()
-        self._background.register(self._alarm.descriptor, select.EPOLLIN | select.EPOLLET)
+        with contextlib.ExitStack() as made:  # what is closed if something cannot be made
+            self._epoll = made.enter_context(select.epoll())
+            self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
+            self._bell = made.enter_context(contextlib.closing(Bell()))
+            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            self._background = made.enter_context(select.epoll())
+            self._background.register(self._epoll.fileno(), select.EPOLLIN)
+            self._alarm = made.enter_context(contextlib.closing(Bell()))
+            self._background.register(self._alarm.descriptor, select.EPOLLIN | select.EPOLLET)
+            made.pop_all()
         self._held: dict[Sender, None] = {}
         self._ticking = False
         self._channels: dict[int, _Channel] = {}

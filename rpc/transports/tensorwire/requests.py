@@ -70,10 +70,12 @@ class RequestSide:
         self._name = name
         self._sweep = sweep
         self.sweeping = False
-        self._epoll = select.epoll()
-        self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
-        self._bell = Bell()
-        self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+        with contextlib.ExitStack() as made:  # what is closed if something cannot be made
+            self._epoll = made.enter_context(select.epoll())
+            self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
+            self._bell = made.enter_context(contextlib.closing(Bell()))
+            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            made.pop_all()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._backlog: deque[Work] = deque()
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -88,12 +89,30 @@ class TensorWireTransport:
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         """See :meth:`rpc.transports.base.Transport.start`."""
+        with ExitStack() as made:  # what is closed if something cannot be made
+            now = self._make(info, incarnation, receiver, made)
+            made.pop_all()
+        self._now = now
+        now.door.open(now.machinery.requests)
+        now.machinery.replies.start()
+        now.machinery.requests.start()
+        return now.address.encode()
+
+    def _make(
+        self, info: WorkerInfo, incarnation: int, receiver: Receiver, made: ExitStack
+    ) -> _Running:
         settings = self._settings
-        listeners, address = self._listen()
+        listeners, address = self._listen(made)
         name = f"tensorwire-{info.name}"
         identity = Identity(info.id, incarnation)
         key = derive_key(settings.group_key, address.secret)
         door = Door(listeners, key, identity, settings.connect_seconds, self._admit)
+        replies = ReplySide(f"{name}-replies", settings.busy_poll_seconds)
+        made.callback(replies.close)
+        requests = RequestSide(name, door.sweep, settings.busy_poll_seconds)
+        made.callback(requests.close)
+        bulk = BulkMover(f"{name}-bulk")
+        made.callback(bulk.close)
         machinery = Machinery(
             Resources(
                 Budget(settings.shared_memory_bytes),
@@ -102,9 +121,9 @@ class TensorWireTransport:
                 CopyCrew(name),
                 settings.busy_poll_seconds,
             ),
-            ReplySide(f"{name}-replies", settings.busy_poll_seconds),
-            RequestSide(name, door.sweep, settings.busy_poll_seconds),
-            BulkMover(f"{name}-bulk"),
+            replies,
+            requests,
+            bulk,
             LateReceipts(f"{name}-receipts"),
             settings.resume_seconds,
             settings.max_bytes_in_flight,
@@ -113,14 +132,12 @@ class TensorWireTransport:
             receiver.patience,
             self._lost,
         )
-        self._now = _Running(info, identity, receiver, address, door, machinery)
-        door.open(machinery.requests)
-        machinery.replies.start()
-        machinery.requests.start()
-        return address.encode()
+        return _Running(info, identity, receiver, address, door, machinery)
 
-    def _listen(self) -> tuple[list[socket.socket], Address]:
+    def _listen(self, made: ExitStack) -> tuple[list[socket.socket], Address]:
         listeners = listen_tcp(self._settings.bind_address)
+        for listener in listeners:
+            made.enter_context(listener)
         tcp = tuple(pair for listener in listeners for pair in reachable_at(listener))
         host = host_identity("net") if self._settings.local_paths else ""
         unix_name = ""
@@ -130,7 +147,7 @@ class TensorWireTransport:
             except OSError as error:
                 _log.warning("no Unix sockets here (%s); local peers will use TCP", error)
             else:
-                listeners.append(unix)
+                listeners.append(made.enter_context(unix))
                 unix_name = unix.getsockname()[1:].decode()
         devices = local_device_info(self._settings.device_maps, self._settings.devices)
         return listeners, Address(host, unix_name, tcp, os.urandom(_SECRET_BYTES), devices)

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -877,6 +878,38 @@ def test_what_cannot_be_sent_is_refused_before_anything_leaves(make: Maker) -> N
         a.ask(b, b"h", b"", torch.zeros(2, device="meta"))
     assert a.call(b, b"h").header == b"h"
     assert len(b.received) == 1
+
+
+# Beginnings.
+
+
+def test_a_start_that_finds_no_descriptors_leaves_none_open() -> None:
+    def start() -> bool:
+        transport = TensorWireTransport(Settings())
+        try:
+            Worker(transport, WorkerInfo("worker0", 0)).start()
+        except OSError as error:
+            assert error.errno == errno.EMFILE  # noqa: PT017
+            return False
+        finally:
+            transport.close(0.1)
+        return True
+
+    files, most = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(each) for each in os.listdir("/proc/self/fd")}
+    free = [number for number in range(1000) if number not in taken]
+    try:
+        for room in range(30):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[room], most[1]))
+            started = start()
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+            assert descriptors() == files
+            if started:
+                break
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert started
+    assert room > 5
 
 
 # Ends.
