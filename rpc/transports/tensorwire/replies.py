@@ -238,7 +238,7 @@ class ReplySide:
         """After a failure: what was ready may not have been looked at, and says so only once."""
         for channel in list(self._channels.values()):
             try:
-                channel.handle(select.EPOLLIN)
+                channel.handle(select.EPOLLIN | select.EPOLLOUT)
             except BaseException:  # the other channels must be read
                 _log.exception("%s: what arrived was not dealt with", self._name)
 

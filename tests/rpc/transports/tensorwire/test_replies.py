@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class Side:
             DeviceMap("peer", {}),
             shared=False,
         )
+        self.link = link
         self.changed = threading.Condition()
         self.arrived: dict[int, int] = {}
         self.ended: list[str] = []
@@ -118,6 +120,36 @@ def test_a_channel_that_fails_does_not_end_the_reading(
     side.block(1)
     side.block(2)
     assert str(error) in caplog.text
+
+
+def test_a_socket_that_takes_bytes_again_is_told_although_a_signal_came_just_then(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    mine, other = socket.socketpair()
+    reader = MainReader(mine, side.link, 1 << 30, ReceiveBuffers(0), side.sender, lambda _: None)
+    mine.setblocking(False)
+    wait = side.replies._lookout.wait
+
+    def interrupted(seconds: float) -> list[tuple[int, int]]:
+        ready = wait(seconds)
+        if any(events & select.EPOLLOUT for _, events in ready):
+            raise KeyboardInterrupt
+        return ready
+
+    def end(_: str) -> None:
+        side.replies.remove(mine)
+
+    with mine, other:
+        side.replies.add(mine, reader, ChannelEvents(side.deliver, told.set, end))
+        monkeypatch.setattr(side.replies._lookout, "wait", interrupted)
+        timer = threading.Timer(0.05, side.replies.watch_writable, (mine, True))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            side.replies.wait(lambda: False, lambda: None)
+        timer.join()
+        assert told.is_set()
+        side.replies.remove(mine)
 
 
 def test_a_waiting_thread_reads_its_reply_itself(side: Side) -> None:
