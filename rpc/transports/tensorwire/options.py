@@ -67,8 +67,9 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         link_resume_timeout: seconds within which a connection that broke while both ends
             live is opened again; then everything goes on where it stopped, and nothing is
             lost or repeated. A worker that cannot be reached for so long is lost; one whose
-            process is gone is lost at once. 0: every connection that breaks is a loss.
-            Default 5.
+            process is gone is lost at once, and so is one to which the same message was sent
+            on more than 32 connections in a row and arrived on none. 0: every connection that
+            breaks is a loss. Default 5.
 
     Raises:
         TypeError: if a value has the wrong type.
