@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -19,13 +18,11 @@ from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.group_store import KEY_MARK, Record, key_mark, next_incarnation, within
 from rpc.liveness_probes import StoreProber
-from rpc.membership import LIVENESS, Membership, peer_of
+from rpc.membership import LIVENESS, Check, Membership, peer_of
 from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
 from rpc.transports.host import usable_cores
 from rpc.worker_info import WorkerInfo
-
-Check = Callable[[list[Record]], None]
 
 
 def form_group(
@@ -50,7 +47,8 @@ def form_group(
         world_size: how many workers there are; None joins a dynamic group.
         options: timeouts and threads.
         transport: not started yet.
-        check: raises if the records of the whole group do not fit together.
+        check: raises if the records of the whole group do not fit together; in a dynamic one,
+            those of this worker and another.
         kind: the class of the agent.
         group_key: the secret of the group, if its transport has one.
 
@@ -67,7 +65,7 @@ def form_group(
         extras = {LIVENESS: agent.liveness, KEY_MARK: key_mark(group_key)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
-            agent.membership = Membership(agent, store, me)
+            agent.membership = Membership(agent, store, me, check)
             agent.membership.join(options.bring_up_timeout)
         else:
             records = rendezvous.meet(store, me, options.bring_up_timeout)

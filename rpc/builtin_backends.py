@@ -134,9 +134,11 @@ def _check_own_devices(name: str, options: TensorPipeRpcBackendOptions) -> None:
 
 
 def _check_device_maps(records: list[Record]) -> None:
+    """Checks those of a whole static group, or of two members of a dynamic one."""
     validate_device_maps(
         {
             record.name: DeviceInfo.from_json(json.loads(record.address)["devices"])
             for record in records
-        }
+        },
+        all_known=records[0].world_size is not None,
     )

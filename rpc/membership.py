@@ -38,6 +38,8 @@ _LOOK_SECONDS = 0.2
 _PRESSING_LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 2.0
 
+Check = Callable[[list[Record]], None]
+
 LIVENESS = "liveness"
 """What a record's extras call the way to ask for signs of life."""
 
@@ -55,12 +57,15 @@ class Membership:
         agent: the worker.
         store: where members leave their records.
         me: this worker's record.
+        check: raises if two members' records do not fit together. Then the one that joins
+            later fails, and the other does not take it for a member.
     """
 
-    def __init__(self, agent: Agent, store: Store, me: Record) -> None:
+    def __init__(self, agent: Agent, store: Store, me: Record, check: Check) -> None:
         self._agent = agent
         self._store = store
         self._me = me
+        self._check = check
         self._known: dict[int, Record] = {}
         self._unreadable: Set[str] = frozenset()
         self._changes = -1
@@ -84,6 +89,7 @@ class Membership:
         Raises:
             BringUpError: the group does not take this worker, or the store does not
                 answer; says why.
+            ValueError: it does not fit together with a member.
         """
         given_up = threading.Event()
         within(timeout, lambda: self._join(given_up), given_up, self._resign)
@@ -240,6 +246,9 @@ class Membership:
         unreadable: dict[str, BringUpError] = {}
         found = member_list.members(self._store, unreadable.__setitem__)
         self._log_unreadable(unreadable)
+        if self._changes < 0:
+            for record in found:
+                self._check([self._me, record])
         records = {record.rank: record for record in found}
         for rank, record in list(self._known.items()):
             if rank not in records and record.name not in unreadable:
@@ -256,6 +265,7 @@ class Membership:
     def _meet(self, member: Record) -> None:
         """One that this worker cannot take keeps it from nobody else."""
         try:
+            self._check([self._me, member])
             self._agent.add_peer(peer_of(member))
         except Exception as error:
             if member == self._me:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from rpc import bring_up, builtin_backends
+from rpc import bring_up, builtin_backends, member_list
 from rpc._testing import FaultyTensorPipeRpcBackendOptions
 from rpc._testing import backend as faulty_backends
+from rpc.agent import Agent
 from rpc.bring_up import address_towards, is_crowded
+from rpc.group_store import Record
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +87,51 @@ def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
     with pytest.raises(_MadeError):
         backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
     assert taken == [crowded or world_size is None]
+
+
+Maps = dict[str, dict[str, int]]
+"""By destination worker, from this worker's devices to the numbers of GPUs."""
+
+
+class TestDeviceMapsOfADynamicGroup:
+    @pytest.fixture
+    def store(self) -> HashStore:
+        return HashStore()
+
+    @pytest.fixture
+    def join(self, store: HashStore) -> Iterator[Callable[[str, Maps], Agent]]:
+        """Brings a worker into one group; no host has so many GPUs as its map may name."""
+        agents: list[Agent] = []
+
+        def join(name: str, maps: Maps) -> Agent:
+            options = TensorWireRpcBackendOptions(
+                init_method="tcp://127.0.0.1:1", device_maps=maps, liveness_timeout=0
+            )
+            rank = len(agents)
+            agents.append(builtin_backends._init_tensorwire(store, name, rank, None, options))
+            return agents[-1]
+
+        yield join
+        for agent in agents:
+            agent.shutdown(graceful=False)
+
+    def names(self, store: HashStore) -> list[str]:
+        members: list[Record] = member_list.members(store)
+        return [member.name for member in members]
+
+    def test_who_joins_with_one_that_leads_nowhere_is_refused(
+        self, store: HashStore, join: Callable[[str, Maps], Agent]
+    ) -> None:
+        join("alice", {})
+        with pytest.raises(ValueError, match="Node bob has target devices with invalid indices"):
+            join("bob", {"alice": {"cpu": 99}})
+        assert self.names(store) == ["alice"]
+
+    def test_so_is_one_to_whom_a_members_leads_nowhere(
+        self, store: HashStore, join: Callable[[str, Maps], Agent]
+    ) -> None:
+        join("alice", {"bob": {"cpu": 99}})
+        with pytest.raises(ValueError, match="Node alice has target devices with invalid indices"):
+            join("bob", {})
+        join("carol", {"dave": {"cpu": 0}})
+        assert self.names(store) == ["alice", "carol"]

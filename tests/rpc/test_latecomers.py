@@ -46,7 +46,7 @@ def join(clock: VirtualClock) -> Iterator[Join]:
         agent = Agent(WorkerInfo(name, len(agents)), 0, hub.transport(), clock=clock)
         agents.append(agent)
         me = Record(name, agent.info.id, None, 0, "test", agent.start())
-        agent.membership = Membership(agent, store, me)
+        agent.membership = Membership(agent, store, me, lambda records: None)
         agent.membership.join(20)
         return agent
 

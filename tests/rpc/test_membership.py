@@ -22,6 +22,10 @@ from tests.waiting import until
 NAMES = ("alice", "bob", "carol")
 
 
+def fits(records: list[Record]) -> None:
+    """Every record does."""
+
+
 class Agent:
     """Notes what it is told."""
 
@@ -55,7 +59,7 @@ class Group:
         self.members = []
         for agent, name in zip(self.agents, NAMES, strict=True):
             record = Record(name, agent.life.worker, None, 0, "test", b"")
-            self.members.append(Membership(agent, self.store, record))  # type: ignore[arg-type]
+            self.members.append(Membership(agent, self.store, record, fits))  # type: ignore[arg-type]
         for member in self.members:
             member.join(20)
         until(lambda: all(len(agent.peers) == 3 for agent in self.agents))
@@ -108,7 +112,7 @@ def check_look(seed: int) -> None:
     store = HashStore()
     listed = {0: _record(0, 0)}
     view = View(Life(0, 0))
-    member = Membership(view, store, listed[0])  # type: ignore[arg-type]
+    member = Membership(view, store, listed[0], fits)  # type: ignore[arg-type]
     member_list.join(store, listed[0])
     born = dict.fromkeys(range(4), 0)
     for _ in range(draw.randint(1, 25)):
@@ -255,7 +259,7 @@ class SlowStore(Store):
 def test_one_that_gave_up_joining_is_no_member_when_the_store_answers(slow: str) -> None:
     store, agent = HashStore(), Agent(Life(0, 1))
     late = SlowStore(store, slow)
-    member = Membership(agent, late, _record(0, 1))  # type: ignore[arg-type]
+    member = Membership(agent, late, _record(0, 1), fits)  # type: ignore[arg-type]
     with pytest.raises(BringUpError, match="did not answer"):
         member.join(0.1)
     late.may_answer.set()
@@ -272,7 +276,7 @@ def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(agent, "add_peer", refuse)
     with pytest.raises(OSError, match="no"):
-        Membership(agent, store, _record(0, 1)).join(20)  # type: ignore[arg-type]
+        Membership(agent, store, _record(0, 1), fits).join(20)  # type: ignore[arg-type]
     assert member_list.members(store) == []
 
 
@@ -322,3 +326,51 @@ def test_a_record_that_cannot_be_read_is_logged_once_and_says_nothing(
     group.store.set("tensorwire/member/w7", "!left 1")
     member_list.leave(group.store, _record(8, 1))
     until(lambda: all(Life(7, 1) in agent.left for agent in group.agents))
+
+
+def refuse_carol(records: list[Record]) -> None:
+    """Whoever is called so does not fit together with alice."""
+    if {"alice", "carol"} <= {record.name for record in records}:
+        raise ValueError("carol's map leads to a device that alice lacks")
+
+
+class TestWhoDoesNotFitTogether:
+    @staticmethod
+    def _member(store: Store, rank: int) -> tuple[Agent, Membership]:
+        agent, me = Agent(Life(rank, 0)), Record(NAMES[rank], rank, None, 0, "test", b"")
+        return agent, Membership(agent, store, me, refuse_carol)  # type: ignore[arg-type]
+
+    def test_the_one_who_joins_later_fails_and_is_no_member(self) -> None:
+        store = HashStore()
+        _, alice = self._member(store, 0)
+        alice.join(20)
+        agent, carol = self._member(store, 2)
+        with pytest.raises(ValueError, match="that alice lacks"):
+            carol.join(20)
+        assert agent.peers == set()
+        assert [record.name for record in member_list.members(store)] == ["alice"]
+        alice.leave()
+
+    def test_a_member_takes_the_other_for_none_and_says_so(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = HashStore()
+        agent, alice = self._member(store, 0)
+        alice.join(20)
+        member_list.join(store, Record("carol", 2, None, 0, "test", b""))  # it has not looked yet
+        member_list.join(store, Record("bob", 1, None, 0, "test", b""))
+        until(lambda: agent.lives(1))
+        assert not agent.lives(2)
+        assert "cannot be reached from here: carol's map leads to a device" in caplog.text
+        alice.leave()
+
+    def test_that_keeps_nobody_else_out(self) -> None:
+        store = HashStore()
+        _, alice = self._member(store, 0)
+        alice.join(20)
+        member_list.join(store, Record("carol", 2, None, 0, "test", b""))
+        agent, bob = self._member(store, 1)
+        bob.join(20)
+        assert agent.lives(0)
+        bob.leave()
+        alice.leave()
