@@ -132,6 +132,22 @@ def used_devices(info: DeviceInfo, reverse_maps: Iterable[DeviceMap] = ()) -> li
     return sorted(named - {_CPU}, key=_index)
 
 
+def check_present(devices: Iterable[torch.device]) -> None:
+    """Checks that this process has these devices.
+
+    Raises:
+        DeviceMapError: naming those that it lacks.
+    """
+    count = torch.cuda.device_count()
+    lacking = [device for device in devices if not _exist([device], count)]
+    if lacking:
+        names = ", ".join(sorted(map(str, lacking)))
+        raise DeviceMapError(
+            f"a device map leads to {names}, but this process has {count} CUDA devices; map to "
+            "one that it has"
+        )
+
+
 def local_device_info(maps: Mapping[str, DeviceMap], devices: Sequence[torch.device]) -> DeviceInfo:
     """What this process has to say about its devices, given its options."""
     return DeviceInfo(torch.cuda.device_count(), tuple(devices), maps)

@@ -31,14 +31,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from rpc import streams
 from rpc.devices import (
     DeviceMap,
     local_device_info,
     moves_host,
     note_host_moves,
+    reverse,
     used_devices,
 )
 from rpc.errors import (
@@ -136,10 +135,9 @@ class TensorPipeTransport:
             raise BringUpError("this build of torch has no TensorPipe; use another backend")
         self._info, self._incarnation, self._receiver = info, incarnation, receiver
         devices = local_device_info(self._options.device_maps, self._options.devices)
-        used = used_devices(devices)
-        if used and torch.cuda.is_available():
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._agent = TorchAgent(info.name, self._options, self._transports, used)
+        back = reverse(self._options.device_maps.get(info.name, {}))
+        used = used_devices(devices, [back])
+        self._agent = TorchAgent(info.name, self._options, self._transports, used, back)
         self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
         self._loopback = Loopback(f"tensorpipe-loopback-{info.name}", self._take_own)
         sender = self._sender = Sender(info.id, incarnation)
@@ -261,10 +259,10 @@ class TensorPipeTransport:
         """
         began = time.monotonic()
         deadline = began + flush_seconds
-        handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
         with self._lock:
             if self._state is not _State.OPEN:
                 return
+            handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
             self._state = _State.CLOSING
             self._roster.open = False
             for link in self._roster.everyone():

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._autograd import _profiler_type
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from rpc.devices import DeviceMap
+from rpc.devices import DeviceMap, check_present
 from rpc.errors import BringUpError
 from rpc.executor import SECONDS_TO_END, abandon
 from rpc.threads import Thread
@@ -72,12 +72,14 @@ class TorchAgent:
         options: channels and device maps.
         transports: by torch's names, best first; None leaves the choice to torch.
         devices: the CUDA devices that calls may use.
+        own_reverse_map: for answers to this worker's calls to itself.
 
     Attributes:
         threads: of torch, which run all that comes in.
 
     Raises:
         BringUpError: torch already runs an agent in this process, or cannot start one.
+        DeviceMapError: this process lacks one of the devices.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class TorchAgent:
         options: TensorPipeRpcBackendOptions,
         transports: list[str] | None,
         devices: list[torch.device],
+        own_reverse_map: DeviceMap,
     ) -> None:
         import torch.distributed.rpc.internal as internal
         from torch._C import _distributed_rpc as module
@@ -94,8 +97,8 @@ class TorchAgent:
         self.name = name
         self.tensor_tables: Any = internal._thread_local_tensor_tables
         self.threads = PoolThreads(POOL_THREADS)
-        self._devices = devices
-        self._reverse_maps: dict[str, DeviceMap] = {}
+        self._devices: list[torch.device] = []
+        self._reverse_maps = {name: own_reverse_map} if own_reverse_map else {}
         self._naming = threading.Lock()
         self._ids: dict[str, int] = {}
         self._next_id = SELF_ID + 1
@@ -106,11 +109,15 @@ class TorchAgent:
                 "torch allows one RPC agent per process and this process already runs one; shut "
                 "it down first, or use another transport for the second worker"
             )
+        self._begin_to_use(devices)
         _allow_calls()
         _give_torch_an_agent_to_keep(module)
         store = HashStore()
         self._addresses: Store = PrefixStore("addrs", store)
-        self._agent: Any = _make(module, store, name, _torch_options(options, transports), devices)
+        torch_options = _torch_options(options, transports)
+        self._agent: Any = _make(
+            module, store, name, torch_options, self._reverse_maps, self._devices
+        )
         try:
             module._set_and_start_rpc_agent(self._agent)
         except RuntimeError as error:
@@ -132,13 +139,19 @@ class TorchAgent:
 
         Returns:
             What ``ask`` and ``tell`` take.
+
+        Raises:
+            DeviceMapError: this process lacks one of the devices.
         """
         with self._naming:
             self._hang_up()
             return self._reach(name, url, reverse_map)
 
     def _reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
+        self._begin_to_use(reverse_map)
         if name in self._ids:
+            if self._reverse_maps.get(name) != reverse_map:  # torch keeps what is named to it
+                self._reverse_maps.pop(name, None)
             self._update(name, self._ids[name], False)
         if self._next_id > _LAST_ID:
             raise BringUpError(
@@ -150,10 +163,32 @@ class TorchAgent:
         self._addresses.set(name, url.decode())
         if reverse_map:
             self._reverse_maps[name] = reverse_map
-            new = {device for device in reverse_map if device.type != "cpu"} - {*self._devices}
-            self._devices += sorted(new, key=lambda device: device.index)
         self._update(name, self._ids[name], True)
         return self._route(name, self._ids[name])
+
+    def use(self, devices: Iterable[torch.device]) -> None:
+        """Lets what peers send arrive on these devices of this process, too.
+
+        Raises:
+            DeviceMapError: this process lacks one of them.
+        """
+        with self._naming:
+            if self._begin_to_use(devices):
+                self._update(self.name, SELF_ID, True)
+
+    def _begin_to_use(self, devices: Iterable[torch.device]) -> bool:
+        """Makes CUDA ready before torch hears of its devices; returns whether there are new ones.
+
+        A message with a tensor for a device that torch does not know, or that is not there, or
+        before CUDA was initialised, ends the process: torch takes memory for it where nothing
+        catches what that raises.
+        """
+        new = {device for device in devices if device.type != "cpu"} - {*self._devices}
+        check_present(new)
+        if new:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            self._devices += sorted(new, key=lambda device: device.index)
+        return bool(new)
 
     def abandon(self, route: torch_rpc.WorkerInfo) -> None:
         """Lets torch close a pipe that nobody needs any more once the other end has closed it.
@@ -396,10 +431,11 @@ def _make(
     store: Store,
     name: str,
     options: torch_rpc._TensorPipeRpcBackendOptionsBase,
+    reverse_maps: dict[str, DeviceMap],
     devices: list[torch.device],
 ) -> torch_rpc.TensorPipeAgent:
     agent: torch_rpc.TensorPipeAgent = module.TensorPipeAgent(
-        store, name, SELF_ID, 1, options, {}, devices
+        store, name, SELF_ID, 1, options, reverse_maps, devices
     )
     # Alone in its group, it joins at once; from then on torch takes a peer that closes its
     # pipe for the end of a job and logs nothing about it.
@@ -436,7 +472,7 @@ def _give_torch_an_agent_to_keep(module: Any) -> None:
     timeouts without holding its lock, just before that goes to sleep.
     """
     options = module._TensorPipeRpcBackendOptionsBase(1, ["uv"], ["basic"])
-    agent: Any = _make(module, HashStore(), "kept", options, [])
+    agent: Any = _make(module, HashStore(), "kept", options, {}, [])
     module._set_and_start_rpc_agent(agent)
     module._rref_context_get_debug_info()
     stopping = _Stopping(module, agent)

@@ -10,16 +10,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
-from rpc.transports import turns
+from rpc.options import TensorPipeRpcBackendOptions
+from rpc.transports import tensorpipe, turns
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import WhenFull
-from rpc.transports.tensorpipe import available
+from rpc.transports.tensorpipe import TensorPipeTransport, available
 from rpc.transports.tensorpipe_torch import POOL_THREADS
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import (
@@ -306,6 +307,15 @@ class TestDevices:
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_a_worker_sends_itself_tensors_on_a_gpu(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        (a,) = workers(1, device_maps={"worker0": {0: 0}})
+        (found,) = a.call(a, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
+        assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_tensors_go_from_gpu_to_gpu_and_back(
         self, workers: Callable[..., list[Worker]]
     ) -> None:
@@ -390,6 +400,23 @@ class TestThreads:
 
 
 class TestStarting:
+    def test_one_that_did_not_start_may_be_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[object] = []
+
+        def refuse(*what: object) -> None:
+            told.extend(what)
+            raise DeviceMapError("it has no such device")
+
+        monkeypatch.setattr(tensorpipe, "TorchAgent", refuse)
+        maps = {"a": {0: 1}, "b": {2: 0}}
+        transport = TensorPipeTransport(TensorPipeRpcBackendOptions(device_maps=maps))
+        receiver: Any = None
+        with pytest.raises(DeviceMapError):
+            transport.start(WorkerInfo("a", 0), 1, receiver)
+        transport.close(1.0)
+        cuda = [torch.device("cuda", index) for index in range(3)]
+        assert told[-2:] == [cuda, {cuda[1]: cuda[0]}], "its way back to itself is among them"
+
     def test_a_process_in_which_torchs_agent_did_not_start_may_try_again(self) -> None:
         program = (
             "from rpc.errors import BringUpError\n"
