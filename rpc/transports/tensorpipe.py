@@ -46,8 +46,9 @@ from rpc.errors import (
     FrameError,
 )
 from rpc.executor import SECONDS_TO_END
+from rpc.messages import Reply, Status
 from rpc.transports import tensorpipe_wire as wire
-from rpc.transports.base import Frame, FrameKind, Peer, Receiver
+from rpc.transports.base import Frame, FrameKind, Peer, Receiver, Unreceived
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.loopback import Loopback
 from rpc.transports.tensorpipe_address import Address
@@ -73,6 +74,8 @@ _log = logging.getLogger(__name__)
 
 _ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
 _FROM_OURSELVES = frozenset({wire.PRIMER, wire.LET_GO})
+_FAILED = Reply(Status.ERROR).encode()
+"""All that a transport has to say of messages: that of an accepted request nothing will come."""
 
 
 class _State(enum.Enum):
@@ -143,7 +146,7 @@ class TensorPipeTransport:
         sender = self._sender = Sender(info.id, incarnation)
         self._answers = Answers(sender)
         self._memory = HostMemory(f"tensorpipe-{info.name}", self._options.shared_memory)
-        self._caller = Caller(sender, self._lock, self._agent, self._broke)
+        self._caller = Caller(sender, self._lock, self._agent, self._broke, self._failed)
         mending = f"tensorpipe-mend-{info.name}"
         self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
         self._outgoing = Outgoing(
@@ -482,6 +485,11 @@ class TensorPipeTransport:
             _log.exception("%r could not take a frame from %s", self._info, link.life)
 
     # Losing peers, and leaving
+
+    def _failed(self, link: Link, correlation: int, problem: str) -> None:
+        """To a request of ours no reply will come."""
+        why = Unreceived(f"worker {link.name!r} answered with an error: {problem}".encode())
+        self._deliver(link, Frame(FrameKind.REPLY, correlation, _FAILED, why))
 
     def _refuse(self, link: Link, error: FrameError) -> None:
         """Gives up a peer that sent what cannot be read, and tells it why."""

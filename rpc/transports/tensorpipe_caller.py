@@ -29,7 +29,7 @@ from rpc.transports.tensorpipe_ledger import (
 )
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_shared import HostMemory
-from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of
+from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of, refusal_of
 from rpc.transports.tensorpipe_wire import Envelope, Payload, Sender
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Caller:
         lock: guards the links.
         agent: carries them.
         broke: told of a pipe that broke, by the attempt that it belongs to, and why.
+        failed: told of a request to which no reply will come, by its correlation, and why.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class Caller:
         lock: threading.Lock,
         agent: TorchAgent,
         broke: Callable[[Link, int, str], None],
+        failed: Callable[[Link, int, str], None],
     ) -> None:
         self._sender = sender
         self._lock = lock
         self._agent = agent
         self._broke = broke
+        self._failed = failed
 
     def link_to(
         self,
@@ -115,7 +118,7 @@ class Caller:
         me, life = self._sender
         return Envelope(kind, me, life, frame.correlation, number, link.seam.attempt), link.route
 
-    def carry(self, begun: Begun, frame: Frame) -> None:
+    def carry(self, link: Link, begun: Begun, frame: Frame) -> None:
         """Makes a call that has its number.
 
         Raises:
@@ -127,14 +130,33 @@ class Caller:
             return
         data, tensors = wire.pack(envelope, frame)
         if envelope.kind == FrameKind.REQUEST or envelope.kind == wire.AGAIN:
-            self._agent.ask(route, wire.call_pickle(data), tensors)
+            future = self._agent.ask(route, wire.call_pickle(data), tensors)
+            future.add_done_callback(partial(self._request_ended, link, envelope))
         else:
             self._agent.tell(route, wire.call_pickle(data), tensors)
+
+    def _request_ended(
+        self, link: Link, envelope: Envelope, future: torch.futures.Future[None]
+    ) -> None:
+        """Lets a call fail that torch answers with an error of its own.
+
+        The peer may not have taken it: then its number is still to come.
+        """
+        problem = refusal_of(future)
+        if not problem:
+            return
+        with self._lock:
+            if not link.calls.failed(envelope.number):
+                return
+            nothing = envelope._replace(kind=wire.VOID, attempt=link.seam.attempt)
+            begun = nothing, link.route
+        self.carry_or_break(link, begun, Frame(FrameKind.NOTICE, 0, b""))
+        self._failed(link, envelope.correlation, problem)
 
     def carry_or_break(self, link: Link, begun: Begun, frame: Frame) -> None:
         """Makes a call; if torch cannot, its pipe counts as broken."""
         try:
-            self.carry(begun, frame)
+            self.carry(link, begun, frame)
         except RuntimeError as error:
             self._broke(link, begun[0].attempt, f"torch cannot send to it: {error}")
 
@@ -211,12 +233,12 @@ class Caller:
         return self.begin(link, wire.RECEIPT, frame), frame
 
     def call_again(
-        self, route: torch_rpc.WorkerInfo, attempt: int, number: int, call: Call
+        self, link: Link, route: torch_rpc.WorkerInfo, attempt: int, number: int, call: Call
     ) -> None:
         """Makes a call on another pipe."""
         kind, frame = call
         envelope = self._sender.envelope(kind, frame.correlation, number, attempt)
-        self.carry((envelope, route), frame)
+        self.carry(link, (envelope, route), frame)
 
     def open_lifeline(self, link: Link, route: torch_rpc.WorkerInfo, attempt: int) -> None:
         """Makes the call on a pipe by which its end is noticed."""

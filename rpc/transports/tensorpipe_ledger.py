@@ -108,6 +108,11 @@ class Calls:
         self.unanswered[number] = VOID, _NOTHING
         return True
 
+    def failed(self, number: int) -> bool:
+        """A request ended without a reply; True if it is to say nothing, under its number."""
+        kind, _ = self.unanswered.get(number, (VOID, _NOTHING))
+        return kind in (FrameKind.REQUEST, AGAIN) and self.void(number)
+
     def came_back(self, number: int) -> Call | None:
         """An answer came; the call if it is the first, which stays under way until told."""
         return self.unanswered.pop(number, None)

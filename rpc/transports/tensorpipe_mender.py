@@ -205,7 +205,7 @@ class Mender:
                     self._hands.mended()
                     return
             for number, call in calls:
-                self._caller.call_again(route, attempt, number, call)
+                self._caller.call_again(link, route, attempt, number, call)
             done = calls[-1][0]
 
     def _give_up(self, case: _Case) -> None:

@@ -145,7 +145,7 @@ class Outgoing:
             self._exit.hold()
         try:
             self.open_lifeline(link)
-            self._caller.carry(begun, frame)
+            self._caller.carry(link, begun, frame)
         except PipeBrokenError as error:
             self._broke(link, begun[0].attempt, str(error))
         except BaseException:

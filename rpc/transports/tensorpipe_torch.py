@@ -45,6 +45,8 @@ _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 POOL_THREADS = 6
 """torch gives each call to the thread that has slept longest: the fewer, the warmer."""
 _NO_TIMEOUT = 0.0
+_FROM_THE_PIPE = "(this error originated at"
+"""In whatever TensorPipe says that is wrong with a pipe, and not in what torch answers."""
 _ENDED_EARLY = "Future marked complete from outside the thread pool"
 _PRIMING_SECONDS = 60.0
 _SECONDS_TO_STOP = 10.0
@@ -401,6 +403,19 @@ def error_of(future: Any) -> str:
         future.value()
     except RuntimeError as error:
         return str(error).partition(" (this error")[0] or "unknown error"
+    return ""
+
+
+def refusal_of(future: Any) -> str:
+    """What a call that ended was answered with instead of a value.
+
+    Empty if it has a value, or its pipe broke.
+    """
+    try:
+        future.value()
+    except Exception as error:
+        text = str(error)
+        return "" if _FROM_THE_PIPE in text else text or type(error).__name__
     return ""
 
 

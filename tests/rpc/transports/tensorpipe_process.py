@@ -21,12 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from rpc.errors import RpcError
 from rpc.ids import Life
 from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports import turns
+from rpc.transports import tensorpipe_wire, turns
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
@@ -222,8 +223,10 @@ class _Bench:
         self.lifelines: dict[int, int] = {}
         self.cutting: tuple[threading.Thread, threading.Event] | None = None
         self.cuts = 0
+        self.patches = pytest.MonkeyPatch()
 
     def make(self, options: dict[str, Any]) -> None:
+        self.patches.undo()
         self.cutter = Cutter()
         self.lifelines.clear()
         self.transport = TensorPipeTransport(TensorPipeRpcBackendOptions(**options))
@@ -309,6 +312,23 @@ class _Bench:
         """The transport's address becomes that of another one."""
         assert self.transport is not None
         self.transport._roster._life = "another"
+
+    def choke_on(self, words: bytes) -> None:
+        """Calls that say this cannot be read, and answers that do cannot be written."""
+
+        def unpack(data: bytes, tensors: list[torch.Tensor]) -> Any:
+            if words in data:
+                raise ValueError("this cannot be read")
+            return read(data, tensors)
+
+        def reduce(answer: Any) -> Any:
+            if words in answer.data:
+                raise ValueError("this cannot be written")
+            return write(answer)
+
+        read, write = tensorpipe_wire.unpack, tensorpipe_wire.Answer.__reduce__
+        self.patches.setattr(tensorpipe_wire, "unpack", unpack)
+        self.patches.setattr(tensorpipe_wire.Answer, "__reduce__", reduce)
 
     def early_calls(self) -> int:
         assert self.transport is not None

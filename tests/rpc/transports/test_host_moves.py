@@ -80,7 +80,7 @@ def test_over_tensorpipe_torch_carries_what_moves(
     options = TensorPipeRpcBackendOptions(device_maps={"bob": device_map})
     memory = HostMemory("test", 64 << 20)
     address = Address("uv://127.0.0.1:5", DeviceInfo(0), "life", memory.host).encode()
-    caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), lambda *_: None)
+    caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), *[lambda *_: None] * 2)
     peer = Peer(WorkerInfo("bob", 1), 1, address)
     link = caller.link_to(peer, "alice", options, memory, Loopback("alice", lambda _: None))
     assert link.shared.place(LARGE) is LARGE

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
+from rpc.messages import Reply, Status
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports import tensorpipe, turns
 from rpc.transports.base import Frame, FrameKind, Peer
@@ -322,6 +324,29 @@ class TestDevices:
         a, b = workers(2, device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
         (found,) = a.call(b, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
         assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class TestErrorsThatTorchAnswersWith:
+    @pytest.mark.parametrize("seconds", [5.0, 0.0], ids=["mended", "not mended"])
+    def test_they_fail_the_call_alone_and_nobody_waits_for_it_in_the_end(
+        self, workers: Callable[..., list[Worker]], seconds: float
+    ) -> None:
+        a, b = workers(2, link_resume_timeout=seconds)
+        b.answer = lambda worker, sender, frame: worker.transport.send(
+            sender, Frame(FrameKind.REPLY, frame.correlation, frame.payload[::-1])
+        )
+        place_of(b).call("choke_on", b"unreadable")
+        for header, payload in ((b"unreadable", b""), (b"h", b"elbadaernu")):
+            found = a.call(b, header, payload)
+            assert b"worker 'worker1' answered with an error" in found.payload
+            assert Reply.decode(found.header).status is Status.ERROR
+        assert a.call(b, b"h", b"olleh").header == b"hello"
+        assert place_of(a).call("in_flight", 1) == 0
+        assert a.lost == b.lost == []
+        began = time.monotonic()
+        a.close(30.0)
+        b.close(30.0)
+        assert time.monotonic() - began < 20.0
 
 
 class TestSharedMemory:

@@ -62,6 +62,20 @@ def test_what_happens_at_random_breaks_no_rule() -> None:
             raise AssertionError(f"reproduce with seed {seed} of tensorpipe_games") from error
 
 
+def test_a_request_that_failed_says_nothing_under_its_number() -> None:
+    calls = Calls(remembers=True)
+    asked, told = calls.begin(FrameKind.REQUEST, request(1)), calls.begin(VOID, request(0))
+    again = calls.begin(AGAIN, request(2))
+    assert [calls.failed(number) for number in (asked, told, again, 9)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert {kind for _, (kind, _) in calls.after(0)} == {VOID}
+    assert not calls.failed(asked), "its number is on the way already"
+
+
 @given(st.permutations(range(1, 30)), st.integers(0, 29))
 def test_a_number_is_taken_once_in_whatever_order_they_come(order: list[int], count: int) -> None:
     taken = Taken()

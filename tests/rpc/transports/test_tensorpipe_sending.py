@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,9 +20,14 @@ from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_parting import Exit
 from rpc.transports.tensorpipe_roster import Roster
 from rpc.transports.tensorpipe_sending import Outgoing
-from rpc.transports.tensorpipe_shared import HostMemory, SharedTensors
+from rpc.transports.tensorpipe_shared import HostMemory, SharedTensors, nothing_shared
 from rpc.transports.tensorpipe_torch import PipeBrokenError
-from rpc.transports.tensorpipe_wire import VOID, Envelope, PlacedFrame, Sender
+from rpc.transports.tensorpipe_wire import (
+    VOID,
+    Envelope,
+    PlacedFrame,
+    Sender,
+)
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
@@ -34,6 +39,9 @@ LARGE = torch.ones(1 << 20)
 """Of a new segment, it takes a quarter."""
 BESIDE = [torch.zeros(24_000, dtype=torch.uint8)] * 3
 """What goes through torch, and takes room there."""
+Moves = Mapping[torch.device, torch.device]
+NOWHERE: Moves = {}
+TO_DEVICE: Moves = {torch.device("cpu"): torch.device("meta")}
 OFTEN = 20
 """That many slots of what is ``LARGE`` are more than there are."""
 
@@ -44,10 +52,14 @@ class StandIn:
 
     Attributes:
         calls: those that were made.
+        tensors: of each.
+        futures: of each.
         before_a_call: done before one is.
     """
 
     calls: list[bytes] = field(default_factory=list)
+    tensors: list[list[torch.Tensor]] = field(default_factory=list)
+    futures: list[torch.futures.Future[Any]] = field(default_factory=list)
     before_a_call: Callable[[], object] = lambda: None
 
     @property
@@ -57,18 +69,28 @@ class StandIn:
     def is_here(self) -> bool:
         return False
 
-    def tell(self, route: object, pickle: bytes, tensors: list[torch.Tensor]) -> None:
+    def tell(self, route: object, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
         self.before_a_call()
         self.calls.append(pickle)
+        self.tensors.append(tensors)
+        self.futures.append(torch.futures.Future())
+        return self.futures[-1]
 
     ask = tell
 
+    def future_of(self, words: bytes) -> torch.futures.Future[Any]:
+        """What the first call that says this ends with."""
+        return next(f for f, call in zip(self.futures, self.calls, strict=True) if words in call)
 
-def link_to_peer(incarnation: int, shared: SharedTensors) -> Link:
+
+def link_to_peer(
+    incarnation: int, shared: SharedTensors, requests: Moves = NOWHERE, replies: Moves = NOWHERE
+) -> Link:
     peer = Peer(WorkerInfo("peer", PEER), incarnation, b"")
     route: Any = "a route"
     calls, served = Calls(remembers=True), Served(keeps=True)
-    link = Link(peer, route, False, {}, {}, calls, served, 5.0, shared)
+    maps = dict(requests), dict(replies)
+    link = Link(peer, route, False, *maps, calls, served, 5.0, shared)
     link.reply_window = FlowWindow("peer", ROOM, gives_way=False)
     link.watched = True
     return link
@@ -83,6 +105,8 @@ class Bench:
     roster: Roster = field(default_factory=lambda: Roster("life"))
     memory: HostMemory = field(default_factory=lambda: HostMemory("test", LIMIT))
     broke: list[tuple[Link, int, str]] = field(default_factory=list)
+    failed: list[tuple[Link, int, str]] = field(default_factory=list)
+    patience: Patience = Patience.WAITS
 
     def __post_init__(self) -> None:
         agent: Any = self.agent
@@ -93,10 +117,10 @@ class Bench:
             Exit(self.lock),
             self.roster,
             agent,
-            Caller(sender, self.lock, agent, self.note),
+            Caller(sender, self.lock, agent, self.note, lambda *what: self.failed.append(what)),
             Answers(sender),
             agent,
-            lambda _: Patience.WAITS,
+            lambda _: self.patience,
             self.note,
         )
         self.theirs = self.share()
@@ -122,6 +146,12 @@ class Bench:
         future: torch.futures.Future[Any] = torch.futures.Future()
         assert link.take(request, Frame(FrameKind.REQUEST, REQUEST, b""), future)
         return future
+
+    def have_maps(self, requests: Moves, replies: Moves) -> None:
+        """Another life of the peer takes the place of this one."""
+        self.link.shared.close()
+        self.link = link_to_peer(2, nothing_shared(), requests, replies)
+        self.roster.add(self.link)
 
     def room(self) -> int:
         """How many slots there are for what is ``LARGE``."""
@@ -306,3 +336,31 @@ def test_a_request_that_lies_in_the_memory_of_a_former_life_is_not_sent_to_a_lat
         bench.send(frame_of(FrameKind.REQUEST, LARGE))
     assert bench.agent.calls == []
     assert later.calls.sent == 0
+
+
+class TestRequestsThatTorchAnswersWithAnError:
+    TEXT = "Response device mapping is not available for destination me"
+
+    def test_the_call_fails_and_its_number_is_taken_all_the_same(self, bench: Bench) -> None:
+        bench.send(frame_of(FrameKind.REQUEST))
+        asked = bench.agent.future_of(b"header")
+        asked.set_exception(RuntimeError(self.TEXT))
+        assert bench.failed == [(bench.link, REQUEST, self.TEXT)]
+        assert [kind for _, (kind, _) in bench.link.calls.after(0)] == [VOID]
+        assert len(bench.agent.calls) == 2
+        assert bench.link.calls.under_way == 1, "until that has come back"
+
+    @pytest.mark.parametrize("answered", [False, True])
+    def test_nothing_is_done_about_a_pipe_that_broke_or_a_call_that_was_answered(
+        self, bench: Bench, answered: bool
+    ) -> None:
+        bench.send(frame_of(FrameKind.REQUEST))
+        asked = bench.agent.future_of(b"header")
+        if answered:
+            assert bench.link.calls.came_back(1) is not None
+            asked.set_exception(RuntimeError(self.TEXT))
+        else:
+            text = "EOF: end of file (this error originated at tensorpipe/x.cc:259)"
+            asked.set_exception(RuntimeError(text))
+        assert bench.failed == []
+        assert len(bench.agent.calls) == 1

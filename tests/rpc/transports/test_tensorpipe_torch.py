@@ -230,3 +230,17 @@ class TestDevices:
         agent.reach("other", b"there", {})
         agent.reach("other", b"there", {})
         assert known.reverse_maps == {"me": {GPUS[1]: GPUS[0]}}
+
+
+def test_an_error_of_a_pipe_is_no_answer() -> None:
+    def ended(error: Exception | None) -> str:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_exception(error) if error else future.set_result(None)  # type: ignore[arg-type]
+        return tensorpipe_torch.refusal_of(future)
+
+    assert ended(None) == ""
+    assert ended(RuntimeError("pipe closed (this error originated at tensorpipe/a.cc:1)")) == ""
+    assert (
+        ended(RuntimeError("device mapping is not available")) == "device mapping is not available"
+    )
+    assert ended(ValueError()) == "ValueError"
