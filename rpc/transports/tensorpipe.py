@@ -403,7 +403,7 @@ class TensorPipeTransport:
         elif link is not None and future is not None:
             with self._lock:
                 again, reply = link.served.ask_again(envelope, future)
-            self._answers.give_again(envelope, future, again, reply)
+            self._answers.give_again(link, envelope, future, again, reply)
         elif refusal is not None and future is not None:
             kind = wire.LIFELINE if envelope.kind == wire.LIFELINE else wire.REFUSED
             self._answers.give_asked([(envelope, future)], kind, refusal)

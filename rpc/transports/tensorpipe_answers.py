@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe_ledger import Again, AnswerFuture
+from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_torch import Leaving
 from rpc.transports.tensorpipe_wire import Answer, Envelope, Sender
 
@@ -40,18 +41,23 @@ class Answers:
         envelope = self._sender.envelope(kind, 0, number, attempt)
         return Answer(*wire.pack(envelope, Frame(FrameKind.NOTICE, 0, b"", data)))
 
-    def give_reply(self, request: Envelope, future: AnswerFuture, frame: Frame) -> None:
-        """Answers a request with a frame."""
+    def give_reply(self, link: Link, request: Envelope, future: AnswerFuture, frame: Frame) -> None:
+        """Answers a request of a peer's with a frame."""
         me, life = self._sender
         envelope = Envelope(FrameKind.REPLY, me, life, request.correlation, request.number)
-        future.set_result(Answer(*wire.pack(envelope, frame)))
+        future.set_result(Answer(*wire.pack(envelope, frame, link.replies_lent_from)))
 
     def give_again(
-        self, request: Envelope, future: AnswerFuture, again: Again, reply: Frame | None
+        self,
+        link: Link,
+        request: Envelope,
+        future: AnswerFuture,
+        again: Again,
+        reply: Frame | None,
     ) -> None:
         """Answers a request that was taken before, unless its handler is to answer it."""
         if reply is not None:
-            self.give_reply(request, future, reply)
+            self.give_reply(link, request, future, reply)
         elif again is Again.FORGOTTEN:
             future.set_result(self.make(wire.FORGOTTEN, b"", request.number))
         elif again is Again.STALE:

@@ -128,7 +128,7 @@ class Caller:
         envelope, route = begun
         if route is None:
             return
-        data, tensors = wire.pack(envelope, frame)
+        data, tensors = wire.pack(envelope, frame, link.requests_lent_from)
         if envelope.kind == FrameKind.REQUEST or envelope.kind == wire.AGAIN:
             future = self._agent.ask(route, wire.call_pickle(data), tensors)
             future.add_done_callback(partial(self._request_ended, link, envelope))

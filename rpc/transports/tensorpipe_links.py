@@ -28,7 +28,7 @@ from rpc.transports.loopback import Loopback
 from rpc.transports.resumption import Seam
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Call, Calls, Mending, Served
 from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
-from rpc.transports.tensorpipe_wire import AGAIN, LIFELINE, Envelope
+from rpc.transports.tensorpipe_wire import AGAIN, LIFELINE, Envelope, lent_from
 
 if TYPE_CHECKING:
     from torch._C import _distributed_rpc as torch_rpc
@@ -79,6 +79,10 @@ class Link:
     loopback: Loopback | None = None
 
     life: Life = field(init=False)
+    requests_lent_from: int = field(init=False)
+    """The size from which what we call it with may travel as a tensor."""
+    replies_lent_from: int = field(init=False)
+    """And what we answer."""
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
     reported: bool = False
@@ -122,6 +126,8 @@ class Link:
 
     def __post_init__(self) -> None:
         self.life = self.peer.life
+        self.requests_lent_from = lent_from(self.requests)
+        self.replies_lent_from = lent_from(self.replies)
 
     @property
     def name(self) -> str:

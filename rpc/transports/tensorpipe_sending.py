@@ -204,7 +204,7 @@ class Outgoing:
                 self.open_lifeline(link)
                 self._caller.reply_in_frame(link, frame)
             else:
-                self._answers.give_reply(*held, frame)
+                self._answers.give_reply(link, *held, frame)
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         except BaseException:

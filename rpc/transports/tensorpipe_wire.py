@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copyreg
 import struct
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 import torch
 
+from rpc.devices import DeviceMap, moves_host
 from rpc.errors import FrameError
 from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind
@@ -67,6 +69,7 @@ LEFT = 36
 
 TENSOR_PAYLOAD_MIN = 128 * 1024
 """Payloads from this size travel as a tensor, which torch does not copy."""
+_NEVER = sys.maxsize
 
 _QUESTION_CODE = 0x7457_0001
 _ANSWER_CODE = 0x7457_0002
@@ -230,17 +233,30 @@ def receive_answer(data: bytes) -> None:
         bus.answer(*unpack(data, _socket.tables.recv_tables))
 
 
+def lent_from(device_map: DeviceMap) -> int:
+    """The size from which payloads travel as a tensor: none may that a device map would move."""
+    return _NEVER if moves_host(device_map) else TENSOR_PAYLOAD_MIN
+
+
 def compact(frame: Frame) -> Frame:
     """The same frame with tensors that :func:`pack` need not copy, which takes memory."""
     return frame._replace(tensors=tuple(map(_compact, frame.tensors)))
 
 
-def pack(envelope: Envelope, frame: Frame) -> tuple[bytes, list[torch.Tensor]]:
-    """Returns the bytes and tensors that carry ``frame``."""
+def pack(
+    envelope: Envelope, frame: Frame, lent_from: int = _NEVER
+) -> tuple[bytes, list[torch.Tensor]]:
+    """Returns the bytes and tensors that carry ``frame``.
+
+    Args:
+        envelope: stands in front of it.
+        frame: what is carried.
+        lent_from: the size from which its payload travels as a tensor, and is not copied.
+    """
     tensors = [*map(_compact, frame.tensors)]
     payload: Payload = frame.payload
     flags = _PLACED if type(frame) is PlacedFrame else 0
-    if len(payload) >= TENSOR_PAYLOAD_MIN:
+    if len(payload) >= lent_from:
         tensors.append(_as_tensor(payload))
         payload, flags = b"", flags | _PAYLOAD_IN_TENSOR
     head = _ENVELOPE.pack(

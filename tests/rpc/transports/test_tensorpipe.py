@@ -309,6 +309,16 @@ class TestDevices:
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_host_memory_goes_to_a_gpu_and_back_with_payloads_beside_it(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, device_maps={"worker1": {"cpu": 0}})
+        payload = bytes(1 << 20)
+        found = a.call(b, b"h", payload, torch.arange(5.0))
+        assert (str(found.tensors[0].device), bytes(found.payload)) == ("cpu", payload)
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_a_worker_sends_itself_tensors_on_a_gpu(
         self, workers: Callable[..., list[Worker]]
     ) -> None:

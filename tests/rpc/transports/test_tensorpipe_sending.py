@@ -23,6 +23,7 @@ from rpc.transports.tensorpipe_sending import Outgoing
 from rpc.transports.tensorpipe_shared import HostMemory, SharedTensors, nothing_shared
 from rpc.transports.tensorpipe_torch import PipeBrokenError
 from rpc.transports.tensorpipe_wire import (
+    TENSOR_PAYLOAD_MIN,
     VOID,
     Envelope,
     PlacedFrame,
@@ -336,6 +337,39 @@ def test_a_request_that_lies_in_the_memory_of_a_former_life_is_not_sent_to_a_lat
         bench.send(frame_of(FrameKind.REQUEST, LARGE))
     assert bench.agent.calls == []
     assert later.calls.sent == 0
+
+
+class TestHostMemoryThatAMapMoves:
+    """A payload must not be among what it moves."""
+
+    PAYLOAD = bytes(TENSOR_PAYLOAD_MIN)
+
+    def test_requests_and_batches(self, bench: Bench) -> None:
+        bench.have_maps(TO_DEVICE, {})
+        bench.send(Frame(FrameKind.REQUEST, REQUEST, b"", self.PAYLOAD))
+        with bench.lock:
+            bench.link.batch_under_way = True
+        for _ in range(20):
+            bench.send(Frame(FrameKind.NOTICE, 0, b"", bytes(TENSOR_PAYLOAD_MIN // 16)))
+        with bench.lock:
+            bench.link.batch_under_way = False
+        bench.send(Frame(FrameKind.NOTICE, 0, b"", b"the last one"))
+        assert [len(pickle) > TENSOR_PAYLOAD_MIN for pickle in bench.agent.calls] == [True, True]
+        assert bench.agent.tensors == [[], []]
+
+    def test_replies(self, bench: Bench) -> None:
+        bench.have_maps({}, TO_DEVICE)
+        answer = bench.is_asked(bench.link)
+        bench.send(Frame(FrameKind.REPLY, REQUEST, b"", self.PAYLOAD))
+        assert answer.value().tensors == []
+
+    def test_in_the_other_direction_nothing_changes(self, bench: Bench) -> None:
+        bench.have_maps({}, TO_DEVICE)
+        bench.send(Frame(FrameKind.REQUEST, REQUEST, b"", self.PAYLOAD))
+        bench.have_maps(TO_DEVICE, {})
+        answer = bench.is_asked(bench.link)
+        bench.send(Frame(FrameKind.REPLY, REQUEST, b"", self.PAYLOAD))
+        assert [len(bench.agent.tensors[0]), len(answer.value().tensors)] == [1, 1]
 
 
 class TestRequestsThatTorchAnswersWithAnError:

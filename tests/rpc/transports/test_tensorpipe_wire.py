@@ -46,7 +46,7 @@ def bus(tables: threading.local) -> Iterator[Recorder]:
 
 
 def round_trip(frame: Frame) -> Frame:
-    envelope, found = wire.unpack(*wire.pack(ENVELOPE, frame))
+    envelope, found = wire.unpack(*wire.pack(ENVELOPE, frame, wire.TENSOR_PAYLOAD_MIN))
     assert envelope == ENVELOPE
     return found
 
@@ -65,16 +65,27 @@ class TestPacking:
 
     def test_large_payloads_are_lent_not_copied(self) -> None:
         payload = bytearray(wire.TENSOR_PAYLOAD_MIN)
-        _, (carrier,) = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", payload))
+        frame = Frame(FrameKind.NOTICE, 0, b"", payload)
+        _, (carrier,) = wire.pack(ENVELOPE, frame, wire.TENSOR_PAYLOAD_MIN)
         payload[5] = 77
         assert carrier[5] == 77
 
     def test_a_payload_lives_as_long_as_the_tensor_that_carries_it(self) -> None:
         def pack() -> torch.Tensor:
             payload = b"\x07" * wire.TENSOR_PAYLOAD_MIN
-            return wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b"", payload))[1][0]
+            frame = Frame(FrameKind.NOTICE, 0, b"", payload)
+            return wire.pack(ENVELOPE, frame, wire.TENSOR_PAYLOAD_MIN)[1][0]
 
         assert set(pack().tolist()) == {7}
+
+    @pytest.mark.parametrize("target", ["meta", "cpu"])
+    def test_a_payload_is_no_tensor_where_a_map_moves_host_memory(self, target: str) -> None:
+        size = wire.lent_from({torch.device("cpu"): torch.device(target)})
+        frame = Frame(FrameKind.REQUEST, 1, b"h", b"x" * wire.TENSOR_PAYLOAD_MIN)
+        data, tensors = wire.pack(ENVELOPE, frame, size)
+        arrived = [tensor.to(target) for tensor in tensors]
+        assert len(arrived) == (target == "cpu")
+        assert bytes(wire.unpack(data, arrived)[1].payload) == frame.payload
 
     def test_only_what_a_view_shows_leaves(self) -> None:
         view = torch.arange(1000.0)[10:20]
