@@ -104,6 +104,13 @@ def moves_host(device_map: Mapping[torch.device, torch.device]) -> bool:
     return device_map.get(_CPU, _CPU) != _CPU
 
 
+def lands_on_device(
+    tensors: Iterable[torch.Tensor], device_map: Mapping[torch.device, torch.device]
+) -> bool:
+    """Whether one of these tensors arrives elsewhere than in host memory."""
+    return any(device_map.get(tensor.device, tensor.device) != _CPU for tensor in tensors)
+
+
 def note_host_moves(
     moves: set[tuple[int, bool]], peer: int, *, in_requests: bool, in_replies: bool
 ) -> None:

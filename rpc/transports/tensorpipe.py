@@ -58,6 +58,7 @@ from rpc.transports.tensorpipe_ledger import AnswerFuture, Taken, decode_receipt
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_mender import Mender
 from rpc.transports.tensorpipe_parting import Exit, Handlers, Parting
+from rpc.transports.tensorpipe_readiness import make_ready
 from rpc.transports.tensorpipe_roster import REMOVED, SHUT_DOWN, Roster
 from rpc.transports.tensorpipe_sending import Outgoing
 from rpc.transports.tensorpipe_shared import HostMemory
@@ -307,6 +308,9 @@ class TensorPipeTransport:
         refusal = None if kind in _FROM_OURSELVES else self._take(envelope, frame, None)
         if refusal is not None:
             return self._answers.make(wire.REFUSED, refusal, envelope.number)
+        if kind == wire.DEVICES:
+            problem = make_ready(self._agent, frame.payload)
+            return self._answers.make(wire.READY, problem, envelope.number)
         done = wire.BATCH if kind == wire.BATCH else wire.DONE
         return self._answers.make(done, b"", envelope.number)
 
@@ -329,6 +333,8 @@ class TensorPipeTransport:
                 self._refused(link, bytes(frame.payload).decode())
             elif kind == wire.FORGOTTEN:
                 self.give_up(link, "its connection broke, and a reply is not kept any more")
+            elif kind == wire.READY:
+                link.readiness.answered(bytes(frame.payload).decode())
             self._came_back(link, envelope, frame)
 
     def _take_uncounted(self, link: Link, envelope: Envelope, payload: bytes) -> None:
@@ -352,6 +358,8 @@ class TensorPipeTransport:
     def came_back(self, link: Link, kind: int, frame: Frame) -> None:
         """A call was taken, but its answer was lost with the pipe."""
         link.took((kind, frame))
+        if kind == wire.DEVICES:
+            self._caller.ask_again_for_devices(link)
         self._came_back(link, self._sender.envelope(kind), frame)
 
     def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:

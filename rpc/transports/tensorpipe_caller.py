@@ -28,6 +28,7 @@ from rpc.transports.tensorpipe_ledger import (
     encode_receipt,
 )
 from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_readiness import question
 from rpc.transports.tensorpipe_shared import HostMemory
 from rpc.transports.tensorpipe_torch import PipeBrokenError, TorchAgent, error_of, refusal_of
 from rpc.transports.tensorpipe_wire import Envelope, Payload, Sender
@@ -97,7 +98,7 @@ class Caller:
         else:
             route = self._agent.reach(peer.info.name, address.url.encode(), replies)
         most = options.max_bytes_in_flight
-        return Link(
+        link = Link(
             peer,
             route,
             precedes_me=peer.info.id < me,
@@ -111,6 +112,9 @@ class Caller:
             reply_window=FlowWindow(peer.info.name, most, gives_way=False),
             loopback=loopback if itself and not requests and not replies else None,
         )
+        if itself:  # torch was told of these devices when it began
+            link.readiness.answered("")
+        return link
 
     def begin(self, link: Link, kind: int, frame: Frame) -> Begun:
         """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""
@@ -216,6 +220,18 @@ class Caller:
     def answer_offer(self, link: Link, offer: Payload) -> None:
         """Maps shared memory that a peer offers, and says whether it can be used."""
         self._say(link, wire.SEGMENT_ANSWER, link.shared.map(offer))
+
+    def ask_for_devices(self, link: Link) -> None:
+        """Asks a peer to make its devices ready for what we ask, unless it was asked before."""
+        with self._lock:
+            if link.readiness.asked:
+                return
+            link.readiness.asked = True
+        self._say(link, wire.DEVICES, question(link.requests))
+
+    def ask_again_for_devices(self, link: Link) -> None:
+        """The answer to that was lost, and may have been that they cannot be used."""
+        self._say(link, wire.DEVICES, question(link.requests))
 
     def _say(self, link: Link, kind: int, frame: Frame) -> None:
         with self._lock:

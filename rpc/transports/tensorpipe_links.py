@@ -27,6 +27,7 @@ from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
 from rpc.transports.resumption import Seam
 from rpc.transports.tensorpipe_ledger import AnswerFuture, Call, Calls, Mending, Served
+from rpc.transports.tensorpipe_readiness import Readiness
 from rpc.transports.tensorpipe_shared import SharedTensors, nothing_shared
 from rpc.transports.tensorpipe_wire import AGAIN, LIFELINE, Envelope, lent_from
 
@@ -83,6 +84,8 @@ class Link:
     """The size from which what we call it with may travel as a tensor."""
     replies_lent_from: int = field(init=False)
     """And what we answer."""
+    readiness: Readiness = field(default_factory=Readiness)
+    """Whether its devices can take what we ask."""
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
     reported: bool = False
@@ -175,6 +178,7 @@ class Link:
         """Nothing comes back any more: nobody is to wait for it."""
         self.window.close()
         self.reply_window.close()
+        self.readiness.settled.set()
 
     def take_loose(self, correlation: int) -> bool:
         """Whether a frame of ours is to answer a request; at most once."""

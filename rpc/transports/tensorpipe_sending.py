@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from rpc.devices import check_devices
+from rpc.devices import check_devices, lands_on_device
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.executor import in_handler
 from rpc.transports import tensorpipe_wire as wire
@@ -136,6 +136,8 @@ class Outgoing:
             with self._lock:
                 former = self._usable(to)
             check_devices(frame.tensors, former.requests, "Request", former.name)
+            if lands_on_device(frame.tensors, former.requests):
+                self._await_devices(former, frame)
             frame = former.shared.place(frame)
         with self._lock:
             link = self._usable(to)
@@ -156,6 +158,19 @@ class Outgoing:
                 self._caller.offer_segment(link)
         finally:
             self._exit.release()
+
+    def _await_devices(self, link: Link, frame: Frame) -> None:
+        """Waits until the peer's devices are ready for a request."""
+        readiness = link.readiness
+        if not readiness.asked:
+            with self._lock:
+                self._exit.hold()
+            try:
+                self.open_lifeline(link)
+                self._caller.ask_for_devices(link)
+            finally:
+                self._exit.release()
+        readiness.wait(link.name, frame, self._patience)
 
     def _queue(self, to: int, frame: Frame) -> None:
         with self._lock:

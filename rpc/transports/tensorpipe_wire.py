@@ -56,6 +56,8 @@ SEGMENT = 25
 """Offers shared memory for tensors to come."""
 SEGMENT_ANSWER = 26
 """Says whether what was offered can be used."""
+DEVICES = 27
+"""Asks for the devices that tensors will arrive on; the payload names them."""
 DONE = 32
 """Answer without a frame: taken, or no longer wanted."""
 REFUSED = 33
@@ -66,6 +68,8 @@ FORGOTTEN = 35
 """Answer without a frame: there was a reply, which is kept no more."""
 LEFT = 36
 """Last answer to LIFELINE: its sender closes, and neither answers nor waits any more."""
+READY = 37
+"""Answer to DEVICES: the payload says what is in the way, if something is."""
 
 TENSOR_PAYLOAD_MIN = 128 * 1024
 """Payloads from this size travel as a tensor, which torch does not copy."""

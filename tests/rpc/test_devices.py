@@ -12,6 +12,8 @@ from rpc.devices import (
     DeviceInfo,
     as_device_map,
     check_devices,
+    check_present,
+    lands_on_device,
     reverse,
     used_devices,
     validate_device_maps,
@@ -99,3 +101,20 @@ class TestCheckDevices:
         check_devices([nowhere], {nowhere.device: cuda(0)}, "Request", "b")
         with pytest.raises(DeviceMapError, match="Response device mapping is not available"):
             check_devices([torch.ones(1), nowhere], {}, "Response", "b")
+
+
+class TestPresence:
+    def test_a_device_that_is_not_there_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        check_present([torch.device("cpu"), cuda(0), cuda(1)])
+        with pytest.raises(DeviceMapError, match="cuda:2, cuda:3, but this process has 2 CUDA"):
+            check_present([cuda(3), cuda(0), cuda(2)])
+
+
+def test_a_tensor_lands_on_a_device_if_its_map_says_so() -> None:
+    here, there = torch.ones(1), torch.empty(1, device="meta")
+    host = torch.device("cpu")
+    assert not lands_on_device([here], {there.device: cuda(0)})
+    assert not lands_on_device([there], {there.device: host})
+    assert lands_on_device([here, there], {there.device: cuda(0)})
+    assert lands_on_device([here], {host: cuda(0)})

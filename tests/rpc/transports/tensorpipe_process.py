@@ -27,11 +27,12 @@ import torch
 from rpc.errors import RpcError
 from rpc.ids import Life
 from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports import tensorpipe_wire, turns
+from rpc.transports import tensorpipe, tensorpipe_sending, tensorpipe_wire, turns
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
+from rpc.transports.tensorpipe_readiness import Readiness
 from rpc.worker_info import WorkerInfo
 from tests.processes import ready_made
 from tests.rpc.transports.conformance import Worker
@@ -312,6 +313,19 @@ class _Bench:
         """The transport's address becomes that of another one."""
         assert self.transport is not None
         self.transport._roster._life = "another"
+
+    def take_host_memory_for_devices(self) -> None:
+        """Whatever tensors arrive on, it has to be made ready."""
+        self.patches.setattr(tensorpipe_sending, "lands_on_device", lambda *_: True)
+
+    def have_no_devices(self) -> None:
+        """None that peers ask for is there."""
+        self.patches.setattr(tensorpipe, "make_ready", lambda *_: "it has none")
+
+    def forget_who_is_ready(self) -> None:
+        """Every peer has to be asked for its devices again."""
+        for link in self.peers():
+            link.readiness = Readiness()
 
     def choke_on(self, words: bytes) -> None:
         """Calls that say this cannot be read, and answers that do cannot be written."""

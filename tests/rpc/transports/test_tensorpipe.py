@@ -309,6 +309,18 @@ class TestDevices:
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_a_worker_without_a_map_takes_what_others_map_to_it_as_its_first(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, acquainted=False, device_maps={"worker1": {0: 0}})
+        a.transport.add_peer(b.peer())
+        asked = a.ask(b, b"h", b"", torch.arange(5.0, device="cuda:0"))
+        b.transport.add_peer(a.peer())
+        (found,) = a.reply(asked).tensors
+        assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     def test_host_memory_goes_to_a_gpu_and_back_with_payloads_beside_it(
         self, workers: Callable[..., list[Worker]]
     ) -> None:
@@ -334,6 +346,42 @@ class TestDevices:
         a, b = workers(2, device_maps={"worker0": {0: 0}, "worker1": {0: 0}})
         (found,) = a.call(b, b"h", b"", torch.arange(5.0, device="cuda:0")).tensors
         assert (str(found.device), found.tolist()) == ("cuda:0", [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class TestDevicesOfPeers:
+    """Host memory stands in for them."""
+
+    MAPS: ClassVar[dict[str, object]] = {
+        "device_maps": {"worker1": {"cpu": "cpu"}},
+        "shared_memory": 0,
+    }
+
+    @pytest.fixture
+    def pair(self, workers: Callable[..., list[Worker]]) -> tuple[Worker, Worker]:
+        a, b = workers(2, acquainted=False, **self.MAPS)
+        place_of(a).call("take_host_memory_for_devices")
+        a.transport.add_peer(b.peer())
+        return a, b
+
+    def test_they_are_made_ready_even_by_one_that_does_not_know_who_asks(
+        self, pair: tuple[Worker, Worker]
+    ) -> None:
+        a, b = pair
+        asked = [a.ask(b, b"%d" % number, b"", LARGE) for number in range(3)]
+        until(lambda: place_of(b).call("early_calls") == 5)  # the lifeline, the question, and they
+        b.transport.add_peer(a.peer())
+        assert all(torch.equal(a.reply(each).tensors[0], LARGE) for each in asked)
+
+    def test_a_request_to_one_that_has_none_fails_and_it_lives_on(
+        self, pair: tuple[Worker, Worker]
+    ) -> None:
+        a, b = pair
+        place_of(b).call("have_no_devices")
+        b.transport.add_peer(a.peer())
+        for _ in range(2):
+            with pytest.raises(DeviceMapError, match="'worker1' cannot take these tensors: it has"):
+                a.ask(b, b"h", b"", LARGE)
+        assert a.call(b, b"without tensors").header == b"without tensors"
 
 
 class TestErrorsThatTorchAnswersWith:

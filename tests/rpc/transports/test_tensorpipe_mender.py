@@ -201,6 +201,19 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker) -> None:
     until(lambda: place_of(b).call("replies_in_flight", 0) == 0)
 
 
+def test_devices_are_asked_for_among_breaks_until_the_peer_has_answered(make: Maker) -> None:
+    a, b = make(UV | {"device_maps": {"worker1": {"cpu": "cpu"}}, "shared_memory": 0}, UV)
+    place_of(a).call("take_host_memory_for_devices")  # which stands in for them
+    number = 0
+    with cuts(a) as made:
+        while number < 100 or made() < 2 * CUTS:
+            place_of(a).call("forget_who_is_ready")
+            assert a.call(b, b"%d" % number, b"", torch.ones(40_000)).header == b"%d" % number
+            number += 1
+    assert set(asked_of(b).values()) == {1}
+    assert a.lost == b.lost == []
+
+
 def test_a_request_that_is_being_served_when_the_link_breaks_is_answered(make: Maker) -> None:
     a, b = make(UV, UV)
     kept: list[Frame] = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from rpc.errors import WorkerLostError
+from rpc.errors import CallCancelledError, DeviceMapError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorpipe_answers import Answers
@@ -346,6 +347,7 @@ class TestHostMemoryThatAMapMoves:
 
     def test_requests_and_batches(self, bench: Bench) -> None:
         bench.have_maps(TO_DEVICE, {})
+        bench.link.readiness.answered("")
         bench.send(Frame(FrameKind.REQUEST, REQUEST, b"", self.PAYLOAD))
         with bench.lock:
             bench.link.batch_under_way = True
@@ -370,6 +372,63 @@ class TestHostMemoryThatAMapMoves:
         answer = bench.is_asked(bench.link)
         bench.send(Frame(FrameKind.REPLY, REQUEST, b"", self.PAYLOAD))
         assert [len(bench.agent.tensors[0]), len(answer.value().tensors)] == [1, 1]
+
+
+class TestDevicesThatAreNotReady:
+    """The peer may not know of our device map yet."""
+
+    @pytest.fixture
+    def sending(self, bench: Bench) -> Iterator[Future[None]]:
+        bench.have_maps(TO_DEVICE, {})
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(bench.send, frame_of(FrameKind.REQUEST, LARGE))
+            until(lambda: len(bench.agent.calls) == 1)
+            yield sending
+            bench.link.close_windows()
+
+    def test_a_request_that_leads_to_them_waits_for_the_peer(
+        self, bench: Bench, sending: Future[None]
+    ) -> None:
+        assert b"meta" in bench.agent.calls[0], "it is asked for the devices"
+        assert bench.agent.tensors == [[]]
+        assert not sending.done()
+        bench.link.readiness.answered("")
+        sending.result(10)
+        bench.send(frame_of(FrameKind.REQUEST, LARGE)._replace(correlation=8))
+        assert [len(tensors) for tensors in bench.agent.tensors] == [0, 1, 1]
+
+    def test_it_fails_and_takes_no_room_if_they_cannot_be_used(
+        self, bench: Bench, sending: Future[None]
+    ) -> None:
+        bench.link.readiness.answered("it has 0 CUDA devices")
+        with pytest.raises(DeviceMapError, match="'peer' cannot take these tensors: it has 0"):
+            sending.result(10)
+        assert bench.link.window.held == 0
+        assert len(bench.agent.calls) == 1
+
+    def test_it_fails_if_the_peer_is_lost(self, bench: Bench, sending: Future[None]) -> None:
+        with bench.lock:
+            bench.link.lose("it is gone")
+        with pytest.raises(WorkerLostError, match="it is gone"):
+            sending.result(10)
+
+    def test_it_is_not_sent_if_its_call_ends(self, bench: Bench, sending: Future[None]) -> None:
+        bench.patience = Patience.OVER
+        with pytest.raises(CallCancelledError, match="to make its devices ready"):
+            sending.result(10)
+
+    def test_what_stays_in_host_memory_does_not_wait(self, bench: Bench) -> None:
+        bench.have_maps({torch.device("meta"): torch.device("meta")}, TO_DEVICE)
+        bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        assert [len(tensors) for tensors in bench.agent.tensors] == [1]
+
+    def test_they_are_asked_for_again_if_the_answer_was_lost_with_the_pipe(
+        self, bench: Bench, sending: Future[None]
+    ) -> None:
+        bench.outgoing._caller.ask_again_for_devices(bench.link)
+        assert [b"meta" in pickle for pickle in bench.agent.calls] == [True, True]
+        bench.link.readiness.answered("")
+        sending.result(10)
 
 
 class TestRequestsThatTorchAnswersWithAnError:
