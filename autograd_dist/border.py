@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autograd_dist.engine_run import EngineRun, current_run
+from autograd_dist.engine_run import EngineRun, innermost_run
 from autograd_dist.graph import Edge, edge_of, edges_own_graph, is_leaf
 from autograd_dist.recv_node import Node
 from autograd_dist.retained import retained_is_kept
@@ -145,7 +145,7 @@ class Border:
         outgoing: Sequence[torch.Tensor | None],
         _: Sequence[torch.Tensor | None],
     ) -> None:
-        if current_run() is not self._run:
+        if innermost_run() is not self._run:
             return
         for (successor, number), gradient in zip(edges, outgoing, strict=False):
             if gradient is not None and successor in self._nodes:
@@ -173,7 +173,7 @@ class _Quiet:
         self.runs: list[EngineRun] = []
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if current_run() in self.runs else self.hook(gradient)
+        return None if innermost_run() in self.runs else self.hook(gradient)
 
 
 def users_hooks(hooks: Hooks) -> list[Hook]:

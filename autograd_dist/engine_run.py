@@ -4,6 +4,10 @@ torch's engine calls hooks and Python functions on the thread that started the
 run or, for device work, on threads of its own. Something that belongs to one
 run therefore travels in torch's thread-local objects, which the engine hands
 to whatever thread executes a node. This module owns that one slot.
+
+A run that a hook or function starts by itself inherits the slot. Torch has a number
+for each run, but tells it only to code that the run executes: so a run that must be
+told from those inside it begins at a leaf of ours, whose hook notes the number.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
     from autograd_dist.recv_node import Origin
@@ -29,28 +34,42 @@ class EngineRun(Protocol):
 
 
 def current_run() -> EngineRun | None:
-    """The run that the calling code executes for; None outside of ours."""
-    if not _is_set(_SLOT):
+    """The run that the calling code executes for, also in one inside it; None outside of ours."""
+    block = _current_block()
+    return None if block is None else block.run
+
+
+def innermost_run() -> EngineRun | None:
+    """The same, but None in one that a hook or function of the run started.
+
+    Of a run that does not begin at the beacon, those cannot be told from it.
+    """
+    block = _current_block()
+    if block is None or (block.number is not None and block.number != _number_of_run()):
         return None
-    run: EngineRun | None = torch._C._get_obj_in_tls(_SLOT)
-    return run
+    return block.run
 
 
 class running:
-    """Makes a run current for engine runs started inside the block.
+    """Makes a run current for an engine run started inside the block.
 
     Args:
         run: the run.
+
+    Attributes:
+        run: the run.
+        number: torch's for the engine run, once that has come to the beacon.
     """
 
-    __slots__ = ("_outer", "_run")
+    __slots__ = ("_outer", "number", "run")
 
     def __init__(self, run: EngineRun) -> None:
-        self._run = run
+        self.run = run
+        self.number: int | None = None
 
     def __enter__(self) -> None:
-        self._outer = current_run()
-        _set(_SLOT, self._run)
+        self._outer = _current_block()
+        _set(_SLOT, self)
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
@@ -59,6 +78,26 @@ class running:
             _empty(_SLOT)
         else:
             _set(_SLOT, self._outer)
+
+
+def _current_block() -> running | None:
+    if not _is_set(_SLOT):
+        return None
+    block: running | None = torch._C._get_obj_in_tls(_SLOT)
+    return block
+
+
+def _note_number(_: torch.Tensor) -> None:
+    block = _current_block()
+    assert block is not None  # only our runs begin there
+    block.number = _number_of_run()
+
+
+def _make_beacon() -> tuple[GradientEdge, torch.Tensor]:
+    with torch.inference_mode(False), torch.enable_grad():  # the import may happen in others
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        leaf.register_hook(_note_number)  # type: ignore[no-untyped-call]
+        return get_gradient_edge(leaf), torch.zeros((), device="cpu")
 
 
 def _slot_counts() -> bool:
@@ -84,7 +123,14 @@ def _set_none(slot: str) -> None:
 
 _increment = ctypes.pythonapi.Py_IncRef
 _decrement = ctypes.pythonapi.Py_DecRef
+_number_of_run = torch._C._current_graph_task_id
 _is_set = torch._C._is_key_in_tls
 _set = torch._C._stash_obj_in_tls if _slot_counts() else _set_counted
 _empty = getattr(torch._C, "_remove_obj_from_tls", None) or _set_none
 _empty(_SLOT)
+BEACON: Final = _make_beacon()
+"""Where a run begins that must know its number, and a gradient for there.
+
+As the first of a run's roots, and an input, it is what the engine comes to first: of the nodes
+that are ready on the processor it takes a leaf's before all others, and of these the first.
+"""

@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge
 
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.borrowed_grads import BorrowedGrads
-from autograd_dist.engine_run import running
+from autograd_dist.engine_run import BEACON, running
 from autograd_dist.grad_fields import GradFields, Use
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
@@ -252,7 +252,7 @@ class LocalPass:
             del self.contributions[key]
         border = Border(self, border_nodes, self._sent_from(border_nodes))
         with border.watched(region.inner):
-            self._read(roots, region, border_nodes, self._retain_graph)
+            self._read_watched(roots, region, border_nodes, self._retain_graph)
         for edge, gradient in border.crossed:
             self._contribute(edge, gradient)
 
@@ -268,7 +268,16 @@ class LocalPass:
         if not region.recvs:
             return
         with retained_is_kept_on_the_way(self, leading_to(border, region.inner)):
-            self._read(start, region, (), retain_graph=True)
+            self._read_watched(start, region, (), retain_graph=True)
+
+    def _read_watched(
+        self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool
+    ) -> None:
+        """Reads a run that must be told from those that hooks and functions start in it."""
+        if roots:
+            (node, number, *_), gradient = BEACON
+            roots = {(node, number): (gradient, False), **roots}
+            self._read(roots, region, (*border, node), retain_graph)
 
     def _read(
         self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool

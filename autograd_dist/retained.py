@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from autograd_dist.engine_run import EngineRun, current_run
+from autograd_dist.engine_run import EngineRun, innermost_run
 from autograd_dist.graph import is_leaf
 from autograd_dist.recv_node import Node
 
@@ -60,7 +60,7 @@ class _Screen:
 
     def hide(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Called like a hook of a tensor."""
-        hidden = self.hidden.get(current_run())
+        hidden = self.hidden.get(innermost_run())
         if hidden is None or gradient is None:
             return None
         hidden[number] = gradient
@@ -72,7 +72,7 @@ class _Screen:
         self, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...] | None:
         """Called like a hook of the node, before it executes."""
-        hidden = self.hidden.get(current_run())
+        hidden = self.hidden.get(innermost_run())
         if not hidden:
             return None
         return tuple(hidden.get(number, each) for number, each in enumerate(gradients))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from autograd_dist.border import Border, SentTensor
 from autograd_dist.engine_run import running
+from tests.loading import load
+
+engine = load(Path(__file__).parent, "test_local_engine")
 
 
 class Run:
@@ -76,3 +80,80 @@ def test_hooks_that_come_after_a_tensor_was_described_are_known():
     described = SentTensor.of(tensor)
     tensor.register_hook(print)
     assert list(described.hooks.values()) == [print]
+
+
+class Starts(torch.autograd.Function):
+    """Changes nothing; its backward starts what it is given."""
+
+    @staticmethod
+    def forward(ctx, tensor, start):
+        ctx.start = start
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.start()
+        return gradient, None
+
+
+STARTERS = {
+    "a hook": lambda tensor, start: tensor.register_hook(lambda _: start()) and tensor,
+    "a hook of the node": lambda tensor, start: (
+        tensor.grad_fn.register_prehook(lambda _: start()) and tensor
+    ),
+    "a function": Starts.apply,
+    "nobody": lambda tensor, start: tensor,
+}
+
+
+class InnerRun:
+    """A computation in whose backward another is run, from ``y`` to ``t``, and its outcome.
+
+    Args:
+        send: gives what comes back from another worker for a tensor sent there.
+        is_leaf: whether the tensor that is sent is a leaf.
+        starter: what starts the inner run.
+        is_early: whether that is the first thing that runs.
+    """
+
+    def __init__(self, send, is_leaf, starter, is_early):
+        self.x = torch.tensor([1.0, 2.0], requires_grad=True)
+        self.t = self.x if is_leaf else self.x * 1.0
+        self.seen, self.inner = [], []
+        self.t.register_hook(lambda gradient: self.seen.append(gradient.tolist()))
+        if not is_leaf:
+            self.t.retain_grad()
+        came_back = send(self.t)
+        self.y = self.t * self.t
+        late = self.y * 3 if is_early else STARTERS[starter](self.y * 3, self.start)
+        loss = late.sum() + came_back.sum()
+        self.loss = STARTERS[starter](loss, self.start) if is_early else loss
+
+    def start(self):
+        edge, hundreds = get_gradient_edge(self.y), torch.full((2,), 100.0)
+        self.inner += torch.autograd.grad(edge, self.t, hundreds, retain_graph=True)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_a_run_that_something_in_a_pass_starts_is_as_in_torch_and_no_part_of_the_pass(
+    is_leaf, starter, is_early
+):
+    plain = InnerRun(torch.clone, is_leaf, starter, is_early)
+    plain.loss.backward()
+    node = engine.Node()
+
+    def send(tensor):
+        node.send(tensor)
+        return node.receive(5, tensor.detach())[0]
+
+    ours = InnerRun(send, is_leaf, starter, is_early)
+    local = node.start(ours.loss)
+    local.add_gradients(1, node.departed[5])
+    local.run_wave()
+    assert node.gradient(ours.x).tolist() == plain.x.grad.tolist()
+    assert ours.seen == plain.seen
+    assert str(ours.inner) == str(plain.inner)
+    if not is_leaf:
+        assert ours.t.grad.tolist() == plain.t.grad.tolist()
