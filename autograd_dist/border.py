@@ -54,10 +54,13 @@ class SentTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SentTensor:
-        """Describes a tensor that :func:`has_gradient`."""
+        """Describes a tensor that requires grad."""
         if torch.is_inference_mode_enabled():  # a leaf's node is found by using the leaf
             with torch.inference_mode(False):
                 return cls.of(tensor)
+        if tensor.is_leaf and _is_constant(tensor):
+            constant = _constant_like(tensor)
+            return cls(edge_of(constant), {}, tensor.device, constant)
         if not tensor.is_sparse and (edges_own_graph or tensor.is_leaf):
             return cls(edge_of(tensor), _hooks_of(tensor), tensor.device)
         owner = _user_of(tensor)
@@ -80,9 +83,33 @@ def _hooks_of(tensor: torch.Tensor) -> Hooks:
     return made
 
 
-def has_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be in a graph: one that was made in inference mode cannot begin one."""
-    return tensor.requires_grad and not (tensor.is_leaf and tensor.is_inference())
+def _is_constant(leaf: torch.Tensor) -> bool:
+    """Whether torch computes with a leaf that requires grad as with one that does not.
+
+    So it is with what was made in inference mode, and with views of what requires grad that were
+    made under ``no_grad``.
+    """
+    return leaf.is_inference() or (leaf._is_view() and _edge_behind(_user_of(leaf)).node is None)
+
+
+class _Constant(torch.autograd.Function):
+    """Where gradients end that nobody asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        """A tensor of that shape, of which no memory is used but for one element."""
+        return leaf.new_empty((), layout=torch.strided).expand(leaf.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        """Nothing is behind it."""
+
+
+def _constant_like(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor to whose place gradients may come, and no further."""
+    with torch.enable_grad():
+        constant: torch.Tensor = _Constant.apply(leaf)  # type: ignore[no-untyped-call]
+    return constant
 
 
 class _User(torch.autograd.Function):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from autograd_dist.backward_passes import BackwardPasses
-from autograd_dist.border import SentTensor, has_gradient
+from autograd_dist.border import SentTensor
 from autograd_dist.contexts import (
     ContextTable,
     DistAutogradContext,
@@ -224,7 +224,7 @@ class AutogradExtension:
         Raises:
             AgentClosedError: this worker let go of contexts that are not over.
         """
-        if self._closed and any(map(has_gradient, tensors)):
+        if self._closed and any(tensor.requires_grad for tensor in tensors):
             raise AgentClosedError(
                 "the gradient of the result could not come back here: this worker shut down"
             )
@@ -281,7 +281,7 @@ def _record_sent(
     positions: list[int] = []
     sent: list[SentTensor] = []
     for position, tensor in enumerate(tensors):
-        if has_gradient(tensor):
+        if tensor.requires_grad:
             positions.append(position)
             sent.append(SentTensor.of(tensor))
     return context.add_send(sent) if sent else 0, positions

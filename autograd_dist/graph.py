@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autograd_dist.recv_node import Node, RecvNode
+from rpc.errors import EncodeError
 from rpc.ids import new_tuple
 
 Edge = tuple[Node, int]
@@ -30,9 +31,18 @@ _NO_TOKEN: Final = (None,) if edges_own_graph else ()
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """What ``get_gradient_edge`` gives, which spends most of its time on what few tensors need."""
+    """What ``get_gradient_edge`` gives, which spends most of its time on what few tensors need.
+
+    Raises:
+        EncodeError: a leaf's place can't be found out inside one of torch.func's transforms.
+    """
     node: Node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
+        if node is None and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise EncodeError(
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad can't be in a call's "
+                "graph inside torch.func.vmap, grad and jvp; make the call outside of these"
+            )
         return get_gradient_edge(tensor)
     return new_tuple(GradientEdge, (node, tensor.output_nr, *_NO_TOKEN))
 

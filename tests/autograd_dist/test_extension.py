@@ -352,6 +352,52 @@ def test_a_leaf_made_in_inference_mode_is_sent_as_torch_uses_it(workers):
         assert autograd_dist.get_gradients(context_id) == {}
 
 
+CONSTANTS_THAT_REQUIRE_GRAD = {
+    "view made under no_grad": (torch.no_grad, lambda: leaf()[:1]),
+    "leaf made in inference mode": (torch.inference_mode, leaf),
+}
+
+
+def make_constant(kind):
+    mode, make = CONSTANTS_THAT_REQUIRE_GRAD[kind]
+    with mode():
+        return make()
+
+
+def count_gradients(context_id):
+    return len(autograd_dist.get_gradients(context_id))
+
+
+@pytest.mark.parametrize("kind", CONSTANTS_THAT_REQUIRE_GRAD)
+@pytest.mark.parametrize("direction", ["argument", "result"])
+def test_what_torch_takes_for_a_constant_gets_no_gradient_anywhere(workers, kind, direction):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        if direction == "argument":
+            constant = rpc.rpc_sync("bob", square, (make_constant(kind),))
+        else:
+            constant = rpc.rpc_sync("bob", make_constant, (kind,))
+        autograd_dist.backward(context_id, [(x * constant).sum()])
+        assert list(autograd_dist.get_gradients(context_id)) == [x]
+        assert rpc.rpc_sync("bob", count_gradients, (context_id,)) == 0
+
+
+def test_a_leaf_that_is_a_view_gets_its_gradient(workers):
+    x = torch.ones(3, 2)[1].requires_grad_()
+    with autograd_dist.context() as context_id:
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+
+
+def test_a_call_inside_a_transform_of_torch_says_where_to_make_it(workers):
+    x = leaf()
+    with autograd_dist.context() as context_id:
+        with pytest.raises(EncodeError, match=r"shape \(2,\).*make the call outside"):
+            torch.func.grad(lambda v: (v * rpc.rpc_sync("bob", square, (x,))).sum())(torch.ones(2))
+        autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
+        assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
+
+
 def test_a_pass_does_not_depend_on_the_default_device(workers):
     x = leaf()
     gradients._yardstick.cache_clear()
