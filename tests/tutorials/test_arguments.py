@@ -102,7 +102,7 @@ def test_the_other_tutorials_say_in_a_sentence_what_is_wrong_with(
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("--backend CARRIER_PIGEON", "there is no backend 'CARRIER_PIGEON'; there are TENSORPIPE"),
+        ("--backend CARRIER_PIGEON", "there is no backend 'CARRIER_PIGEON'; there are "),
         ("--workers x", "must be a whole number of at least 1, not 'x'"),
         ("--rank -1", "must be a whole number of at least 0, not '-1'"),
         ("--master-port 0", "must be a whole number of at least 1, not '0'"),
