@@ -115,7 +115,7 @@ def _settle(options: argparse.Namespace, job: Job) -> None:
 
 
 def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int:
-    _prepare_torch()
+    _quieten_profiler()
     # torch's optimizers load the last.
     load_for_all("rpc", "autograd_dist", "optim_dist", "remote_module", "torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="tutorial_") as folder:
@@ -125,10 +125,7 @@ def _run_all(options: argparse.Namespace, job: Job, names: Sequence[str]) -> int
         return run_together(ranks)
 
 
-def _prepare_torch() -> None:
-    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
-    # thread that computes, whoever starts it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def _quieten_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its own steps
 
 
@@ -136,7 +133,7 @@ def _run_rank(options: argparse.Namespace, job: Job, names: Sequence[str], rank:
     options.rank = rank
     # Ctrl-C ends this process on the spot, even while it waits inside native code.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _prepare_torch()
+    _quieten_profiler()
     name = names[options.rank]
     try:
         _take_part(options, job, names)
@@ -163,7 +160,7 @@ def _take_part(options: argparse.Namespace, job: Job, names: Sequence[str]) -> N
     # Begun on another thread than the one that loads torch, its profiler prints an ERROR.
     with torch.autograd.profiler.profile():
         pass
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several processes share this machine's cores
     torch.manual_seed(options.seed + options.rank)
     _join(options, names)
     if options.rank == 0:
