@@ -26,7 +26,6 @@ import math
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -37,6 +36,8 @@ from torch.nn import Parameter
 from rpc import tensor_ties
 from rpc.errors import EncodeError, FrameError
 from rpc.ids import new_tuple
+from rpc.inline_types import CODES, CONJUGABLE, INLINE_TYPES, InlineType
+from rpc.strides import contiguous_steps, is_dense, is_ordered, shown_once
 
 INLINE_LIMIT: Final = 32 * 1024
 """Bytes up to which a CPU tensor travels inside the header.
@@ -80,58 +81,6 @@ _MAX_INLINE_DIMS: Final = 32
 
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InlineType:
-    """How one dtype travels; its place in ``_INLINE_TYPES`` is its code on the wire.
-
-    ``bits`` is what numpy takes the bytes for: the type itself, or an integer of
-    its size if numpy does not know it, and then ``is_native`` is false.
-    """
-
-    torch_type: torch.dtype | None
-    bits: np.dtype[np.generic]
-    is_native: bool
-
-
-def _native(name: str, bits: str) -> _InlineType:
-    return _InlineType(getattr(torch, name, None), np.dtype(bits), is_native=True)
-
-
-def _foreign(name: str, bits: str) -> _InlineType:
-    return _InlineType(getattr(torch, name, None), np.dtype(bits), is_native=False)
-
-
-_INLINE_TYPES: Final = (
-    _native("float32", "f4"),
-    _native("float64", "f8"),
-    _native("float16", "f2"),
-    _foreign("bfloat16", "u2"),
-    _native("int64", "i8"),
-    _native("int32", "i4"),
-    _native("int16", "i2"),
-    _native("int8", "i1"),
-    _native("uint8", "u1"),
-    _native("bool", "?"),
-    _native("complex64", "c8"),
-    _native("complex128", "c16"),
-    _foreign("complex32", "u4"),
-    _native("uint16", "u2"),
-    _native("uint32", "u4"),
-    _native("uint64", "u8"),
-    _foreign("float8_e4m3fn", "u1"),
-    _foreign("float8_e5m2", "u1"),
-    _foreign("float8_e4m3fnuz", "u1"),
-    _foreign("float8_e5m2fnuz", "u1"),
-    _foreign("float8_e8m0fnu", "u1"),
-)
-_CODES: Final = {
-    known.torch_type: code
-    for code, known in enumerate(_INLINE_TYPES)
-    if known.torch_type is not None
-}
-_CONJUGABLE: Final = frozenset(code for kind, code in _CODES.items() if kind.is_complex)
 
 
 class UnpackedTensors(NamedTuple):
@@ -192,7 +141,7 @@ def pack_tensors(
         if flags and tensor.is_sparse:
             parts.append(_pack_sparse(tensor.detach(), flags, inline_limit, slots))
             continue
-        code, shape = _CODES.get(tensor.dtype, -1), tensor.shape
+        code, shape = CODES.get(tensor.dtype, -1), tensor.shape
         head, size = _head_and_size(flags | _INLINE, code, shape)
         if size > inline_limit or not tensor.is_cpu or (room := room - size) < 0:
             parts.append(_pack_slot(tensor, flags, inline_limit, slots))
@@ -206,7 +155,7 @@ def pack_tensors(
             raise _without_storage(tensor) from error
         if offset := tensor.storage_offset():
             held -= int(offset) * tensor.itemsize
-        if address and not (tensor.is_neg() or (code in _CONJUGABLE and tensor.is_conj())):
+        if address and not (tensor.is_neg() or (code in CONJUGABLE and tensor.is_conj())):
             if tensor.is_contiguous():
                 if size <= held and (1 not in shape or len(shape) < 2):
                     parts += (head, _MEMORY[address : address + size])
@@ -223,7 +172,7 @@ def pack_tied_tensors(
     tensors: Sequence[torch.Tensor], inline_limit: int = INLINE_LIMIT
 ) -> tuple[bytes, tuple[torch.Tensor, ...]]:
     """As :func:`pack_tensors`, but tensors that share memory here do so where they arrive."""
-    pieces = tensor_ties.find(tensors, _CODES) if len(tensors) > 1 else []
+    pieces = tensor_ties.find(tensors, CODES) if len(tensors) > 1 else []
     if not pieces:
         return pack_tensors(tensors, inline_limit)
     if forward_ad._current_level >= 0:
@@ -308,7 +257,7 @@ def _head_and_size(flags: int, code: int, shape: tuple[int, ...]) -> tuple[bytes
     """The head of an inline tensor, and how many bytes it shows; too many if it cannot be one."""
     if code < 0 or len(shape) > _MAX_INLINE_DIMS:
         return b"", sys.maxsize
-    return _head(flags, code, shape), math.prod(shape) * _INLINE_TYPES[code].bits.itemsize
+    return _head(flags, code, shape), math.prod(shape) * INLINE_TYPES[code].bits.itemsize
 
 
 def _pack_slot(
@@ -381,7 +330,7 @@ def _pack_place(tensor: torch.Tensor, memory: int, offset: int) -> bytes:
         flags |= _PARAMETER
     shape = tensor.shape
     sizes = _SIZES[len(shape)]
-    head = bytes((flags,)) + _PLACE.pack(memory, _CODES[tensor.dtype], len(shape), offset)
+    head = bytes((flags,)) + _PLACE.pack(memory, CODES[tensor.dtype], len(shape), offset)
     return head + sizes.pack(*shape) + sizes.pack(*tensor.stride())
 
 
@@ -397,10 +346,10 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
     if tensor.is_contiguous():
         if not is_plain:
             return _pack_inline(_dense(tensor.detach()), code, flags, slots)
-        if ndim > 1 and (1 in shape or 0 in shape) and _is_ordered(shape, strides):
+        if ndim > 1 and (1 in shape or 0 in shape) and is_ordered(shape, strides):
             return _pack_strided(tensor, code, flags)
         return _head(flags | _INLINE, code, shape) + _MEMORY[address : address + size]
-    if is_plain and _is_dense(_shown_once(shape, strides), strides):
+    if is_plain and is_dense(shown_once(shape, strides), strides):
         return _pack_strided(tensor, code, flags)
     if _is_expanded(tensor):
         return _pack_expanded(tensor.detach(), flags, size, slots)
@@ -410,26 +359,9 @@ def _pack_inline(tensor: torch.Tensor, code: int, flags: int, slots: list[torch.
 def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
     shape, strides = tensor.shape, tensor.stride()
     head = _head(flags | _INLINE | _STRIDED, code, shape)
-    size = math.prod(_shown_once(shape, strides)) * tensor.itemsize
+    size = math.prod(shown_once(shape, strides)) * tensor.itemsize
     address = tensor.data_ptr()
     return head + _SIZES[len(shape)].pack(*strides) + _MEMORY[address : address + size]
-
-
-def _shown_once(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The shape, but 1 wherever the same elements are shown again and again."""
-    if 0 in shape:
-        return [*shape]
-    return [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
-
-
-def _is_ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the strides of a contiguous tensor say more than that: channels last, say."""
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if stride != expected:
-            return _is_dense([size or 1 for size in shape], strides)
-        expected *= size or 1
-    return False
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -462,19 +394,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous() or _is_dense(tensor.shape, tensor.stride()):
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor
     return tensor.detach().clone(memory_format=torch.preserve_format)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _as_parameter(tensor: torch.Tensor) -> torch.Tensor:
@@ -496,7 +418,7 @@ def _unpack_inline(
     """
     try:
         flags = table[position]
-        kind = _INLINE_TYPES[table[position + 1]]
+        kind = INLINE_TYPES[table[position + 1]]
         ndim = table[position + 2]
         shape = _SIZES[ndim].unpack_from(table, position + 3)
         position += 3 + 8 * ndim
@@ -511,7 +433,9 @@ def _unpack_inline(
             size = window.nbytes
             position += size
             if not size:  # numpy would give it strides of 0
-                window = np.ndarray(shape, kind.bits, window, 0, _steps(shape, window.itemsize))
+                window = np.ndarray(
+                    shape, kind.bits, window, 0, contiguous_steps(shape, window.itemsize)
+                )
         tensor = torch.from_numpy(window)
     except _MALFORMED as error:
         raise FrameError(f"an inline tensor is malformed: {error}") from error
@@ -589,7 +513,7 @@ def _unpack_tied(
     flags = table[position]
     try:
         memory, code, ndim, offset = _PLACE.unpack_from(table, position + 1)
-        sizes, kind = _SIZES[ndim], _INLINE_TYPES[code]
+        sizes, kind = _SIZES[ndim], INLINE_TYPES[code]
         position += 1 + _PLACE.size
         shape = sizes.unpack_from(table, position)
         strides = sizes.unpack_from(table, position + sizes.size)
@@ -617,15 +541,6 @@ def _unpack_tied(
     return tensor.set_(whole.untyped_storage(), start, shape, strides), position
 
 
-def _steps(shape: Sequence[int], itemsize: int) -> list[int]:
-    """The strides that torch gives a contiguous tensor, in bytes."""
-    steps: list[int] = []
-    for size in reversed(shape):
-        steps.insert(0, itemsize)
-        itemsize *= size or 1
-    return steps
-
-
 def _strided_window(
     table: bytes | bytearray | memoryview,
     position: int,
@@ -635,8 +550,8 @@ def _strided_window(
     """A copy of the elements at ``position`` with the strides named there; where they end."""
     packed = _SIZES[len(shape)]
     strides = packed.unpack_from(table, position)
-    shown = _shown_once(shape, strides)
-    if not _is_dense([size or 1 for size in shown], strides):
+    shown = shown_once(shape, strides)
+    if not is_dense([size or 1 for size in shown], strides):
         raise FrameError(f"strides {strides} are not dense for shape {shape}")
     position += packed.size
     elements = np.ndarray(math.prod(shown), bits, table, position).copy()
@@ -660,7 +575,7 @@ def _unpack_expanded(
         raise FrameError(f"an expanded tensor is malformed: {error}") from error
 
 
-def _reinterpret(tensor: torch.Tensor, kind: _InlineType) -> torch.Tensor:
+def _reinterpret(tensor: torch.Tensor, kind: InlineType) -> torch.Tensor:
     if kind.torch_type is None:
         raise FrameError("this version of torch lacks the dtype of a tensor that arrived")
     return tensor.view(kind.torch_type)
