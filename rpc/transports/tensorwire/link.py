@@ -166,7 +166,7 @@ class Link:
         if shared:
             self._lent = LentMemory(peer_name)
             self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
-        self._peer_is_here = shared
+        self._places = tuple(Place) if shared else HOST_PLACES
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
@@ -353,17 +353,14 @@ class Link:
             FrameError: it is malformed.
         """
         if type(frame.payload) is Unreceived:
-            items = unpack_table(table, self._limit, self._limit, self._places()) if table else []
+            items = unpack_table(table, self._limit, self._limit, self._places) if table else []
         else:
-            items = unpack_table(table, len(frame.payload), self._limit, self._places())
+            items = unpack_table(table, len(frame.payload), self._limit, self._places)
         for item in items:
             if item.place is Place.STREAM:
                 parcel = self._transfers.frame_received(frame, items)
                 return None if parcel is None else self._assemble(*parcel)
         return self._assemble(frame, items, {})
-
-    def _places(self) -> tuple[Place, ...]:
-        return tuple(Place) if self._peer_is_here else HOST_PLACES
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
         """Something complete arrived on a bulk channel; returns the frame it completed.
