@@ -78,6 +78,7 @@ _MAX_DIMS: Final = 64
 _SIZES: Final = tuple(struct.Struct(f"<{n}Q") for n in range(_MAX_DIMS + 1))
 _NO_STEPS: Final = tuple((0,) * n for n in range(_MAX_DIMS + 1))
 _MAX_INLINE_DIMS: Final = 32
+_BYTES: Final = CODES[torch.uint8]
 
 _MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All there is: a slice of it, as of ``bytes``, copies what is there without a foreign call."""
@@ -179,7 +180,7 @@ def pack_tied_tensors(
         _require_no_tangent(tensors)
     parts = [_COUNT.pack(len(tensors))]
     slots: list[torch.Tensor] = []
-    tied = {window.number: (piece, window) for piece in pieces for window in piece.members}
+    tied = {number: (piece, start) for piece in pieces for start, _, number in piece.members}
     numbers: dict[int, int] = {}
     room = _INLINE_IN_ALL
     for index, tensor in enumerate(tensors):
@@ -188,11 +189,10 @@ def pack_tied_tensors(
             table, more = pack_tensors((tensor,), limit)
             parts.append(table[_COUNT.size :])
         else:
-            _check_memory(tensor)
-            piece, window = tied[index]
+            piece, start = tied[index]
             is_first = id(piece) not in numbers
             number = numbers.setdefault(id(piece), len(numbers))
-            parts.append(_pack_place(tensor, number, window.start - piece.start))
+            parts.append(_pack_place(tensor, number, start - piece.start))
             table, more = b"", ()
             if is_first:
                 table, more = pack_tensors((piece.bytes_of(tensor),), limit)
@@ -222,7 +222,7 @@ def unpack_tensors(
     tensors: list[torch.Tensor] = []
     requiring_grad: list[int] = []
     parameters: list[int] = []
-    memories: list[torch.Tensor] = []
+    memories: list[dict[int, torch.Tensor]] = []
     for index in range(count):
         if position >= end:
             raise FrameError(f"a tensor table ends before tensor {index} of {count}")
@@ -504,11 +504,13 @@ def _unpack_tied(
     table: bytes | bytearray | memoryview,
     position: int,
     waiting: Iterator[torch.Tensor],
-    memories: list[torch.Tensor],
+    memories: list[dict[int, torch.Tensor]],
 ) -> tuple[torch.Tensor, int]:
     """The tensor at ``position``, which shows some of one of ``memories``; where the next begins.
 
-    Memory that is named for the first time comes right after it, and is added.
+    Memory that is named for the first time comes right after it, and is added: as bytes, and
+    later as elements of each kind that is shown. All that show one memory count its changes
+    together, so that autograd notices that one of them changed what another saved.
     """
     flags = table[position]
     try:
@@ -520,25 +522,31 @@ def _unpack_tied(
         position += 2 * sizes.size
         if memory == len(memories):
             (whole,), position = _unpack_parts(table, position, waiting, _OF_TIED)
-            memories.append(whole.clone() if whole.storage_offset() else whole)
-        whole = memories[memory]
+            if whole.dtype is not torch.uint8 or whole.ndim != 1 or not whole.is_contiguous():
+                raise FrameError("memory that tensors share is not bytes in a row")
+            memories.append({_BYTES: whole.clone() if whole.storage_offset() else whole})
+        seen = memories[memory]
+        elements = seen.get(code)
+        if elements is None:
+            elements = seen[code] = _elements(seen[_BYTES], kind)
         start, uneven = divmod(offset, kind.bits.itemsize)
         reach = start + 1 + sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
         if (
             flags & ~(_REQUIRES_GRAD | _PARAMETER) != _TIED
             or uneven
             or not all(shape)
-            or reach * kind.bits.itemsize > whole.nbytes
-            or whole.dtype is not torch.uint8
-            or not whole.is_contiguous()
+            or reach > len(elements)
         ):
             raise FrameError(f"a tensor of shape {shape} and strides {strides} has no such place")
     except _MALFORMED as error:
         raise FrameError(f"a tensor that shares memory is malformed: {error}") from error
-    if kind.torch_type is None:
-        raise FrameError("this version of torch lacks the dtype of a tensor that arrived")
-    tensor = torch.empty(0, dtype=kind.torch_type, device=whole.device)
-    return tensor.set_(whole.untyped_storage(), start, shape, strides), position
+    return elements.as_strided(shape, strides, start).detach(), position
+
+
+def _elements(whole: torch.Tensor, kind: InlineType) -> torch.Tensor:
+    """All of ``kind`` that are in the bytes ``whole``, but for what is left at its end."""
+    left = whole.nbytes % kind.bits.itemsize
+    return _reinterpret(whole[: whole.nbytes - left] if left else whole, kind)
 
 
 def _strided_window(

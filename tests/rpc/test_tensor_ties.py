@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +91,23 @@ def test_any_windows_arrive_with_their_values_and_no_more_bytes_than_apart(
 
 
 @given(st.data())
+def test_only_those_are_tied_that_common_elements_connect(data: st.DataObject) -> None:
+    sent = views(data.draw, torch.arange(float(ELEMENTS)))
+    arrived = travel(sent)
+    connected = [{number} for number in range(len(sent))]
+    for first, second in itertools.combinations(range(len(sent)), 2):
+        if np.shares_memory(sent[first].numpy(), sent[second].numpy()):
+            union = connected[first] | connected[second]
+            for each in union:
+                connected[each] = union
+    for first, second in itertools.combinations(range(len(sent)), 2):
+        if np.shares_memory(arrived[first].numpy(), arrived[second].numpy()):
+            assert np.shares_memory(sent[first].numpy(), sent[second].numpy())
+        elif arrived[first].untyped_storage()._cdata == arrived[second].untyped_storage()._cdata:
+            assert second in connected[first]
+
+
+@given(st.data())
 def test_what_overlaps_without_gaps_stays_tied(data: st.DataObject) -> None:
     memory = torch.zeros(ELEMENTS)
     middle = data.draw(st.integers(1, ELEMENTS - 1))
@@ -101,6 +120,46 @@ def test_views_that_lie_apart_are_sent_apart() -> None:
     memory = torch.zeros(2, 100_000)
     first, second = travel([memory[0], memory[1]])
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda x: x.chunk(3, -1),
+        lambda x: x.unbind(1),
+        lambda x: (x.view(-1)[::2], x.view(-1)[1::2]),
+        lambda x: (x.view(-1)[4:], x.view(-1)[:4]),
+    ],
+)
+def test_views_that_take_turns_in_one_memory_are_sent_apart(
+    views: Callable[[Tensor], Sequence[Tensor]],
+) -> None:
+    sent = views(torch.arange(36.0).view(6, 6))
+    for there, here in zip(travel(sent), sent, strict=True):
+        assert torch.equal(there.view(-1), here.reshape(-1))
+        assert there.untyped_storage().nbytes() == here.nbytes
+
+
+def test_what_is_tied_among_those_that_take_turns_is_found() -> None:
+    query, key, value = torch.arange(36.0).view(2, 18).chunk(3, -1)
+    sent = [query, key, value, value.detach(), query.detach(), query[1]]
+    twins = torch.arange(36.0).view(2, 18).chunk(3, -1)
+    arrived = travel(sent)
+    arrived[5].zero_()
+    twins[0][1].zero_()
+    arrived[3][0].fill_(7)
+    twins[2][0].fill_(7)
+    for there, here in zip(arrived, [*twins, twins[2], twins[0], twins[0][1]], strict=True):
+        assert torch.equal(there, here)
+    assert arrived[1].untyped_storage().nbytes() == key.nbytes
+
+
+def test_a_view_in_its_tensor_stays_tied_beside_one_that_lies_far_out() -> None:
+    memory = torch.zeros(1000)
+    dense, within, far = travel([memory[:10], memory[1:9:2], memory[9::300]])
+    dense.fill_(3)
+    assert within.sum() == 12
+    assert far.sum() == 0
 
 
 def test_two_columns_do_not_drag_what_is_between_them() -> None:
@@ -148,6 +207,36 @@ def test_shared_memory_that_was_freed_is_refused() -> None:
     memory.untyped_storage().resize_(8)
     with pytest.raises(EncodeError, match=r"shape \(10,\).*was freed, or shrunk to 8"):
         pack_tied_tensors(sent)
+
+
+def test_a_tensor_beyond_shrunk_memory_is_refused_and_the_memory_left_alone() -> None:
+    memory = torch.zeros(100)
+    sent = [memory[:10], memory]
+    memory.untyped_storage().resize_(200)
+    with pytest.raises(EncodeError, match=r"shape \(100,\).*shrunk to 200"):
+        pack_tied_tensors(sent)
+    assert memory.untyped_storage().nbytes() == 200
+
+
+@LIMITS
+def test_autograd_notices_a_change_through_another_of_them(limit: int) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    arrived, beside = travel([weight, weight.detach()[:2]], limit)
+    loss = (arrived * arrived).sum()
+    beside.mul_(10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+@LIMITS
+def test_elements_of_several_sizes_show_memory_that_no_even_number_of_them_fills(
+    limit: int,
+) -> None:
+    memory = torch.arange(7, dtype=torch.uint8)
+    pairs = memory[:6].view(torch.bfloat16)
+    arrived, there = travel([memory, pairs], limit)
+    arrived.zero_()
+    assert there.tolist() == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch uses it there
