@@ -6,7 +6,8 @@ result, or says why there is none. Successive gatherings of the same lives of
 the same workers are told apart by a number that each worker counts for itself.
 
 None waits for somebody who is gone: the leader ends a gathering when one who
-has not come yet is lost, the others when the leader is.
+has not come yet is lost, or whoever it is if the leader itself has not, the others
+when the leader is. None waits for somebody who has given a gathering up and tries again.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Gatherings:
         self._numbers: defaultdict[Members, int] = defaultdict(int)
         self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
         self._failures: dict[Members, RpcError] = {}  # the latest, for those who come late
+        self._wanted: defaultdict[Members, dict[str, int]] = defaultdict(dict)
+        """At the leader: the oldest gathering that each of the others still takes part in."""
         self._closed: RpcError | None = None
 
     def begin(self, members: Members) -> tuple[GatheringId, AllGatherStates]:
@@ -114,13 +117,15 @@ class Gatherings:
         let_go: list[Any] = []  # until the lock is free, as their end may run code
         with self._lock:
             self._require_open(which)
-            let_go += self._given_up(which.members, name, oldest)
+            if name != which.leader:
+                let_go += self._given_up(which.members, name, oldest)
             gathering = self._open[which]
             gathering.gathered_objects[name] = obj
             if len(gathering.gathered_objects) == len(which.members):
                 gathering.proceed_signal.set()
                 return
             gone = self._lost_before_they_came(which, gathering)
+            gone = gone or self._left_before_all_came(which, gathering)
         if gone is not None:
             self.fail(which, gone)
             raise copy(gone)
@@ -198,14 +203,14 @@ class Gatherings:
                 if member == life
                 and me != name
                 and (which.leader == name or which.leader == me)
-                and name not in gathering.gathered_objects
+                and (name not in gathering.gathered_objects or not self._has_begun(which))
             ]
         for which in failed:
             self.fail(which, error)
         with self._lock:
-            for members in [m for m in self._numbers if any(life == who for _, who in m)]:
-                del self._numbers[members]
-                self._failures.pop(members, None)
+            for of_members in (self._numbers, self._failures, self._wanted):
+                for members in [m for m in of_members if any(life == who for _, who in m)]:
+                    del of_members[members]
 
     def close(self, reason: str) -> None:
         """Fails those under way and refuses further ones."""
@@ -225,18 +230,24 @@ class Gatherings:
 
         Needs the lock.
         """
-        begun = self._numbers.get(members, 0)
-        for which in [w for w in self._open if begun <= w.number < oldest and w.members == members]:
+        wanted = self._wanted[members]
+        wanted[name] = max(oldest, wanted.get(name, 0))
+        left = [w for w in self._open if w.members == members and w.number < oldest]
+        for which in [w for w in left if not self._has_begun(w)]:
             objects = self._open[which].gathered_objects
             yield objects.pop(name, None)
             if not objects:
                 del self._open[which]
 
+    def _has_begun(self, which: GatheringId) -> bool:
+        """Whether this worker itself has come. Needs the lock."""
+        return which.number < self._numbers.get(which.members, 0)
+
     def _require_open(self, which: GatheringId) -> None:
         """Needs the lock."""
         if self._closed is not None:
             raise copy(self._closed)
-        if which in self._open or which.number >= self._numbers.get(which.members, 0):
+        if which in self._open or not self._has_begun(which):
             return
         failure = self._failures.get(which.members)
         if failure is None:
@@ -252,6 +263,19 @@ class Gatherings:
                 lost = group.lost_error(life.worker)
                 return lost or WorkerLostError(name, life.incarnation, "it was replaced")
         return None
+
+    def _left_before_all_came(
+        self, which: GatheringId, gathering: AllGatherStates
+    ) -> RpcError | None:
+        """Who has given this one up does not come any more, but waits in a later one."""
+        left = [
+            name
+            for name, oldest in self._wanted[which.members].items()
+            if oldest > which.number and name not in gathering.gathered_objects
+        ]
+        if not left:
+            return None
+        return RpcError(f"_all_gather: {left} gave this one up before all had come, and try again")
 
     def _timed_out(
         self, which: GatheringId, gathering: AllGatherStates, timeout: float

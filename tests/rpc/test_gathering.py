@@ -209,6 +209,14 @@ class TestWhenSomebodyIsLost:
         with pytest.raises(WorkerLostError, match="'carol'"):  # which did not get the result
             leading.result(SECONDS)
 
+    def test_it_does_not_if_the_leader_had_not(self, group: Group) -> None:
+        waiting = [group.gather("bob"), group.gather("carol")]
+        until(lambda: group.has_come("bob") and group.has_come("carol"))
+        group.agents["alice"].losses.lost(Life(2, 0), "it was seen to die")
+        with pytest.raises(WorkerLostError, match=r"'carol'.*seen to die"):
+            waiting[0].result(SECONDS)
+        assert not group.agents["alice"].gatherings._open
+
     def test_the_others_can_gather_at_once(self, group: Group) -> None:
         group.lose("carol")
         until(lambda: all(not group.agents[n].group.lives("carol") for n in ("alice", "bob")))
@@ -221,7 +229,7 @@ class TestWhenSomebodyIsLost:
             assert all(len(each.result(SECONDS)) == 3 for each in everyone)
         alice = group.agents["alice"].gatherings
         group.lose("carol")
-        until(lambda: not alice._numbers and not alice._open and not alice._failures)
+        until(lambda: not (alice._numbers or alice._open or alice._failures or alice._wanted))
 
 
 class TestWhenALeaderGivesUp:
@@ -275,6 +283,21 @@ def test_a_follower_that_gave_up_is_no_leaders_success(group: Group) -> None:
     with pytest.raises(rpc.RpcError, match="'bob' gave the _all_gather up"):
         group.gather("alice").result(SECONDS)
     assert len(waiting.result(SECONDS)) == 3
+
+
+def test_a_leader_that_comes_late_meets_followers_that_try_again(group: Group) -> None:
+    for name in ("bob", "carol", "bob"):
+        with pytest.raises(RpcTimeoutError):
+            group.gather(name, timeout=0.05).result(SECONDS)
+    followers = [group.gather("bob")]
+    gatherings = group.agents["alice"].gatherings
+    until(lambda: any(which.number == 2 for which in gatherings._open))
+    told = r"\['bob'\] gave this one up before all had come"
+    for name in ("alice", "carol", "alice"):
+        with pytest.raises(rpc.RpcError, match=told):
+            group.gather(name).result(SECONDS)
+    together = [*followers, group.gather("carol"), group.gather("alice")]
+    assert all(len(each.result(SECONDS)) == 3 for each in together)
 
 
 def test_a_worker_that_shuts_down_waits_no_longer(group: Group) -> None:
