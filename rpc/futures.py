@@ -13,6 +13,7 @@ import logging
 import threading
 import weakref
 from _thread import RLock
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -64,6 +65,7 @@ _name_of = vars(type)["__name__"].__get__
 
 _CALLBACK = "a callback on "
 _MOST_NESTED = 32
+_MOST_TURNS = 16
 
 
 class Collector(Protocol):
@@ -225,6 +227,8 @@ class Future(_TorchFuture[T]):
     def wait(self) -> T:
         """Blocks until the result is there and returns it, or raises the call's error."""
         try:
+            if not _is_done(self) and _followed.found:
+                _follow_kept()
             if not _is_done(self):
                 with blocking():
                     if self._waiter is None:
@@ -279,14 +283,14 @@ class Future(_TorchFuture[T]):
         child: Future[S] = Future(description=_CALLBACK + call)
         child._waiter, child._waker = self._waiter, self._waker
         self._note_seen()
-        super().add_done_callback(_Link(callback, child))
+        super().add_done_callback(_Then(callback, child))
         return child
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Calls ``callback(self)`` when done, or now if it already is."""
         _require_callback("add_done_callback", callback)
         self._note_seen()
-        super().add_done_callback(partial(_call_apart, callback))
+        super().add_done_callback(_Told(callback))
 
     def _note_seen(self) -> None:
         """Its failure, now or later, is no news to somebody."""
@@ -436,40 +440,89 @@ def _let_go(done: object) -> None:
 
 
 class _Followed(threading.local):
-    """The links of chains that the running thread follows."""
+    """The chains of futures that the running thread follows."""
 
     nested: int = 0
-    """How many, each from within the completion of the one before."""
+    """How many of their links, each from within the completion of the one before."""
+    turns: int = 0
+    """How many times it follows links after each other, each from within the one before."""
     found: list[tuple[_Link, object]] | None = None
-    """Set while those that are met are kept for later."""
+    """Set while it does: the links that were met and kept for later."""
+    is_apart: bool = False
+    """True while a user's function runs, which may wait for links that it meets."""
 
 
 _followed = _Followed()
 
 
-def _call_apart(callback: Callable[..., object], done: object) -> None:
-    """Calls a user's function, which may wait for links that it meets: none is kept for later."""
-    _let_go(done)
-    here = _followed
-    if here.found is None:
-        callback(done)
-        return
-    found, here.found = here.found, None
-    try:
-        callback(done)
-    finally:
+class _Link(ABC):
+    """What a future calls when it is done: a user's function, and what is done after it.
+
+    That may be another future's completion, here or in the function itself, and so lead to
+    the next link, some frames deeper. The first links of a chain are followed so, as torch
+    does; those of a long one after each other, in the same order, or Python would run out of
+    frames and the rest would never be done. Links that a function meets are followed at once
+    as long as there is room, as it may wait for them in some way that is not seen here.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, done: object) -> None:
+        _let_go(done)
+        here = _followed
+        if here.found is not None and not (here.is_apart and here.turns < _MOST_TURNS):
+            here.found.append((self, done))
+        elif here.nested < _MOST_NESTED:
+            here.nested += 1
+            try:
+                complete = self._outcome(done)
+                if complete is not None:
+                    complete()
+            finally:
+                here.nested -= 1
+        else:
+            _follow_in_turn([(self, done)])
+
+    def links_after(self, done: object) -> list[tuple[_Link, object]]:
+        """Follows this link, but not those that it leads to, which are returned."""
+        here = _followed
+        before = here.found, here.is_apart
+        found: list[tuple[_Link, object]] = []
         here.found = found
+        try:
+            here.is_apart = True
+            complete = self._outcome(done)
+            here.is_apart = False
+            if complete is not None:
+                complete()
+        except Exception:
+            _logger.exception("a callback of a future, or the completion of its own, failed")
+        finally:
+            here.found, here.is_apart = before
+        return found
+
+    @abstractmethod
+    def _outcome(self, done: object) -> Completion | None:
+        """Runs the function; returns what is done after it, if anything is."""
 
 
-class _Link:
+class _Told(_Link):
+    """What ``add_done_callback`` hangs on a future: a callback."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[..., object]) -> None:
+        self._callback = callback
+
+    def _outcome(self, done: object) -> None:
+        self._callback(done)
+
+
+class _Then(_Link):
     """What ``then`` hangs on a future: a callback, and the future of what it returns.
 
     The callback runs in the context and the grad mode in which it was hung there, whoever
     completes the future.
-
-    Completing that one may lead to the next link, some frames deeper. The first links of
-    a chain are followed so, as torch does; those of a long one after each other, in the
-    same order, or Python would run out of frames and the rest would never be done.
     """
 
     __slots__ = ("_callback", "_child", "_context", "_has_grad")
@@ -480,22 +533,7 @@ class _Link:
         self._context = contextvars.copy_context()
         self._has_grad = torch.is_grad_enabled()
 
-    def __call__(self, done: object) -> None:
-        _let_go(done)
-        here = _followed
-        if here.found is not None:
-            here.found.append((self, done))
-        elif here.nested < _MOST_NESTED:
-            here.nested += 1
-            try:
-                self._outcome(done)()
-            finally:
-                here.nested -= 1
-        else:
-            _follow_in_turn(self, done)
-
-    def _outcome(self, done: object) -> Callable[[], None]:
-        """Runs the callback; returns what completes its future."""
+    def _outcome(self, done: object) -> Completion:
         try:
             if torch.is_grad_enabled() == self._has_grad:
                 value = self._context.run(self._callback, done)
@@ -506,25 +544,25 @@ class _Link:
             return partial(self._child.set_exception, _as_runtime_error(error))
         return partial(self._child.set_result, value)
 
-    def links_after(self, done: object) -> list[tuple[_Link, object]]:
-        """Follows this link, but not those that it leads to, which are returned."""
-        complete = self._outcome(done)
-        found: list[tuple[_Link, object]] = []
-        _followed.found = found
-        try:
-            complete()
-        except Exception:
-            _logger.exception("the future of a callback could not be completed")
-        finally:
-            _followed.found = None
-        return found
+
+def _follow_in_turn(links: list[tuple[_Link, object]]) -> None:
+    here = _followed
+    here.turns += 1
+    left = links[::-1]
+    try:
+        while left:
+            link, done = left.pop()
+            left += reversed(link.links_after(done))
+    finally:
+        here.turns -= 1
 
 
-def _follow_in_turn(link: _Link, done: object) -> None:
-    left = [(link, done)]
-    while left:
-        link, done = left.pop()
-        left += reversed(link.links_after(done))
+def _follow_kept() -> None:
+    """Follows what the running thread has kept for later: it is about to wait."""
+    while found := _followed.found:
+        kept = found[:]
+        found.clear()
+        _follow_in_turn(kept)
 
 
 def _stand_in(error: BaseException) -> BaseException:

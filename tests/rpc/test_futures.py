@@ -23,6 +23,7 @@ from rpc.futures import Future
 from tests.waiting import until
 
 SECONDS = 10.0
+LONG = 1000
 
 
 def failed(error: BaseException, description: str = "the call of f on w1") -> Future[int]:
@@ -323,6 +324,58 @@ def test_a_chain_of_any_length_is_followed_in_the_order_of_torchs(links: int) ->
     assert follow(Future) == follow(torch.futures.Future)
 
 
+def bridged_in_then(future: Future[int]) -> Future[int]:
+    after: Future[int] = Future()
+    future.then(lambda f: after.set_result(f.value() + 1))
+    return after
+
+
+def bridged_in_a_callback(future: Future[int]) -> Future[int]:
+    after: Future[int] = Future()
+    future.add_done_callback(lambda f: after.set_result(f.value() + 1))
+    return after
+
+
+def bridged_by_turns(future: Future[int]) -> Future[int]:
+    after: Future[int] = Future()
+    future.then(lambda f: f.value() + 1).add_done_callback(lambda f: after.set_result(f.value()))
+    return after
+
+
+def bridged_after_a_wait_for_others(future: Future[int]) -> Future[int]:
+    after: Future[int] = Future()
+
+    def complete(done: Future[int]) -> None:
+        other: Future[int] = Future()
+        child = other.then(lambda f: f.value() + 1)
+        other.set_result(done.value())
+        after.set_result(child.wait())
+
+    future.add_done_callback(complete)
+    return after
+
+
+@pytest.mark.parametrize(
+    "bridge",
+    [
+        bridged_in_then,
+        bridged_in_a_callback,
+        bridged_by_turns,
+        bridged_after_a_wait_for_others,
+    ],
+)
+def test_a_long_chain_may_pass_through_futures_that_users_complete(
+    bridge: Callable[[Future[int]], Future[int]],
+) -> None:
+    first: Future[int] = Future()
+    last = first
+    for _ in range(LONG):
+        last = bridge(last)
+    first.set_result(0)
+    assert last.done()
+    assert last.value() == LONG
+
+
 def test_the_last_future_of_a_long_chain_says_in_few_words_what_it_is_of() -> None:
     future = first = Future(description="the call of f on w1")
     for _ in range(100):
@@ -423,7 +476,7 @@ def test_a_link_that_was_completed_by_hand_does_not_hold_up_the_rest_of_a_chain(
     after = chain[80].then(lambda f: f.value())
     first.set_result(0)
     assert (chain[-1].value(), after.value(), side.value()) == (100, 80, -1)
-    assert "could not be completed" in caplog.text
+    assert "the completion of its own, failed" in caplog.text
 
 
 def test_then_runs_in_the_context_of_the_call_to_then():
