@@ -317,6 +317,8 @@ class _Link:
         self._find_what_is_held(end)
         for frame in again:
             self._put(end, frame)
+        if again:
+            end.memory.sent_again()
 
     def _knocked(self, end: _End, attempt: int) -> None:
         breaks = end.seam.knocked(attempt)

@@ -73,7 +73,8 @@ class SentMessages(Generic[Message]):
     def missing(self, sent: int, received: int) -> list[Message]:
         """What to send again on a new connection, in order; it stays remembered.
 
-        To be called once for each: what does not get through on many of them is given up.
+        To be followed by :meth:`sent_again` when it was: what does not get through on many
+        connections is given up.
 
         Args:
             sent: how many messages were ever sent.
@@ -89,13 +90,18 @@ class SentMessages(Generic[Message]):
                 f"the other end has {received} messages of {sent}, and the last "
                 f"{len(self.messages)} are remembered"
             )
-        self._in_vain = self._in_vain + 1 if lacking and received == self._arrived else 0
+        if not lacking or received != self._arrived:
+            self._in_vain = 0
         self._arrived = received
         if self._in_vain >= _MOST_IN_VAIN:
             raise CannotResumeError(
                 f"message {received} did not arrive on any of {self._in_vain} connections"
             )
         return list(self.messages)[len(self.messages) - lacking :]
+
+    def sent_again(self) -> None:
+        """What was missing has been sent on another connection."""
+        self._in_vain += 1
 
     def forget(self) -> list[Message]:
         """Forgets everything; returns it."""

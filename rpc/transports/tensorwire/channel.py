@@ -26,7 +26,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rpc.transports.resumption import SentMessages
-from rpc.transports.tensorwire.framing import Buffer, WireKind, pack_fixed, pack_pair
+from rpc.transports.tensorwire.framing import FIXED_SIZE, Buffer, WireKind, pack_fixed, pack_pair
 
 _BATCH_FRAMES = 64
 _BATCH_BYTES = 1 << 20
@@ -52,8 +52,8 @@ class Outgoing(NamedTuple):
     descriptor: int = -1
 
     def size(self) -> int:
-        """Bytes it will take on the wire, but for the fixed part."""
-        return len(self.header) + len(self.table) + self.inline
+        """Bytes it will take on the wire."""
+        return FIXED_SIZE + len(self.header) + len(self.table) + self.inline
 
 
 class _Sent(NamedTuple):
@@ -137,6 +137,8 @@ class Sender:
         self._role = threading.Lock()
         self._queue: deque[Outgoing] = deque()
         self._unsent: deque[memoryview] = deque()
+        self._loaded = 0
+        """Bytes of the counter that do not stand in the queue."""
         self._sent: SentMessages[bytes | _Sent] = SentMessages(remember)
         self._sent_frames = self._sent.messages
         self._remembers = remember > 0
@@ -149,10 +151,23 @@ class Sender:
         self._closed = False
 
     def send(self, item: Outgoing) -> None:
-        """Sends or queues a frame; dropped if the socket is broken for good."""
-        self._queue.append(item)
-        self._counter.add(item.size())
+        """Sends or queues a frame; dropped if the socket is broken for good.
+
+        Raises:
+            MemoryError: there is none for it; it is not sent, as with the other methods that
+                take a frame.
+        """
+        self._enqueue(item)
         self.flush()
+
+    def _enqueue(self, item: Outgoing) -> None:
+        size = item.size()
+        self._counter.add(size)
+        try:
+            self._queue.append(item)
+        except BaseException:
+            self._counter.add(-size)
+            raise
 
     def send_small(
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
@@ -186,8 +201,7 @@ class Sender:
                 if not (self._queue or self._broken):
                     data = self._framed(kind, correlation, header, table, inline)
                     try:
-                        self._counter.add(len(data))
-                        self._unsent.append(memoryview(data))
+                        self._keep(memoryview(data))
                     except BaseException as error:
                         self._spoiled(error)
                     return
@@ -200,18 +214,25 @@ class Sender:
     ) -> bytes:
         """The next frame, remembered from now on; called in the writing role."""
         lengths = (len(header), len(table), len(inline))
-        data = pack_fixed(kind, correlation, self._sequence, *lengths) + header + table + inline
+        sequence = self._sequence
+        data = pack_fixed(kind, correlation, sequence, *lengths) + header + table + inline
+        after = sequence + 1  # before it is remembered: there may be no memory
         self._sent_frames.append(data)
-        self._sequence += 1
+        self._sequence = after
         return data
+
+    def _keep(self, data: memoryview) -> None:
+        """For bytes of a frame that was not queued; called in the writing role."""
+        loaded = self._loaded + len(data)
+        self._counter.add(len(data))
+        self._loaded = loaded
+        self._unsent.append(data)
 
     def _queue_small(
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
     ) -> None:
         parts = (inline,) if inline else ()
-        item = Outgoing(kind, correlation, header, table, parts, len(inline))
-        self._queue.append(item)
-        self._counter.add(item.size())
+        self._enqueue(Outgoing(kind, correlation, header, table, parts, len(inline)))
 
     def queued(self) -> int:
         """Frames that wait to be sent, or what is left of them."""
@@ -227,8 +248,7 @@ class Sender:
             self._failed(error)
             return
         if sent < len(data):
-            self._counter.add(len(data) - sent)
-            self._unsent.append(memoryview(data)[sent:])
+            self._keep(memoryview(data)[sent:])
             self._wait_writable()
 
     def flush(self) -> None:
@@ -297,7 +317,10 @@ class Sender:
             size += self._load()
 
     def _load(self) -> int:
-        """Moves one frame. Copies little: without memory, it stays where it is."""
+        """Moves one frame. Copies little: without memory, it stays where it is.
+
+        Once it is remembered, nothing that may fail comes before it has left the queue.
+        """
         item = self._queue[0]
         kind, correlation, header, table, parts, inline, descriptor = item
         fixed = pack_fixed(kind, correlation, self._sequence, len(header), len(table), inline)
@@ -313,14 +336,15 @@ class Sender:
         views = [memoryview(part) for part in buffers if len(part)]
         frames = self._sent_frames
         forgotten = [frames[0]] if self._remembers and len(frames) == frames.maxlen else None
+        size = item.size()
+        sequence, loaded = self._sequence + 1, self._loaded + size
         frames.append(sent)
-        self._sequence += 1
-        self._unsent.extend(views)
+        self._sequence, self._loaded = sequence, loaded
         self._queue.popleft()
-        self._counter.add(len(fixed))
+        self._unsent.extend(views)
         if forgotten:
             _close_descriptors(forgotten)
-        return len(fixed) + item.size()
+        return size
 
     def _pass_on(self, buffers: list[memoryview]) -> int:
         """Sends bytes and the descriptors that go with them.
@@ -354,7 +378,9 @@ class Sender:
                 break
             left -= len(first)
             self._unsent.popleft()
+        loaded = self._loaded - sent
         self._counter.add(-sent)
+        self._loaded = loaded
 
     def _wait_writable(self) -> None:
         self._blocked = True
@@ -382,12 +408,12 @@ class Sender:
             self._drop_queue()
         else:
             self._blocked = True
-            self._unsent.append(_GAP)
-            self._counter.add(len(_GAP))
+            self._keep(_GAP)
 
     def _forget_unsent(self) -> None:
         self._passed_on()
-        self._counter.add(-sum(len(view) for view in self._unsent))
+        self._counter.add(-self._loaded)
+        self._loaded = 0
         self._unsent.clear()
 
     def _drop_queue(self) -> None:
@@ -419,6 +445,7 @@ class Sender:
     def stop(self) -> None:
         """Queues what is sent from now on, until another connection takes the socket's place."""
         with self._role:
+            self._generation += 1  # who was about to go on with the connection does not
             self._stop()
 
     def replace(self, sock: socket.socket, received: int, greeting: bytes = b"") -> int:
@@ -450,23 +477,37 @@ class Sender:
     def resume(self, generation: int) -> None:
         """Sends what got lost, and goes on; to be called when the new connection is read.
 
-        Does nothing if that broke meanwhile, and another has taken its place.
+        Does nothing if that broke meanwhile, and another takes its place. Breaks it if what
+        is to be sent cannot be.
         """
         with self._role:
             if generation != self._generation:
                 return
-            again, self._again = self._again, []
-            self._forget_unsent()
-            if self._closed:
+            try:
+                self._go_on()
+            except BaseException as error:
+                self._spoiled(error)
                 return
-            for frame in again:
-                buffers, descriptor = ((frame,), -1) if isinstance(frame, bytes) else frame
-                self._unsent.extend(memoryview(part) for part in buffers if len(part))
-                if descriptor >= 0:
-                    self._passing.append(descriptor)
-            self._counter.add(sum(len(view) for view in self._unsent))
-            self._broken = False
-        self.writable()
+        self.flush()
+
+    def _go_on(self) -> None:
+        """Called in the writing role."""
+        again, self._again = self._again, []
+        self._forget_unsent()
+        self._blocked = False
+        if self._closed:
+            return
+        for frame in again:
+            buffers, descriptor = ((frame,), -1) if isinstance(frame, bytes) else frame
+            for part in buffers:
+                if len(part):
+                    self._keep(memoryview(part))
+            if descriptor >= 0:
+                self._passing.append(descriptor)
+        if again:
+            self._sent.sent_again()
+        self._watch_writable(False)
+        self._broken = False
 
     def in_kernel(self) -> bool:
         """True while bytes have not been acknowledged by the other host."""

@@ -202,22 +202,33 @@ class Link:
             return
         kind, correlation, header, inline, _ = frame
         table = b""
-        if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
-            draft = self._draft(frame, looks)
-            table = join_rows(draft.rows)
-            large = draft.inline >= _PLAIN_BELOW or len(header) >= _PLAIN_BELOW
-            if not large:  # before anything leaves: there may be no memory
-                inline = b"".join(draft.parts)
-            for number, view in draft.streams:
-                self._stream(number, view)
-            if large:
-                parts = tuple(draft.parts)
-                main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
-                return
-        if flush_soon is None:
-            main.send_small(kind, correlation, header, table, inline)
-        else:
-            main.hold_small(kind, correlation, header, table, inline)
+        draft: _Draft | None = None
+        leaves = False
+        try:
+            if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
+                draft = _Draft()
+                self._fill(draft, frame, looks)
+                table = join_rows(draft.rows)
+                large = draft.inline >= _PLAIN_BELOW or len(header) >= _PLAIN_BELOW
+                if not large:  # before anything leaves: there may be no memory
+                    inline = b"".join(draft.parts)
+                leaves = True
+                for number, view in draft.streams:
+                    self._stream(number, view)
+                if large:
+                    parts = tuple(draft.parts)
+                    main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
+                    return
+            if flush_soon is None:
+                main.send_small(kind, correlation, header, table, inline)
+            else:
+                main.hold_small(kind, correlation, header, table, inline)
+        except BaseException as error:
+            # An interrupt may come when the frame has left; want of memory keeps it here.
+            if draft is not None and (not leaves or isinstance(error, Exception)):
+                self._take_back(draft)
+            raise
+        if flush_soon is not None:
             flush_soon(main)
 
     def tell_soon(self) -> None:
@@ -235,24 +246,22 @@ class Link:
         """The writing halves of all channels."""
         return [*self.bulk, *([self.main] if self.main is not None else [])]
 
-    def _draft(self, frame: Frame, looks: Sequence[Look]) -> _Draft:
-        draft = _Draft()
+    def _fill(self, draft: _Draft, frame: Frame, looks: Sequence[Look]) -> None:
         payload = frame.payload
         draft.to_share = len(payload) if len(payload) >= SHARED_FROM else 0
         for look in looks:
             if look.nbytes >= SHARED_FROM:
                 draft.to_share += look.nbytes
-        try:
-            self._add_payload(draft, payload)
-            for tensor, look in zip(frame.tensors, looks, strict=True):
-                self._add_tensor(draft, tensor, look)
-        except BaseException:
-            if self._pool is not None:
-                self._pool.take_back(draft.slots)
-            for handle in draft.lent:
-                give_back(handle)
-            raise
-        return draft
+        self._add_payload(draft, payload)
+        for tensor, look in zip(frame.tensors, looks, strict=True):
+            self._add_tensor(draft, tensor, look)
+
+    def _take_back(self, draft: _Draft) -> None:
+        """Frees what was filled and lent for a frame that is not sent, after all."""
+        if self._pool is not None:
+            self._pool.take_back(draft.slots)
+        for handle in draft.lent:
+            give_back(handle)
 
     def _add_payload(self, draft: _Draft, payload: Buffer) -> None:
         size = len(payload)

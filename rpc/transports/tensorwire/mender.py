@@ -25,6 +25,8 @@ _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_EVERY_SECONDS = 0.2
 _LEAST_TRIES = 4
 _ENOUGH_FOR_A_TRY_SECONDS = 1.0
+_PASSING = (OSError, MemoryError)
+"""What may not come again with another connection."""
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -114,17 +116,19 @@ class Mender:
         return True
 
     def _take_in(self, strand: Strand, guest: Proven) -> None:
+        reason = strand.seam.reason
         try:
             strand.replace(guest.sock, guest.hello.received, guest.hello.attempt)
-        except OSError as error:
+        except _PASSING as error:
+            guest.hang_up()
             self._try_again(strand, error)
         except Exception as error:  # it is in nobody's charge any more
             guest.reject(_says(error))
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
+            self._give_up(strand, f"{reason}, and cannot be resumed: {_says(error)}")
         else:
             self._look_again(strand)
 
-    def _try_again(self, strand: Strand, error: OSError) -> None:
+    def _try_again(self, strand: Strand, error: Exception) -> None:
         """Breaks a connection that nobody reads: until its time is over, another may be."""
         strand.problem = _says(error)
         if not self.broke(strand, strand.seam.reason):
@@ -177,13 +181,15 @@ class Mender:
         if not wanted:
             sock.close()
             return
+        reason = strand.seam.reason
         try:
             strand.replace(sock, theirs, attempt)
-        except OSError as error:
+        except _PASSING as error:
+            sock.close()
             self._try_again(strand, error)
         except Exception as error:  # it is in nobody's charge any more
             sock.close()
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
+            self._give_up(strand, f"{reason}, and cannot be resumed: {_says(error)}")
         else:
             self._look_again(strand)
 

@@ -70,6 +70,7 @@ class Strand:
             CannotResumeError: the peer lacks what is not remembered; ``sock`` stays open.
             OSError: it cannot be read at the moment, for want of memory: the strand is broken
                 still.
+            MemoryError: likewise.
         """
         greeting = b"" if self.road is not None else Acceptor.accept(self.reader.received)
         generation = self.sender.replace(sock, received, greeting)
@@ -79,7 +80,7 @@ class Strand:
         self.knock_at = 0.0
         try:
             self.listen()
-        except (OSError, ValueError):
+        except (OSError, ValueError, MemoryError):
             if self.sender.sock.fileno() >= 0:  # it was not closed meanwhile
                 self.ignore(self.sender.sock)
                 self.seam.since, self.seam.reason = since, reason

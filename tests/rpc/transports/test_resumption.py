@@ -137,6 +137,7 @@ def resumptions(memory: SentMessages[int], sent: int, received: int) -> int:
             memory.missing(sent, received)
         except CannotResumeError:
             return count
+        memory.sent_again()
     return 1000
 
 
@@ -146,7 +147,16 @@ def test_what_arrives_on_no_connection_is_not_sent_for_ever() -> None:
     for received in (2, 3):
         assert resumptions(memory, 5, received) == _MOST_IN_VAIN
     memory.missing(5, 4)
+    memory.sent_again()
     assert resumptions(memory, 5, 4) == _MOST_IN_VAIN - 1
+
+
+def test_connections_on_which_nothing_was_sent_are_not_counted() -> None:
+    memory: SentMessages[int] = SentMessages()
+    memory.messages.extend(range(5))
+    for _ in range(2 * _MOST_IN_VAIN):
+        memory.missing(5, 2)
+    assert resumptions(memory, 5, 2) == _MOST_IN_VAIN
 
 
 def test_who_gives_up_says_which_message_did_not_arrive_and_on_how_many_connections() -> None:
@@ -156,6 +166,7 @@ def test_who_gives_up_says_which_message_did_not_arrive_and_on_how_many_connecti
     memory.missing(5, 1)  # forgets how many were in vain
     for _ in range(count):
         memory.missing(5, 2)
+        memory.sent_again()
     with pytest.raises(CannotResumeError, match=f"message 2 did not arrive on any of {count} con"):
         memory.missing(5, 2)
 

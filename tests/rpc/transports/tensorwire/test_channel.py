@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -478,6 +479,86 @@ def test_what_cannot_be_sent_at_the_moment_is_sent_on_another_connection(
     wire.receive(3)
     assert [(n, len(p)) for n, _, p in wire.found] == [(0, 1), (1, len(big)), (2, 1)]
     assert wire.unsent.count == 0
+
+
+class Scarce(deque[Any]):
+    """A queue for which there is no memory, for once."""
+
+    is_full = True
+
+    def _take(self) -> None:
+        if self.is_full:
+            self.is_full = False
+            raise MemoryError
+
+    def append(self, item: Any) -> None:
+        self._take()
+        super().append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self._take()
+        super().extend(items)
+
+
+def test_a_frame_that_was_remembered_when_memory_ran_out_is_sent_once(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    wire.sender._unsent = Scarce()
+    wire.sender.send(Outgoing(1, 0, b"h", b"", (b"p",), 1))
+    assert connection_is_over(wire)
+    wire.sender.send_small(1, 1, b"h", b"", b"p")
+    wire.replace()
+    wire.receive(2)
+    assert [number for number, _, _ in wire.found] == [0, 1]
+    assert wire.unsent.count == 0
+
+
+def test_a_frame_for_which_the_queue_has_no_memory_is_not_sent(wire: Wire) -> None:
+    wire.sender._queue = Scarce()
+    with pytest.raises(MemoryError):
+        wire.sender.send(Outgoing(1, 0, b"h", b"", (b"p",), 1))
+    assert wire.unsent.count == 0
+    wire.sender.send(Outgoing(1, 1, b"h", b"", (b"p",), 1))
+    wire.receive(1)
+    assert [number for number, _, _ in wire.found] == [1]
+
+
+def test_what_cannot_be_sent_again_at_the_moment_is_on_another_connection(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    wire.sender.send_small(1, 0, b"h", b"", b"p")
+    late = wire.begin_to_replace()
+    wire.sender._unsent = Scarce()
+    wire.sender.resume(late)
+    assert connection_is_over(wire)
+    wire.replace()
+    wire.receive(1)
+    assert wire.unsent.count == 0
+
+
+def test_who_is_late_to_go_on_with_one_that_broke_sends_nothing_on_the_next(
+    replaceable: Replaceable,
+) -> None:
+    wire = replaceable
+    wire.sender.send_small(1, 0, b"h", b"", b"p")
+    late = wire.begin_to_replace()
+    wire.sender.stop()
+    watch, next_one = wire.sender._watch_writable, list[int]()
+
+    def replace_now(wanted: bool) -> None:
+        if not wanted and not next_one:
+            next_one.append(wire.begin_to_replace())
+        watch(wanted)
+
+    wire.sender._watch_writable = replace_now
+    wire.sender.resume(late)
+    wire.sender._watch_writable = watch
+    wire.sender.resume(next_one[0] if next_one else wire.begin_to_replace())
+    wire.sender.send_small(1, 1, b"h", b"", b"p")
+    wire.receive(2)
+    assert [number for number, _, _ in wire.found] == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["_write", "_wait_writable"])

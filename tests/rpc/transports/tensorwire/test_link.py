@@ -120,6 +120,28 @@ def test_shared_memory_of_a_message_that_cannot_be_sent_is_free_again(told: list
     assert "sent" not in told
 
 
+@pytest.mark.parametrize(
+    ("error", "free"), [(MemoryError, [Slot(1, 4096)]), (KeyboardInterrupt, [])]
+)
+def test_so_is_that_of_one_which_the_channel_does_not_take(
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    free: list[Slot],
+) -> None:
+    made = link(told)
+    taken: list[Slot] = []
+    made._pool.take_back = taken.extend  # type: ignore[union-attr,method-assign]
+
+    def refuse(*_: object) -> None:
+        raise error  # an interrupt may come when it has been taken
+
+    monkeypatch.setattr(Main, "send_small", refuse)
+    with pytest.raises(error):
+        send(made, SHARED_FROM)
+    assert taken == free
+
+
 @pytest.mark.parametrize("problem", ["no memory for a transfer", ""])
 def test_what_cannot_be_taken_in_gives_its_shared_memory_back(
     monkeypatch: pytest.MonkeyPatch, problem: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import threading
 from collections import Counter
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from rpc.errors import WorkerLostError
+from rpc.transports import resumption
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorwire import Settings, TensorWireTransport
+from rpc.transports.tensorwire import Settings, TensorWireTransport, mender
 from rpc.transports.tensorwire.address import Address
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Sender
@@ -197,33 +199,41 @@ def test_a_connection_that_is_not_answered_leaves_time_for_others(
     assert max(given) <= Settings().resume_seconds / 2
 
 
+NO_WATCH = OSError(errno.ENOSPC, "no watch is left")
+
+
 def refuse_watches(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, refused: Callable[[], bool]
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    refused: Callable[[], bool],
+    error: Exception = NO_WATCH,
 ) -> None:
     """Has epoll take no descriptor at times."""
     add = getattr(owner, name)
 
     def may_refuse(*arguments: Any) -> None:
         if refused():
-            raise OSError(errno.ENOSPC, "no watch is left")
+            raise error
         add(*arguments)
 
     monkeypatch.setattr(owner, name, may_refuse)
 
 
+@pytest.mark.parametrize("error", [NO_WATCH, MemoryError()], ids=["watches", "memory"])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(ReplySide, "add"), (RequestSide, "add_main"), (BulkMover, "add")],
     ids=["opened", "accepted", "bulk"],
 )
 def test_a_connection_that_cannot_be_read_at_the_moment_is_replaced_once_more(
-    make: Maker, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    make: Maker, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: Exception
 ) -> None:
     cutter = Cutter()
     a, b = make(Settings(local_paths=False), Settings(local_paths=False))
     large = torch.ones(1 << 19)
     times: list[int] = []
-    refuse_watches(monkeypatch, owner, name, lambda: bool(times) and bool(times.pop()))
+    refuse_watches(monkeypatch, owner, name, lambda: bool(times) and bool(times.pop()), error)
     a.call(b, b"connect", b"", large)
     times += [1, 2, 3]
     assert cutter.cut()
@@ -232,6 +242,21 @@ def test_a_connection_that_cannot_be_read_at_the_moment_is_replaced_once_more(
     assert a.lost == b.lost == []
     until(lambda: not times)
     assert a.call(b, b"h", b"", large).header == b"h"
+
+
+def test_connections_that_cannot_be_read_are_none_on_which_something_was_sent(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(*[Settings(local_paths=False, resume_seconds=SECONDS)] * 2)
+    monkeypatch.setattr(mender, "_LONGEST_PAUSE_SECONDS", 0.001)
+    times: list[int] = []
+    refuse_watches(monkeypatch, ReplySide, "add", lambda: bool(times) and bool(times.pop()))
+    a.call(b, b"connect")
+    sender = a.transport._peers[1]._outgoing.main  # type: ignore[attr-defined]
+    times += range(1, 2 * resumption._MOST_IN_VAIN)
+    sender.shutdown()
+    assert a.call(b, b"lost on the way").header == b"lost on the way"
+    assert not times
 
 
 def test_a_connection_that_can_never_be_read_loses_the_peer_when_its_time_is_over(
@@ -381,13 +406,14 @@ def test_a_link_that_cannot_be_put_together_again_is_given_up(
     a.call(b, b"h")
 
     def fail(*_: object) -> None:
-        raise MemoryError
+        raise RuntimeError
 
     monkeypatch.setattr(Sender, "resume", fail)
     assert cutter.cut()
     a.until(lambda: bool(a.lost))
     b.until(lambda: bool(b.lost))
-    assert any("cannot be resumed: MemoryError" in w.lost[0][1] for w in (a, b))
+    reason = re.compile(r"\w.*, and cannot be resumed: RuntimeError")
+    assert any(reason.match(w.lost[0][1]) for w in (a, b))
 
 
 def test_without_a_thread_to_mend_it_a_link_is_given_up(
