@@ -41,6 +41,8 @@ SHARED_FROM = 1 << 15
 _MIN_SEGMENT = 16 << 20
 _HUGE_PAGE = 2 << 20
 _QUICK_LOOK = 4
+_TAKES_FOR_A_LOOK = 4
+"""For each part that was taken since, so many are looked at."""
 _FEW = 2
 """The receiver of a call's tensors may still hold them when its answer has come."""
 _EVERYTHING = 1 << 30
@@ -73,7 +75,7 @@ class _Segment:
     """One segment at its sender: which parts are free, which are taken.
 
     Free parts are found at the lowest address, so that memory that is in the
-    caches is used before memory that is not, or was never touched.
+    caches is used before memory that is not. What was never touched is taken last.
     """
 
     def __init__(self, number: int, region: Region) -> None:
@@ -84,16 +86,34 @@ class _Segment:
         self._flags = view_of(array_at(region.address), start)
         self._gaps: list[_Gap] = [(start, region.size - start)]
         self._taken: dict[int, int] = {}
+        self._touched = start
+        self._unseen = 0
+        """How many parts were taken since all were looked at."""
 
-    def take(self, length: int) -> int | None:
-        """The position of a part of ``length`` bytes, now taken; None if there is none."""
+    def take(self, length: int, touched: bool) -> int | None:
+        """The position of a part of ``length`` bytes, now taken; None if there is none.
+
+        Args:
+            length: in bytes.
+            touched: only where something was before.
+        """
+        most = self._touched if touched else self.region.size
         for index, (start, free) in enumerate(self._gaps):
-            if free >= length:
+            if free >= length and start + length <= most:
                 self._gaps[index : index + 1] = [(start + length, free - length)][: free > length]
                 self._taken[start] = length
                 self._flags[start // BLOCK] = 1
+                self._touched = max(self._touched, start + length)
+                self._unseen += 1
                 return start
         return None
+
+    def is_worth_a_look(self) -> bool:
+        """Whether to look at all parts before untouched memory is used.
+
+        A user may keep thousands of tensors, at none of which it pays to look each time.
+        """
+        return _QUICK_LOOK < len(self._taken) <= _TAKES_FOR_A_LOOK * self._unseen
 
     def take_again(self, length: int) -> int | None:
         """The part whose receiver was done first, where few are taken and it is as long as wanted.
@@ -118,6 +138,8 @@ class _Segment:
     def collect(self, at_most: int) -> None:
         """Frees the parts whose receivers are done, among the ``at_most`` oldest."""
         flags = self._flags
+        if at_most >= len(self._taken):
+            self._unseen = 0
         oldest = itertools.islice(self._taken, at_most)
         for position in [p for p in oldest if not flags[p // BLOCK]]:
             self._free(position, self._taken.pop(position))
@@ -249,10 +271,18 @@ class SendPool:
             position = segment.take_again(length)
             if position is not None:
                 return segment, position
-        for look_at in (_QUICK_LOOK, _EVERYTHING):
+        for segment in usable:
+            segment.collect(_QUICK_LOOK)
+            position = segment.take(length, touched=True)
+            if position is None and segment.is_worth_a_look():
+                segment.collect(_EVERYTHING)
+                position = segment.take(length, touched=True)
+            if position is not None:
+                return segment, position
+        for look_at in (0, _EVERYTHING):
             for segment in usable:
                 segment.collect(look_at)
-                position = segment.take(length)
+                position = segment.take(length, touched=False)
                 if position is not None:
                     return segment, position
         return None, 0

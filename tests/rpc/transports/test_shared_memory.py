@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Iterator
 from ctypes import memmove
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import FrameError
-from rpc.transports.regions import array_at, view_of
+from rpc.transports.regions import Array, array_at, view_of
 from rpc.transports.shared_memory import (
     BLOCK,
     Budget,
@@ -128,6 +129,32 @@ def test_calls_one_after_the_other_take_turns_with_two_slots(pair: Pair) -> None
         held = [pair.segments.array(*second, len(data))]
         assert pair.put(data) == first
         held.clear()
+
+
+@pytest.mark.parametrize("under_way", [1, 3, 20])
+def test_no_new_memory_is_touched_while_what_was_given_back_has_room(
+    pair: Pair, under_way: int
+) -> None:
+    pair.extend(64 * MIB)
+    data = bytes(MIB // 4)
+    kept = [view_of(receive(pair, data)[1], 1) for _ in range(8)]  # the oldest, for ever
+    arrived: deque[memoryview] = deque()
+    highest = 0
+    for _ in range(10 * under_way):
+        slot, array = receive(pair, data)
+        arrived.append(view_of(array, 1))
+        del array
+        highest = max(highest, slot.position)
+        if len(arrived) == under_way:
+            arrived.popleft()
+    most = len(kept) + 2 * under_way + 2
+    assert highest <= most * len(data)
+
+
+def receive(pair: Pair, data: bytes) -> tuple[Slot, Array]:
+    slot = pair.put(data)
+    assert slot is not None
+    return slot, pair.segments.array(*slot, len(data))
 
 
 def test_memory_that_is_being_filled_is_not_unmapped(pair: Pair) -> None:
