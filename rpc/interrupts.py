@@ -21,6 +21,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, cast
 
+DEAF_SECONDS: Final = 0.1
+"""How long a handler may have to wait for a wait that must not be cut off."""
+
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 _Handler = Callable[[int, FrameType | None], object]
@@ -90,6 +93,14 @@ def let_in() -> bool | None:
             _shut = before
             raise
     return before
+
+
+def let_in_for_a_moment() -> None:
+    """Runs handlers that are due, between two of the short waits that make up a long one.
+
+    For waits that must not be cut off: ``Thread.join`` takes a thread for ended then.
+    """
+    restore(let_in())
 
 
 def _run_due() -> None:

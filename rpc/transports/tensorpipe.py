@@ -496,6 +496,8 @@ class TensorPipeTransport:
 
     def _failed(self, link: Link, correlation: int, problem: str) -> None:
         """To a request of ours no reply will come."""
+        if link.calls.remembers:
+            self._late.add(self._outgoing)
         why = Unreceived(f"worker {link.name!r} answered with an error: {problem}".encode())
         self._deliver(link, Frame(FrameKind.REPLY, correlation, _FAILED, why))
 

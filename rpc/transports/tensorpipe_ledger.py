@@ -109,9 +109,16 @@ class Calls:
         return True
 
     def failed(self, number: int) -> bool:
-        """A request ended without a reply; True if it is to say nothing, under its number."""
+        """A request ended without a reply; True if it is to say nothing, under its number.
+
+        There may be one that could not be sent, and is kept: the next receipt names it.
+        """
         kind, _ = self.unanswered.get(number, (VOID, _NOTHING))
-        return kind in (FrameKind.REQUEST, AGAIN) and self.void(number)
+        if kind not in (FrameKind.REQUEST, AGAIN):
+            return False
+        if self.remembers:
+            self._received.append(number)
+        return self.void(number)
 
     def came_back(self, number: int) -> Call | None:
         """An answer came; the call if it is the first, which stays under way until told."""

@@ -571,20 +571,26 @@ class RemotePeer:
         self._hang_up("it was removed from the group")
         self._settle()
 
-    def flush(self, deadline: float) -> None:
-        """Waits until everything accepted has left, or the deadline (monotonic seconds)."""
+    def flush(self, deadline: float) -> bool:
+        """Waits until everything accepted has left; False at the deadline (monotonic seconds)."""
         with self._lock:
             connecting = self._connecting
         if connecting is not None:
             connecting.join(_left(deadline))
+            if connecting.is_alive():
+                return False
         with self._lock:
             links = [link for link in (self._outgoing, self._incoming) if link is not None]
         for link in links:
-            link.unsent.wait(0, _left(deadline))
+            if not link.unsent.wait(0, _left(deadline)):
+                return False
         for link in links:
             for sender in link.senders():
-                while sender.in_kernel() and _left(deadline) and not self._settled.is_set():
+                while sender.in_kernel() and not self._settled.is_set():
+                    if not _left(deadline):
+                        return False
                     self._settled.wait(_KERNEL_POLL_SECONDS)
+        return True
 
     def close(self, deadline: float) -> None:
         """Drops the peer and waits until its channels are gone."""

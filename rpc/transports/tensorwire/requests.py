@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rpc.executor import SECONDS_TO_END, abandon
+from rpc.interrupts import DEAF_SECONDS, let_in_for_a_moment
 from rpc.threads import Thread
 from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
@@ -330,7 +331,7 @@ class RequestSide:
         try:
             for thread in threads:
                 if thread is not threading.current_thread():
-                    thread.join(max(0.0, began + seconds - time.monotonic()))
+                    _join(thread, began + seconds)
         finally:
             self._close_or_abandon(began)
 
@@ -345,3 +346,9 @@ class RequestSide:
             abandon(stuck, began + SECONDS_TO_END)
         else:
             self._close_descriptors()
+
+
+def _join(thread: threading.Thread, deadline: float) -> None:
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, DEAF_SECONDS))
+        let_in_for_a_moment()

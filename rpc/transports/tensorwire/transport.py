@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 
+from rpc import interrupts
 from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.executor import SECONDS_TO_END
@@ -293,6 +294,13 @@ class TensorWireTransport:
 
     def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
         """See :meth:`rpc.transports.base.Transport.close`."""
+        before = interrupts.shut_out()  # but for waits: cut off anywhere else, it leaves things
+        try:
+            self._close(flush_seconds, handler_seconds)
+        finally:
+            interrupts.restore(before)
+
+    def _close(self, flush_seconds: float, handler_seconds: float) -> None:
         with self._lock:
             already, self._closed = self._closed, True
             peers = list(self._peers.values())
@@ -336,4 +344,7 @@ class TensorWireTransport:
 
 def _flush(peers: list[RemotePeer], deadline: float) -> None:
     for peer in peers:
-        peer.flush(deadline)
+        while not peer.flush(min(deadline, time.monotonic() + interrupts.DEAF_SECONDS)):
+            interrupts.let_in_for_a_moment()
+            if time.monotonic() >= deadline:
+                break

@@ -406,6 +406,21 @@ class TestErrorsThatTorchAnswersWith:
         b.close(30.0)
         assert time.monotonic() - began < 20.0
 
+    def test_replies_that_could_not_be_sent_do_not_use_up_what_may_be_under_way(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, max_bytes_in_flight=200_000, shared_memory=0)
+
+        def answer(worker: Worker, sender: int, frame: Frame) -> None:
+            reply = Frame(FrameKind.REPLY, frame.correlation, b"", frame.payload[::-1] * 5_000)
+            threading.Thread(target=worker.transport.send, args=(sender, reply)).start()
+
+        b.answer = answer
+        place_of(b).call("choke_on", b"unreadable")
+        for _ in range(8):
+            assert b"'worker1' answered with an error" in a.call(b, b"h", b"elbadaernu").payload
+            assert a.call(b, b"h", b"elbadaer").payload[:8] == b"readable"
+
 
 class TestSharedMemory:
     def test_large_tensors_and_payloads_take_it_both_ways(

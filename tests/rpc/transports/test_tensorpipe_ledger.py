@@ -74,6 +74,10 @@ def test_a_request_that_failed_says_nothing_under_its_number() -> None:
     ]
     assert {kind for _, (kind, _) in calls.after(0)} == {VOID}
     assert not calls.failed(asked), "its number is on the way already"
+    assert calls.take_received() == [asked, again], "a reply that could not be sent is not kept"
+    calls = Calls(remembers=False)
+    assert calls.failed(calls.begin(FrameKind.REQUEST, request(1)))
+    assert calls.take_received() == [], "there are no receipts then"
 
 
 @given(st.permutations(range(1, 30)), st.integers(0, 29))

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from rpc.transports.frame_table import Look
 from rpc.transports.shared_memory import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
 from rpc.transports.tensorwire.connector import Connector, Road
@@ -988,6 +990,39 @@ def test_a_close_that_is_interrupted_closes_everything_all_the_same(
     b.received.clear()
     a.replies.clear()
     b.replies.clear()
+    until(lambda: set(threading.enumerate()) == threads and descriptors() == files)
+
+
+def test_ctrl_c_in_the_middle_of_a_step_of_closing_waits_until_nothing_is_left_open(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, files = set(threading.enumerate()), descriptors()
+    a, b = make(Settings(), Settings())
+    a.call(b, b"h")
+    ring, rings = Bell.ring, list[Bell]()
+
+    def ring_and_interrupt(bell: Bell) -> None:
+        if not rings:
+            rings.append(bell)
+            signal.raise_signal(signal.SIGALRM)
+        ring(bell)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Bell, "ring", ring_and_interrupt)
+            with pytest.raises(Interrupt):
+                a.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    a.closed = True
+    b.close()
+    for each in (a, b):
+        each.received.clear()
+        each.replies.clear()
     until(lambda: set(threading.enumerate()) == threads and descriptors() == files)
 
 
