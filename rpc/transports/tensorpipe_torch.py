@@ -120,6 +120,8 @@ class TorchAgent:
         self._agent: Any = _make(
             module, store, name, torch_options, self._reverse_maps, self._devices
         )
+        self._told = len(self._devices)
+        """Of how many torch has heard."""
         try:
             module._set_and_start_rpc_agent(self._agent)
         except RuntimeError as error:
@@ -175,11 +177,12 @@ class TorchAgent:
             DeviceMapError: this process lacks one of them.
         """
         with self._naming:
-            if self._begin_to_use(devices):
+            self._begin_to_use(devices)
+            if self._told < len(self._devices):
                 self._update(self.name, SELF_ID, True)
 
-    def _begin_to_use(self, devices: Iterable[torch.device]) -> bool:
-        """Makes CUDA ready before torch hears of its devices; returns whether there are new ones.
+    def _begin_to_use(self, devices: Iterable[torch.device]) -> None:
+        """Makes CUDA ready before torch hears of its devices.
 
         A message with a tensor for a device that torch does not know, or that is not there, or
         before CUDA was initialised, ends the process: torch takes memory for it where nothing
@@ -190,7 +193,6 @@ class TorchAgent:
         if new:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._devices += sorted(new, key=lambda device: device.index)
-        return bool(new)
 
     def abandon(self, route: torch_rpc.WorkerInfo) -> None:
         """Lets torch close a pipe that nobody needs any more once the other end has closed it.
@@ -331,6 +333,7 @@ class TorchAgent:
         self._agent._update_group_membership(
             self._route(name, torch_id), self._devices, self._reverse_maps, joins
         )
+        self._told = len(self._devices)
 
 
 class _Stopping(Thread):

@@ -117,7 +117,7 @@ class BulkChannel:
                 self._advance(count)
             except Exception as error:
                 self.garbled = True
-                return f"what it sent in bulk cannot be read: {error}"
+                return f"what it sent in bulk cannot be read: {str(error) or type(error).__name__}"
         return None
 
     def _receive(self, buffer: memoryview) -> int:

@@ -117,8 +117,12 @@ class LentMemory:
             tensor = _token_on(torch.frombuffer(bytearray(token), dtype=torch.uint8), device)
             data = _PID.pack(os.getpid()) + token + _lend(tensor).encode()
             descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, _OFFER_BYTES)
-            os.pwrite(descriptor, data, 0)
+            try:
+                os.ftruncate(descriptor, _OFFER_BYTES)
+                os.pwrite(descriptor, data, 0)
+            except OSError:
+                os.close(descriptor)
+                raise
         except (OSError, RuntimeError) as error:
             self._say_without(device, error)
             return None

@@ -122,7 +122,7 @@ class MainReader:
 
     def _cannot_read(self, error: Exception) -> None:
         self.garbled = True
-        self.over = f"what it sent cannot be read: {error}"
+        self.over = f"what it sent cannot be read: {str(error) or type(error).__name__}"
 
     def _read_into(self, room: memoryview) -> list[Frame]:
         count = self._sock.recv_into(room)

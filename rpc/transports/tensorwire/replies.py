@@ -138,7 +138,11 @@ class ReplySide:
         """Starts the background reader."""
         thread = Thread(target=self._serve, name=self._name, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:  # there is no room for another; one that never ran is not joined
+            self._threads.remove(thread)
+            raise
 
     def add(self, sock: socket.socket, reader: MainReader, events: ChannelEvents) -> None:
         """Begins to read a channel."""

@@ -191,6 +191,21 @@ class TestDevices:
         assert begun == [[], [GPUS[1]]]
         assert module.made[-1].devices == [GPUS[1], GPUS[0]]
 
+    def test_torch_hears_of_one_again_of_which_it_could_not_be_told(
+        self, agent: TorchAgent, module: Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise RuntimeError("not now")
+
+        for begin in (agent.use, lambda gpus: agent.reach("w", b"there", {gpus[0]: CPU})):
+            with monkeypatch.context() as patched:
+                patched.setattr(module.made[-1], "_update_group_membership", refuse)
+                with pytest.raises(RuntimeError, match="not now"):
+                    begin([GPUS[0]])
+        assert module.made[-1].devices == []
+        agent.use([GPUS[0]])
+        assert module.made[-1].devices == [GPUS[0]]
+
     def test_torch_hears_of_no_device_that_is_not_there(
         self, agent: TorchAgent, module: Module, begun: list[list[torch.device]]
     ) -> None:

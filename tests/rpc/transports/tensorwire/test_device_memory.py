@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from typing import Any
 
@@ -185,6 +186,18 @@ class TestLending:
         assert [lent.offer(GPU0), lent.offer(GPU0)] == [None, None]
         (record,) = caplog.records
         assert "cannot be lent to worker bob (no more events)" in record.getMessage()
+
+    def test_an_offer_that_cannot_be_written_leaves_nothing_open(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no space is left")
+
+        monkeypatch.setattr(os, "ftruncate", refuse)
+        before = os.listdir("/proc/self/fd")
+        assert LentMemory("bob").offer(GPU0) is None
+        assert os.listdir("/proc/self/fd") == before
+        assert "no space is left" in caplog.text
 
     def test_when_lending_fails_later_tensors_go_another_way_from_then_on(
         self, card: Card, gpus: Gpus, caplog: pytest.LogCaptureFixture

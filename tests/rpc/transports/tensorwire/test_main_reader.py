@@ -12,6 +12,7 @@ from rpc.transports.copying import CopyCrew
 from rpc.transports.shared_memory import Budget
 from rpc.transports.tensorwire.channel import Sender, Unsent
 from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -59,6 +60,14 @@ def test_bytes_that_are_no_frames_cannot_be_mended() -> None:
     reader = read(b"x" * 100)
     assert "cannot be read" in reader.over
     assert reader.garbled
+
+
+def test_want_of_memory_while_frames_are_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(FrameDecoder, "feed", refuse)
+    assert read(b"x" * 100).over == "what it sent cannot be read: MemoryError"
 
 
 def test_a_socket_that_has_nothing_at_the_moment_is_dry_and_not_over() -> None:

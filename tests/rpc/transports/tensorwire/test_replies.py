@@ -91,6 +91,20 @@ def side() -> Iterator[Side]:
     made.close()
 
 
+def test_without_a_thread_it_is_said_why_and_closing_joins_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    replies = ReplySide("test-replies", DEFAULT_BUSY_POLL_SEC)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            replies.start()
+    replies.close()
+
+
 def test_replies_are_read_when_nobody_waits(side: Side) -> None:
     for number in range(100):
         side.reply(number)
