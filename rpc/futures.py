@@ -66,6 +66,7 @@ _name_of = vars(type)["__name__"].__get__
 _CALLBACK = "a callback on "
 _MOST_NESTED = 32
 _MOST_TURNS = 16
+"""From here on, links that a user's function meets are kept for later as well."""
 
 
 class Collector(Protocol):
@@ -447,9 +448,7 @@ class _Followed(threading.local):
     turns: int = 0
     """How many times it follows links after each other, each from within the one before."""
     found: list[tuple[_Link, object]] | None = None
-    """Set while it does: the links that were met and kept for later."""
-    is_apart: bool = False
-    """True while a user's function runs, which may wait for links that it meets."""
+    """Set while those that are met are kept for later."""
 
 
 _followed = _Followed()
@@ -470,7 +469,7 @@ class _Link(ABC):
     def __call__(self, done: object) -> None:
         _let_go(done)
         here = _followed
-        if here.found is not None and not (here.is_apart and here.turns < _MOST_TURNS):
+        if here.found is not None:
             here.found.append((self, done))
         elif here.nested < _MOST_NESTED:
             here.nested += 1
@@ -486,19 +485,18 @@ class _Link(ABC):
     def links_after(self, done: object) -> list[tuple[_Link, object]]:
         """Follows this link, but not those that it leads to, which are returned."""
         here = _followed
-        before = here.found, here.is_apart
+        before = here.found
         found: list[tuple[_Link, object]] = []
-        here.found = found
         try:
-            here.is_apart = True
+            here.found = None if here.turns < _MOST_TURNS else found
             complete = self._outcome(done)
-            here.is_apart = False
+            here.found = found
             if complete is not None:
                 complete()
         except Exception:
             _logger.exception("a callback of a future, or the completion of its own, failed")
         finally:
-            here.found, here.is_apart = before
+            here.found = before
         return found
 
     @abstractmethod

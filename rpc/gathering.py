@@ -84,7 +84,7 @@ class Gatherings:
         self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
         self._failures: dict[Members, RpcError] = {}  # the latest, for those who come late
         self._wanted: defaultdict[Members, dict[str, int]] = defaultdict(dict)
-        """At the leader: the oldest gathering that each of the others still takes part in."""
+        """At the leader: the oldest gathering that each still takes part in."""
         self._closed: RpcError | None = None
 
     def begin(self, members: Members) -> tuple[GatheringId, AllGatherStates]:
@@ -117,15 +117,15 @@ class Gatherings:
         let_go: list[Any] = []  # until the lock is free, as their end may run code
         with self._lock:
             self._require_open(which)
-            if name != which.leader:
-                let_go += self._given_up(which.members, name, oldest)
+            let_go += self._given_up(which.members, name, oldest)
             gathering = self._open[which]
             gathering.gathered_objects[name] = obj
             if len(gathering.gathered_objects) == len(which.members):
                 gathering.proceed_signal.set()
                 return
-            gone = self._lost_before_they_came(which, gathering)
-            gone = gone or self._left_before_all_came(which, gathering)
+            gone = self._lost_before_they_came(which, gathering) or self._left_before_all_came(
+                which, gathering
+            )
         if gone is not None:
             self.fail(which, gone)
             raise copy(gone)
@@ -226,14 +226,16 @@ class Gatherings:
                 self._agent.rpc_async(name, take_failure, (which, error))
 
     def _given_up(self, members: Members, name: str, oldest: int) -> Iterator[Any]:
-        """Takes back what a worker gave to gatherings that it has left and that have not begun.
+        """Notes which gatherings a worker has left; takes back what it gave to those not begun.
 
         Needs the lock.
         """
         wanted = self._wanted[members]
         wanted[name] = max(oldest, wanted.get(name, 0))
         left = [w for w in self._open if w.members == members and w.number < oldest]
-        for which in [w for w in left if not self._has_begun(w)]:
+        for which in left:
+            if self._has_begun(which):
+                continue
             objects = self._open[which].gathered_objects
             yield objects.pop(name, None)
             if not objects:

@@ -10,6 +10,11 @@ def text_of(value: object) -> str:
     return _attempt(str, value)
 
 
+def says(error: BaseException) -> str:
+    """What an error says, or at least its name."""
+    return text_of(error) or type(error).__name__
+
+
 def repr_of(value: object) -> str:
     """``repr(value)``, or what there is to say instead. Never raises."""
     return _attempt(repr, value)

@@ -16,6 +16,11 @@ def shown_once(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
 
 
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie between the first and the last, both among them; none may be 0 long."""
+    return 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements lie in memory without gaps or overlaps, in whatever order."""
     expected = 1

@@ -37,7 +37,7 @@ from rpc import tensor_ties
 from rpc.errors import EncodeError, FrameError
 from rpc.ids import new_tuple
 from rpc.inline_types import CODES, CONJUGABLE, INLINE_TYPES, InlineType
-from rpc.strides import contiguous_steps, is_dense, is_ordered, shown_once
+from rpc.strides import contiguous_steps, is_dense, is_ordered, reach, shown_once
 
 INLINE_LIMIT: Final = 32 * 1024
 """Bytes up to which a CPU tensor travels inside the header.
@@ -282,15 +282,12 @@ def _check_memory(tensor: torch.Tensor) -> None:
         held = storage.nbytes() if storage.data_ptr() else 0
     except RuntimeError as error:
         raise _without_storage(tensor) from error
-    if tensor.is_contiguous():
-        last = tensor.storage_offset() + tensor.numel() - 1
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = tensor.storage_offset() + sum([(size - 1) * step for size, step in steps])
-    if held < (last + 1) * tensor.itemsize:
+    span = tensor.numel() if tensor.is_contiguous() else reach(tensor.shape, tensor.stride())
+    needed = (tensor.storage_offset() + span) * tensor.itemsize
+    if held < needed:
         raise EncodeError(
             f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot be sent: its "
-            f"storage was freed, or shrunk to {held} of the {(last + 1) * tensor.itemsize} bytes "
+            f"storage was freed, or shrunk to {held} of the {needed} bytes "
             "that it needs (FSDP frees parameters so between uses); send it while it is filled"
         )
 
@@ -530,12 +527,11 @@ def _unpack_tied(
         if elements is None:
             elements = seen[code] = _elements(seen[_BYTES], kind)
         start, uneven = divmod(offset, kind.bits.itemsize)
-        reach = start + 1 + sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
         if (
             flags & ~(_REQUIRES_GRAD | _PARAMETER) != _TIED
             or uneven
             or not all(shape)
-            or reach > len(elements)
+            or start + reach(shape, strides) > len(elements)
         ):
             raise FrameError(f"a tensor of shape {shape} and strides {strides} has no such place")
     except _MALFORMED as error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rpc.strides import is_dense, shown_once
+from rpc.strides import is_dense, reach, shown_once
 
 Window = tuple[int, int, int]
 """Where a tensor lies in its storage, from the first byte to behind the last, and its number."""
@@ -92,8 +92,7 @@ def _windows(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[Window
         if tensor.is_contiguous():
             end = start + tensor.nbytes
         elif tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            end = start + (1 + sum([(size - 1) * step for size, step in steps])) * itemsize
+            end = start + reach(tensor.shape, tensor.stride()) * itemsize
         else:
             continue
         if start < end <= held:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.errors import FrameError
+from rpc.safe_text import says
 from rpc.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.late_receipts import Acknowledging
@@ -117,7 +118,7 @@ class BulkChannel:
                 self._advance(count)
             except Exception as error:
                 self.garbled = True
-                return f"what it sent in bulk cannot be read: {str(error) or type(error).__name__}"
+                return f"what it sent in bulk cannot be read: {says(error)}"
         return None
 
     def _receive(self, buffer: memoryview) -> int:

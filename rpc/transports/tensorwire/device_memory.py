@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc.errors import FrameError
+from rpc.strides import reach
 
 _log = logging.getLogger(__name__)
 
@@ -243,8 +244,7 @@ def _open(
     strides: tuple[int, ...],
     device: str,
 ) -> torch.Tensor:
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 in shape or reach * dtype.itemsize > handle.size:
+    if 0 in shape or reach(shape, strides) * dtype.itemsize > handle.size:
         raise FrameError(f"a lent tensor of shape {shape} in {handle.size} bytes of memory")
     try:
         index = _index(handle.uuid)

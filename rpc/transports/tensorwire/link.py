@@ -203,16 +203,13 @@ class Link:
         kind, correlation, header, inline, _ = frame
         table = b""
         draft: _Draft | None = None
-        leaves = False
         try:
             if looks or len(inline) >= _PLAIN_BELOW or type(inline) is memoryview:
-                draft = _Draft()
-                self._fill(draft, frame, looks)
+                draft = self._draft(frame, looks)
                 table = join_rows(draft.rows)
                 large = draft.inline >= _PLAIN_BELOW or len(header) >= _PLAIN_BELOW
                 if not large:  # before anything leaves: there may be no memory
                     inline = b"".join(draft.parts)
-                leaves = True
                 for number, view in draft.streams:
                     self._stream(number, view)
                 if large:
@@ -223,9 +220,8 @@ class Link:
                 main.send_small(kind, correlation, header, table, inline)
             else:
                 main.hold_small(kind, correlation, header, table, inline)
-        except BaseException as error:
-            # An interrupt may come when the frame has left; want of memory keeps it here.
-            if draft is not None and (not leaves or isinstance(error, Exception)):
+        except Exception:  # it stays here; an interrupt may come when it has left
+            if draft is not None:
                 self._take_back(draft)
             raise
         if flush_soon is not None:
@@ -246,15 +242,21 @@ class Link:
         """The writing halves of all channels."""
         return [*self.bulk, *([self.main] if self.main is not None else [])]
 
-    def _fill(self, draft: _Draft, frame: Frame, looks: Sequence[Look]) -> None:
+    def _draft(self, frame: Frame, looks: Sequence[Look]) -> _Draft:
+        draft = _Draft()
         payload = frame.payload
         draft.to_share = len(payload) if len(payload) >= SHARED_FROM else 0
         for look in looks:
             if look.nbytes >= SHARED_FROM:
                 draft.to_share += look.nbytes
-        self._add_payload(draft, payload)
-        for tensor, look in zip(frame.tensors, looks, strict=True):
-            self._add_tensor(draft, tensor, look)
+        try:
+            self._add_payload(draft, payload)
+            for tensor, look in zip(frame.tensors, looks, strict=True):
+                self._add_tensor(draft, tensor, look)
+        except BaseException:
+            self._take_back(draft)
+            raise
+        return draft
 
     def _take_back(self, draft: _Draft) -> None:
         """Frees what was filled and lent for a frame that is not sent, after all."""

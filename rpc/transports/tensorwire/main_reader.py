@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from rpc.safe_text import says
 from rpc.transports.base import Frame, Unreceived
 from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.resumption import Receipts
@@ -122,7 +123,7 @@ class MainReader:
 
     def _cannot_read(self, error: Exception) -> None:
         self.garbled = True
-        self.over = f"what it sent cannot be read: {str(error) or type(error).__name__}"
+        self.over = f"what it sent cannot be read: {says(error)}"
 
     def _read_into(self, room: memoryview) -> list[Frame]:
         count = self._sock.recv_into(room)

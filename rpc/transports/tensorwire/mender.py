@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from rpc.safe_text import says
 from rpc.threads import Thread
 from rpc.transports.resumption import CannotResumeError, Offer
 from rpc.transports.tensorwire.acceptor import Proven
@@ -116,23 +117,43 @@ class Mender:
         return True
 
     def _take_in(self, strand: Strand, guest: Proven) -> None:
+        said = guest.hello
+        self._put_in_place(strand, guest.sock, said.received, said.attempt, guest.reject)
+
+    def _put_in_place(
+        self,
+        strand: Strand,
+        sock: socket.socket,
+        received: int,
+        attempt: int,
+        refuse: Callable[[str], object],
+    ) -> None:
+        """For a strand that was taken out, and so is in nobody else's charge.
+
+        Args:
+            strand: which.
+            sock: the connection, which ends here, or with the strand.
+            received: how many frames have arrived at the peer.
+            attempt: the connection's number.
+            refuse: ends it if nothing can take the broken one's place.
+        """
         reason = strand.seam.reason
         try:
-            strand.replace(guest.sock, guest.hello.received, guest.hello.attempt)
+            strand.replace(sock, received, attempt)
         except _PASSING as error:
-            guest.hang_up()
+            sock.close()
             self._try_again(strand, error)
-        except Exception as error:  # it is in nobody's charge any more
-            guest.reject(_says(error))
-            self._give_up(strand, f"{reason}, and cannot be resumed: {_says(error)}")
+        except Exception as error:
+            refuse(says(error))
+            self._give_up(strand, f"{reason}, and cannot be resumed: {says(error)}")
         else:
             self._look_again(strand)
 
     def _try_again(self, strand: Strand, error: Exception) -> None:
         """Breaks a connection that nobody reads: until its time is over, another may be."""
-        strand.problem = _says(error)
+        strand.problem = says(error)
         if not self.broke(strand, strand.seam.reason):
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {_says(error)}")
+            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {says(error)}")
 
     def _look_again(self, strand: Strand) -> None:
         """Breaks a connection that is not wanted any more now that it is in place."""
@@ -170,7 +191,7 @@ class Mender:
         except (GoneError, CannotResumeError) as error:
             self._abandon(strand, f"{strand.seam.reason}, and {error}")
         except Exception as error:  # the next try may do; without it nobody would ever give up
-            strand.problem = _says(error)
+            strand.problem = says(error)
 
     def _open_again(self, strand: Strand, road: Road, seconds: float) -> None:
         attempt = strand.seam.next_attempt()
@@ -181,17 +202,7 @@ class Mender:
         if not wanted:
             sock.close()
             return
-        reason = strand.seam.reason
-        try:
-            strand.replace(sock, theirs, attempt)
-        except _PASSING as error:
-            sock.close()
-            self._try_again(strand, error)
-        except Exception as error:  # it is in nobody's charge any more
-            sock.close()
-            self._give_up(strand, f"{reason}, and cannot be resumed: {_says(error)}")
-        else:
-            self._look_again(strand)
+        self._put_in_place(strand, sock, theirs, attempt, lambda _: sock.close())
 
     def _knock(self, strand: Strand, seconds: float) -> None:
         self._connector.knock(
@@ -229,8 +240,3 @@ class Mender:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-
-
-def _says(error: Exception) -> str:
-    """What an error says, or at least its name."""
-    return str(error) or type(error).__name__

@@ -111,8 +111,9 @@ def test_a_connection_that_cannot_be_read_leaves_the_strand_as_broken_as_it_was(
 
     ends.strand.seam.broke(5.0, "the cable was pulled")
     ends.listen = full
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as raised:
         ends.replace(1)
+    assert raised.value is error
     assert (ends.strand.seam.since, ends.strand.seam.reason) == (5.0, "the cable was pulled")
     assert ends.ignored == 1
     ends.listen = lambda: None

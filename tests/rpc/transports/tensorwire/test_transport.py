@@ -661,14 +661,14 @@ def test_a_first_frame_that_cannot_leave_fails_its_call_and_no_other(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = make(Settings(), Settings())
-    fill = Link._fill
+    draft = Link._draft
 
-    def refuse(link: Link, draft: Any, frame: Frame, looks: Sequence[Look]) -> None:
+    def refuse(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
         if frame.header == b"bad":
             raise MemoryError("nothing is left")
-        fill(link, draft, frame, looks)
+        return draft(link, frame, looks)
 
-    monkeypatch.setattr(Link, "_fill", refuse)
+    monkeypatch.setattr(Link, "_draft", refuse)
     connect_now = threading.Event()
     opened = Connector.connect
     monkeypatch.setattr(
@@ -710,14 +710,15 @@ def test_nothing_of_a_message_that_cannot_be_put_together_arrives(
     large = torch.ones(1 << 19)
     a.call(b, b"h")
     until(lambda: link_of(a) is not None)
-    fill = Link._fill
+    draft = Link._draft
 
-    def spoil_one(link: Link, draft: Any, frame: Frame, looks: Sequence[Look]) -> None:
-        fill(link, draft, frame, looks)
+    def spoil_one(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
+        made = draft(link, frame, looks)
         if frame.header == b"bad":
-            draft.parts.append(None)
+            made.parts.append(None)  # type: ignore[arg-type]
+        return made
 
-    monkeypatch.setattr(Link, "_fill", spoil_one)
+    monkeypatch.setattr(Link, "_draft", spoil_one)
     with pytest.raises(TypeError):
         a.ask(b, b"bad", b"", large)
     a.call(b, b"h", b"", large)  # comes after what was sent before it
