@@ -90,6 +90,11 @@ class Connections:
     road: Road
     token: bytes
 
+    def close(self) -> None:
+        """Closes them all; again, if need be."""
+        for sock in (self.main, *self.bulk):
+            sock.close()
+
 
 class ConnectError(Exception):
     """No connection came about; the text says what was tried."""
@@ -106,11 +111,12 @@ class Connector:
         target: whom to connect to.
 
     Attributes:
+        target: whom it connects to.
         token: of the link that was opened last, or is being opened.
     """
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self.target = target
         self._open: list[socket.socket] = []
         self._cancelled = threading.Event()
         self._seconds = 0.0
@@ -121,13 +127,17 @@ class Connector:
         """Makes :meth:`connect` fail soon, from another thread."""
         self._cancelled.set()
 
+    def rest(self) -> bool:
+        """Waits while this worker lacks something for a connection; True if it is cancelled."""
+        return self._cancelled.wait(_LIMIT_PAUSE_SECONDS)
+
     def connect(self) -> Connections:
         """Opens all connections of the link.
 
         Raises:
             ConnectError: it could not be done in time.
         """
-        target = self._target
+        target = self.target
         left = target.seconds
         problems: list[str] = []
         if target.use_unix:  # has all the time: no packet is swallowed on the way, only a peer slow
@@ -228,7 +238,7 @@ class Connector:
             self._open.clear()
 
     def _roads(self, *, local: bool) -> list[Road]:
-        address = self._target.address
+        address = self.target.address
         if local:
             return [Road(socket.AF_UNIX, unix_path(address.unix_name))]
         return [Road(_family(host), (host, port)) for host, port in address.tcp]
@@ -238,7 +248,7 @@ class Connector:
 
         While this worker lacks what a socket takes, that says nothing of the peer: it waits.
         """
-        patience = time.monotonic() + self._target.resume_seconds
+        patience = time.monotonic() + self.target.resume_seconds
         warned = False
         while True:
             try:
@@ -249,10 +259,10 @@ class Connector:
                 if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
                     raise
             except OSError as error:
-                if error.errno not in OWN_LIMITS or self._cancelled.wait(_LIMIT_PAUSE_SECONDS):
+                if error.errno not in OWN_LIMITS or self.rest():
                     raise
                 if not warned:
-                    _log.warning("no connection to worker %s yet: %s", self._target.name, error)
+                    _log.warning("no connection to worker %s yet: %s", self.target.name, error)
                 warned = True
                 self._allow(self._seconds)
 
@@ -275,7 +285,7 @@ class Connector:
     def _hello(
         self, kind: ChannelKind, token: bytes, channel: int = 0, attempt: int = 0, received: int = 0
     ) -> Hello:
-        target, nonce = self._target, os.urandom(NONCE_BYTES)
+        target, nonce = self.target, os.urandom(NONCE_BYTES)
         return Hello(
             kind, target.initiator, target.acceptor, token, nonce, channel, attempt, received
         )
@@ -302,7 +312,7 @@ class Connector:
                 raise OSError(problem, os.strerror(problem))
 
     def _shake_hands(self, sock: socket.socket, hello: Hello) -> int:
-        target = self._target
+        target = self.target
         side = Initiator(derive_key(target.group_key, target.address.secret), hello)
         sock.send(side.begin())
         while not side.accepted:

@@ -19,15 +19,13 @@ from rpc.threads import Thread
 from rpc.transports.resumption import CannotResumeError, Offer
 from rpc.transports.tensorwire.acceptor import Proven
 from rpc.transports.tensorwire.connector import Connector, GoneError, Road, Target
-from rpc.transports.tensorwire.strand import Strand
+from rpc.transports.tensorwire.strand import PASSING, Strand
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_EVERY_SECONDS = 0.2
 _LEAST_TRIES = 4
 _ENOUGH_FOR_A_TRY_SECONDS = 1.0
-_PASSING = (OSError, MemoryError)
-"""What may not come again with another connection."""
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -140,7 +138,7 @@ class Mender:
         reason = strand.seam.reason
         try:
             strand.replace(sock, received, attempt)
-        except _PASSING as error:
+        except PASSING as error:
             sock.close()
             self._try_again(strand, error)
         except Exception as error:

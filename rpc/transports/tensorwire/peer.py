@@ -21,6 +21,7 @@ from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
 from rpc.executor import is_shared_thread
 from rpc.messages import Reply, Status
+from rpc.safe_text import says
 from rpc.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
@@ -37,7 +38,7 @@ from rpc.transports.tensorwire.machinery import Machinery
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.mender import Mender
 from rpc.transports.tensorwire.replies import ChannelEvents
-from rpc.transports.tensorwire.strand import Strand
+from rpc.transports.tensorwire.strand import PASSING, Strand
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -236,7 +237,7 @@ class RemotePeer:
 
     def _connect(self) -> None:
         try:
-            link = self._make_link(self._connector.connect())
+            link = self._open_link()
         except Exception as error:
             if not isinstance(error, ConnectError):
                 _log.exception("worker %s cannot be connected to", self.name)
@@ -274,29 +275,55 @@ class RemotePeer:
         self._hang_up(reason)
         self._settle()
 
+    def _open_link(self) -> Link | None:
+        """A link to the peer; None if it is not wanted any more.
+
+        What this worker lacks to read it says nothing of the peer: it tries again, for a while.
+
+        Raises:
+            ConnectError: it could not be opened, or not be read, in time.
+        """
+        end, warned = time.monotonic() + self._connector.target.seconds, False
+        while True:
+            connections: Connections | None = None
+            try:
+                connections = self._connector.connect()
+                return self._make_link(connections)
+            except PASSING as error:
+                if connections is not None:
+                    connections.close()
+                if time.monotonic() > end or self._connector.rest():
+                    raise ConnectError(says(error)) from error
+                if not warned:
+                    _log.warning("no connection to worker %s yet: %s", self.name, says(error))
+                warned = True
+
     def _make_link(self, connections: Connections) -> Link | None:
         machinery, road = self._machinery, connections.road
         shared = road.family == socket.AF_UNIX
         link = Link(machinery.resources, self.name, self._devices, shared=shared)
-        main = link.main = self._sender(link, connections.main, machinery.replies.watch_writable)
-        reader = self._main_reader(link, main)
-        events = ChannelEvents(
-            self._reply_arrived, main.writable, partial(self._channel_ended, main)
-        )
-        listen = partial(machinery.replies.add, connections.main, reader, events)
-        remove = machinery.replies.remove
-        strands = [Strand(connections.token, 0, road, main, reader, listen, remove)]
-        for number, sock in enumerate(connections.bulk, 1):
-            strands.append(self._bulk_strand(link, sock, connections.token, number, road))
-        link.bulk = [strand.sender for strand in strands[1:]]
-        with self._lock:
-            wanted = self._reason is None
-            if wanted:
-                self._strands.update({strand.sender: strand for strand in strands})
-        if not wanted:
-            self._retire(link, strands)
-            return None
+        strands: list[Strand] = []
         try:
+            main = link.main = self._sender(
+                link, connections.main, machinery.replies.watch_writable
+            )
+            reader = self._main_reader(link, main)
+            events = ChannelEvents(
+                self._reply_arrived, main.writable, partial(self._channel_ended, main)
+            )
+            listen = partial(machinery.replies.add, connections.main, reader, events)
+            remove = machinery.replies.remove
+            strands.append(Strand(connections.token, 0, road, main, reader, listen, remove))
+            for number, sock in enumerate(connections.bulk, 1):
+                strands.append(self._bulk_strand(link, sock, connections.token, number, road))
+            link.bulk = [strand.sender for strand in strands[1:]]
+            with self._lock:
+                wanted = self._reason is None
+                if wanted:
+                    self._strands.update({strand.sender: strand for strand in strands})
+            if not wanted:
+                self._retire(link, strands)
+                return None
             for strand in reversed(strands):
                 strand.listen()
         except BaseException:
@@ -397,7 +424,7 @@ class RemotePeer:
         self._strands[strand.sender] = strand
         try:
             strand.listen()
-        except (OSError, MemoryError) as error:  # epoll, too, takes memory
+        except PASSING as error:
             del self._strands[strand.sender]
             return error
         return None

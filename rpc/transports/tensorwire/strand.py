@@ -13,6 +13,9 @@ from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import Road
 from rpc.transports.tensorwire.handshake import Acceptor
 
+PASSING = (OSError, MemoryError)
+"""What reading a connection may fail for, epoll's watches among it, that may soon be there."""
+
 
 class Reader(Protocol):
     """The reading half; nobody reads between the end of a connection and ``restart``."""

@@ -619,10 +619,43 @@ def refusing(name: str) -> Callable[[threading.Thread], None]:
     return start_others
 
 
-def test_a_link_that_cannot_be_made_loses_the_peer_and_leaves_nothing_behind(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no watch is left"), MemoryError()], ids=["watches", "memory"]
+)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(ReplySide, "add"), (BulkMover, "add"), (Connector, "connect"), (Link, "__init__")],
+    ids=["main", "bulk", "connection", "link"],
+)
+def test_a_worker_that_lacks_something_for_its_first_connection_tries_again(
+    make: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    name: str,
+    error: Exception,
 ) -> None:
     a, b = make(Settings(), Settings())
+    do, errors = getattr(owner, name), [error] * 2
+
+    def scarce(*arguments: Any, **named: Any) -> Any:
+        if errors and threading.current_thread().name == "tensorwire-connect-worker1":
+            raise errors.pop()
+        return do(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, scarce)
+    asked = a.ask(b, b"h")
+    a.until(lambda: asked in a.replies or bool(a.lost))
+    assert a.lost == b.lost == []
+    assert not errors
+    assert caplog.text.count("no connection to worker worker1 yet: ") == 1
+    assert b.call(a, b"h").header == b"h"
+
+
+def test_a_link_that_cannot_be_made_in_time_loses_the_peer_and_leaves_nothing_behind(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make(Settings(connect_seconds=0.2), Settings())
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no watch is left")
