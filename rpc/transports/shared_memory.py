@@ -14,11 +14,9 @@ transport's business.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -30,6 +28,7 @@ from typing import NamedTuple
 from rpc.errors import FrameError
 from rpc.ids import new_tuple
 from rpc.transports.regions import Array, Region, array_at, view_of
+from rpc.transports.setbacks import Setbacks
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +46,6 @@ _FEW = 2
 """The receiver of a call's tensors may still hold them when its answer has come."""
 _EVERYTHING = 1 << 30
 TOKEN_BYTES = 16
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Shortages of the moment: what cannot be made now may be later."""
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 32.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -227,11 +222,7 @@ class SendPool:
         self._parting: list[_Segment] = []
         self._copying = 0
         self._closed = False
-        self._failed = False
-        self._told = False
-        self._clock = clock
-        self._pause = _FIRST_PAUSE_SECONDS
-        self._not_before = -math.inf
+        self._setbacks = Setbacks(clock)
 
     def put(self, address: int, length: int, copy: Copy | None = None) -> Slot | None:
         """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
@@ -295,8 +286,7 @@ class SendPool:
         """
         with self._lock:
             waiting = any(not s.usable for s in self._segments.values())
-            waiting = waiting or self._clock() < self._not_before
-            if self._closed or self._failed or waiting:
+            if self._closed or waiting or not self._setbacks.may_try():
                 return None
             held = sum(s.region.size for s in self._segments.values())
             number, self._next = self._next, self._next + 1
@@ -333,9 +323,10 @@ class SendPool:
         return None
 
     def _fail(self, size: int, error: OSError) -> None:
-        self._failed = error.errno not in _PASSING
         self._budget.give_back(size)
-        if until := self._news():
+        with self._lock:
+            until = self._setbacks.failed(error.errno or 0)
+        if until:
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
     def answered(self, number: int, usable: bool, error: int = 0) -> None:
@@ -358,28 +349,19 @@ class SendPool:
                 raise FrameError(f"an answer about segment {number}, which was not offered")
             if usable:
                 segment.usable = True
-                self._pause = _FIRST_PAUSE_SECONDS
+                self._setbacks.worked()
                 self._usable.append(segment)
                 return
-            self._failed = error not in _PASSING
-            self._not_before = self._clock() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            until = self._setbacks.failed(error)
             del self._segments[number]
         self._discard(segment)
-        if until := self._news():
+        if until:
             _log.warning(
                 "worker %s cannot map shared memory; tensors to it go through %s, %s",
                 self._peer_name,
                 self._instead,
                 until,
             )
-
-    def _news(self) -> str:
-        """How long large tensors go without, if that has not been told yet."""
-        if self._told and not self._failed:
-            return ""
-        self._told = True
-        return "from now on" if self._failed else "for now"
 
     @property
     def is_closed(self) -> bool:

@@ -20,6 +20,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ import torch
 
 from rpc.errors import FrameError
 from rpc.strides import reach
+from rpc.transports.setbacks import Setbacks
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ LENT_FROM = 1 << 20
 """Bytes from which a tensor is lent: to open a handle takes about as long as to move as many
 through host memory. An estimate; it was not measured."""
 TOKEN_BYTES = 16
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _OFFER_BYTES = 4096
 _SIZES = struct.Struct("<QQQ?HHHH")
 _PID = struct.Struct("<q")
@@ -94,29 +97,60 @@ class _NotOpenedError(RuntimeError):
     """Memory that was lent cannot be reached from here."""
 
 
+class _Lending:
+    """What has come of the offers of one device.
+
+    Attributes:
+        is_offered: an offer is being made, or was made and not answered yet.
+        token: what the peer may read of it.
+        handle: by which it may.
+        is_usable: the peer has.
+        setbacks: of offers and loans.
+    """
+
+    __slots__ = ("handle", "is_offered", "is_usable", "setbacks", "token")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.is_offered = self.is_usable = False
+        self.token: torch.Tensor | None = None
+        self.handle = b""
+        self.setbacks = Setbacks(clock)
+
+    def failed(self, error: BaseException) -> str:
+        """See :meth:`Setbacks.failed`."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return self.setbacks.failed(errno.ENOMEM)
+        return self.setbacks.failed(getattr(error, "errno", None) or 0)
+
+
 class LentMemory:
     """A link's sending half: which devices its peer can read.
 
     Args:
         peer_name: for log lines.
+        clock: tells the time in seconds.
     """
 
-    def __init__(self, peer_name: str) -> None:
+    def __init__(self, peer_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._peer_name = peer_name
+        self._clock = clock
         self._lock = threading.Lock()
-        self._offered: dict[int, torch.Tensor | None] = {}
-        self._usable: set[int] = set()
+        self._lendings: dict[int, _Lending] = {}
 
     def offer(self, device: torch.device) -> Offer | None:
-        """Offers a device; None if that was done, or cannot be done."""
+        """Offers a device; None if that was done, or cannot be done, or not yet again."""
         with self._lock:
-            if device.index in self._offered:
+            lending = self._lendings.get(device.index)
+            if lending is None:
+                lending = self._lendings[device.index] = _Lending(self._clock)
+            if lending.is_usable or lending.is_offered or not lending.setbacks.may_try():
                 return None
-            self._offered[device.index] = None
+            lending.is_offered = True
         try:
             token = os.urandom(TOKEN_BYTES)
             tensor = _token_on(torch.frombuffer(bytearray(token), dtype=torch.uint8), device)
-            data = _PID.pack(os.getpid()) + token + _lend(tensor).encode()
+            handle = _lend(tensor).encode()
+            data = _PID.pack(os.getpid()) + token + handle
             descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(descriptor, _OFFER_BYTES)
@@ -125,55 +159,75 @@ class LentMemory:
                 os.close(descriptor)
                 raise
         except (OSError, RuntimeError) as error:
-            self._say_without(device, error)
+            self._failed(device, lending, error)
             return None
-        self._offered[device.index] = tensor  # lives as long as the peer may read it
+        lending.handle = handle
+        lending.token = tensor  # lives as long as the peer may read it
         return Offer(device.index, _OFFER_BYTES, descriptor)
 
-    def answered(self, device: int, usable: bool) -> None:
+    def answered(self, device: int, usable: bool, error: int = 0) -> None:
         """The peer has read what was offered, or could not.
+
+        If what it lacks may be there later, the device is offered again, after a pause. The log
+        says once that its tensors go another way.
+
+        Args:
+            device: its index here.
+            usable: the peer has read it.
+            error: why not, as the system's number; 0 if there is none.
 
         Raises:
             FrameError: nothing was offered.
         """
         with self._lock:
-            if self._offered.get(device) is None:
+            lending = self._lendings.get(device)
+            if lending is None or lending.token is None:
                 raise FrameError(f"an answer to an offer of device {device} that was not made")
-            self._offered[device] = None
+            lending.token = None
+            lending.is_offered, lending.is_usable = False, usable
             if usable:
-                self._usable.add(device)
-        if not usable:
+                lending.setbacks.worked()
+                return
+            until = lending.setbacks.failed(error)
+        if error in _NO_DESCRIPTOR:  # it never saw the handle, or it would have given it back
+            give_back(lending.handle)
+        if until:
             _log.warning(
                 "worker %s cannot open memory of cuda:%d; tensors from there go through host "
-                "memory",
+                "memory, %s",
                 self._peer_name,
                 device,
+                until,
             )
 
     def lend(self, tensor: torch.Tensor) -> bytes | None:
-        """The handle of a copy that the peer can open; None if it cannot, or not yet.
+        """The handle of a copy that the peer can open; None if it cannot, or not now.
 
         The copy is made on the running thread's current stream.
         """
         device = tensor.device
-        if device.index not in self._usable:
+        lending = self._lendings.get(device.index)
+        if lending is None or not lending.is_usable or not lending.setbacks.may_try():
             return None
         try:
             return _lend(_copy(tensor)).encode()
         except RuntimeError as error:  # no memory for a copy, or no more events
-            with self._lock:
-                self._usable.discard(device.index)
-            self._say_without(device, error)
+            self._failed(device, lending, error)
             return None
 
-    def _say_without(self, device: torch.device, error: Exception) -> None:
-        _log.warning(
-            "memory of %s cannot be lent to worker %s (%s); tensors from there go through host "
-            "memory",
-            device,
-            self._peer_name,
-            error,
-        )
+    def _failed(self, device: torch.device, lending: _Lending, error: BaseException) -> None:
+        with self._lock:
+            lending.is_offered = False
+            until = lending.failed(error)
+        if until:
+            _log.warning(
+                "memory of %s cannot be lent to worker %s (%s); tensors from there go through "
+                "host memory, %s",
+                device,
+                self._peer_name,
+                error,
+                until,
+            )
 
 
 def accept(descriptor: int, size: int) -> None:
@@ -196,7 +250,8 @@ def accept(descriptor: int, size: int) -> None:
     try:
         tensor = _open(_Handle.decode(data[start:]), torch.uint8, (TOKEN_BYTES,), (1,), "cpu")
     except RuntimeError as error:
-        raise OSError(errno.ENODEV, str(error)) from error
+        passes = isinstance(error, torch.OutOfMemoryError)
+        raise OSError(errno.ENOMEM if passes else errno.ENODEV, str(error)) from error
     if bytes(tensor.tolist()) != data[_PID.size : start]:
         raise OSError(errno.EIO, "something else stands there")
 

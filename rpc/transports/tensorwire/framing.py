@@ -363,10 +363,11 @@ class DeviceOffered:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAnswered:
-    """The peer can, or cannot, open memory of a device of ours."""
+    """The peer can, or cannot, open memory of a device of ours; ``error`` as with segments."""
 
     device: int
     usable: bool
+    error: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +465,7 @@ class BulkDecoder:
         if fixed.kind == WireKind.DEVICE:
             return DeviceOffered(fixed.correlation, first)
         if fixed.kind in (WireKind.DEVICE_READY, WireKind.DEVICE_REFUSED):
-            return DeviceAnswered(fixed.correlation, fixed.kind == WireKind.DEVICE_READY)
+            return DeviceAnswered(fixed.correlation, fixed.kind == WireKind.DEVICE_READY, first)
         return SegmentAnswered(fixed.correlation, fixed.kind == WireKind.SEGMENT_READY, first)
 
     def _begin_chunk(self, fixed: _Fixed, offset: int, total: int) -> None:

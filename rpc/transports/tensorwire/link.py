@@ -168,6 +168,7 @@ class Link:
             self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
         self._places = tuple(Place) if shared else HOST_PLACES
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
+        self._devices_refused: set[tuple[int, int]] = set()
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -389,7 +390,7 @@ class Link:
         elif isinstance(event, DeviceOffered):
             self._try_device(event, sender, descriptors)
         elif isinstance(event, DeviceAnswered) and self._lent is not None:
-            self._lent.answered(event.device, event.usable)
+            self._lent.answered(event.device, event.usable, event.error)
         return None
 
     def _map_segment(self, offered: SegmentOffered, sender: Sender, descriptors: list[int]) -> None:
@@ -401,7 +402,7 @@ class Link:
         sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
 
     def _try_device(self, offered: DeviceOffered, sender: Sender, descriptors: list[int]) -> None:
-        answer = WireKind.DEVICE_READY
+        answer, number = WireKind.DEVICE_READY, 0
         try:
             descriptor = _descriptor_of_offer(descriptors)
             try:
@@ -409,15 +410,22 @@ class Link:
             finally:
                 os.close(descriptor)
         except OSError as error:
+            answer, number = WireKind.DEVICE_REFUSED, self._device_refused(offered.device, error)
+        sender.send(Outgoing(answer, offered.device, pack_pair(number, 0)))
+
+    def _device_refused(self, device: int, error: OSError) -> int:
+        """Takes note of why a device cannot be read, which is logged once; returns its number."""
+        number = error.errno or 0
+        if (device, number) not in self._devices_refused:
+            self._devices_refused.add((device, number))
             _log.warning(
                 "memory of worker %s's cuda:%d cannot be opened (%s); tensors from there come "
                 "through host memory",
                 self._peer_name,
-                offered.device,
+                device,
                 error,
             )
-            answer = WireKind.DEVICE_REFUSED
-        sender.send(Outgoing(answer, offered.device, pack_pair(0, 0)))
+        return number
 
     def _take_segment(self, offered: SegmentOffered, descriptors: list[int]) -> None:
         """Maps what is offered.

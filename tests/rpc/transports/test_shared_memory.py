@@ -79,10 +79,13 @@ def test_a_shortage_passes_and_anything_else_is_for_good_and_either_is_said_once
     with monkeypatch.context() as patched:
         patched.setattr(os, function, refuse)
         assert not pair.extend(MIB)
+        pair.now += 1
         assert not pair.extend(MIB)
     (record,) = caplog.records
     assert "it is refused" in record.getMessage()
     assert record.getMessage().endswith(said)
+    assert not pair.extend(MIB)
+    pair.now += 2
     assert pair.extend(MIB) is passes
     assert pair.budget.take(1 << 30) is not passes  # nothing is charged for what was not made
 

@@ -52,6 +52,7 @@ class Card:
         self.needed: dict[bytes, int] = {}
         self.copied_on: list[tuple[Stream, Stream]] = []
         self.refuses_to_lend = self.refuses_to_open = False
+        self.now = 0.0
         self._memory: dict[bytes, torch.Tensor] = {}
 
     def share(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -211,6 +212,62 @@ class TestLending:
         assert [lent.lend(gpus.tensor()), lent.lend(gpus.tensor())] == [None, None]
         assert len(caplog.records) == 1
 
+    @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+    def test_a_device_for_which_the_peer_lacks_something_is_offered_again_after_a_pause(
+        self, card: Card, gpus: Gpus, error: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lent = LentMemory("bob", lambda: card.now)
+        for pause in (1, 2, 4, 8, 16, 32, 32):
+            offer = lent.offer(GPU1)
+            assert offer is not None
+            os.close(offer.descriptor)
+            assert lent.offer(GPU1) is None
+            lent.answered(1, False, error)
+            card.now += pause - 0.5
+            assert (lent.offer(GPU1), lent.lend(gpus.tensor(index=1))) == (None, None)
+            card.now += 0.5
+        offer = lent.offer(GPU1)
+        assert offer is not None
+        os.close(offer.descriptor)
+        lent.answered(1, True)
+        assert lent.lend(gpus.tensor(index=1)) is not None
+        (record,) = caplog.records
+        assert record.getMessage().endswith("through host memory, for now")
+
+    def test_a_handle_that_did_not_arrive_is_given_back_by_the_one_who_lent(
+        self, card: Card
+    ) -> None:
+        lent = LentMemory("bob")
+        offer = lent.offer(GPU0)
+        assert offer is not None
+        os.close(offer.descriptor)
+        lent.answered(0, False, errno.EMFILE)
+        assert set(card.needed.values()) == {0}
+
+    def test_a_device_that_is_full_is_lent_again_when_it_has_room(
+        self,
+        card: Card,
+        gpus: Gpus,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        lent = LentMemory("bob", lambda: card.now)
+        offer = lent.offer(GPU0)
+        assert offer is not None
+        os.close(offer.descriptor)
+        lent.answered(0, True)
+
+        def full(_: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("the device is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device_memory, "_copy", full)
+            assert lent.lend(gpus.tensor()) is None
+        assert lent.lend(gpus.tensor()) is None
+        card.now += 1
+        assert lent.lend(gpus.tensor()) is not None
+        assert "(the device is full)" in caplog.text
+
     def test_an_answer_to_nothing_is_refused(self, card: Card) -> None:
         with pytest.raises(FrameError, match="that was not made"):
             LentMemory("bob").answered(0, True)
@@ -328,14 +385,19 @@ class Ends:
         assert taken is not None
         return taken
 
-    def agree(self) -> None:
-        """Has the receiver try what was offered, and the sender take the answer."""
-        (offer,) = [each for each in self.bulk.sent if each.kind == WireKind.DEVICE]
+    def agree(self, *, arrives: bool = True) -> None:
+        """Has the receiver try what was offered last, and the sender take the answer."""
+        offer = [each for each in self.bulk.sent if each.kind == WireKind.DEVICE][-1]
+        descriptors = [offer.descriptor]
+        if not arrives:
+            os.close(descriptors.pop())
         event = DeviceOffered(offer.correlation, 4096)
-        self.receiver.bulk_event(event, self.answers, [offer.descriptor])  # type: ignore[arg-type]
+        self.receiver.bulk_event(event, self.answers, descriptors)  # type: ignore[arg-type]
         answer = self.answers.sent[-1]
         usable = answer.kind == WireKind.DEVICE_READY
-        self.sender.bulk_event(DeviceAnswered(answer.correlation, usable), self.bulk, [])  # type: ignore[arg-type]
+        error = int.from_bytes(answer.header[:8], "little")
+        said = DeviceAnswered(answer.correlation, usable, error)
+        self.sender.bulk_event(said, self.bulk, [])  # type: ignore[arg-type]
 
     def places(self, sent: Outgoing) -> list[Place]:
         return [each.place for each in unpack_table(sent.table, LIMIT, LIMIT, tuple(Place))[1:]]
@@ -397,6 +459,25 @@ class TestLink:
         theirs, ours = [record.getMessage() for record in caplog.records]
         assert "memory of worker bob's cuda:0 cannot be opened (" in theirs
         assert "worker bob cannot open memory of cuda:0" in ours
+
+    def test_tensors_are_lent_although_the_first_offers_lost_their_files_on_the_way(
+        self,
+        card: Card,
+        gpus: Gpus,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr("rpc.transports.setbacks.FIRST_PAUSE_SECONDS", 0.0)
+        ends = Ends()
+        for arrives in (False, False, True):
+            ends.send(gpus.tensor(torch.ones(ELEMENTS)))
+            with another_process(monkeypatch):
+                ends.agree(arrives=arrives)
+        sent = ends.send(gpus.tensor(torch.ones(ELEMENTS)))
+        assert ends.places(sent) == [Place.LENT]
+        theirs, ours = [record.getMessage() for record in caplog.records]
+        assert "its file did not arrive" in theirs
+        assert ours.endswith("for now")
 
     def test_a_tensor_that_cannot_be_opened_any_more_fails_its_call_and_no_other(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch

@@ -370,12 +370,12 @@ def test_messages_about_devices_are_told_apart() -> None:
     wire = (
         about_segment(WireKind.DEVICE, 3, 0, 4096)
         + about_segment(WireKind.DEVICE_READY, 4, 1, 0)
-        + about_segment(WireKind.DEVICE_REFUSED, 5, 2, 0)
+        + about_segment(WireKind.DEVICE_REFUSED, 5, 2, 24)
     )
     assert _Bulk().feed(wire, 50) == [
         DeviceOffered(3, 4096),
         DeviceAnswered(4, True),
-        DeviceAnswered(5, False),
+        DeviceAnswered(5, False, 24),
     ]
 
 

@@ -388,7 +388,7 @@ def test_a_full_pool_falls_back_to_the_socket(make: Maker) -> None:
 def test_shared_memory_that_the_receiver_lacked_the_means_for_is_used_when_it_has_them(
     make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rpc.transports.shared_memory._FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("rpc.transports.setbacks.FIRST_PAUSE_SECONDS", 0.001)
     add, refused = ReceivedSegments.add, itertools.count(1)
 
     def lack(self: ReceivedSegments, *arguments: Any) -> None:
