@@ -74,6 +74,7 @@ __all__ = ["TensorPipeTransport", "available"]
 _log = logging.getLogger(__name__)
 
 _ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
+_ABOUT_SEGMENTS = frozenset({wire.SEGMENT, wire.SEGMENT_ANSWER, wire.VOID})
 _FROM_OURSELVES = frozenset({wire.PRIMER, wire.LET_GO})
 _FAILED = Reply(Status.ERROR).encode()
 """All that a transport has to say of messages: that of an accepted request nothing will come."""
@@ -431,7 +432,7 @@ class TensorPipeTransport:
                 link.loose.update(f.correlation for f in batch if f.kind is FrameKind.REQUEST)
             for each in batch:
                 self._deliver(link, each, in_batch=True)
-        elif kind == wire.SEGMENT or kind == wire.SEGMENT_ANSWER:
+        elif kind in _ABOUT_SEGMENTS:
             self._take_segment(link, kind, frame.payload)
         elif kind == wire.RECEIPT:
             received, arrived = decode_receipt(frame.payload)
@@ -470,8 +471,10 @@ class TensorPipeTransport:
         try:
             if kind == wire.SEGMENT:
                 self._caller.answer_offer(link, payload)
-            else:
+            elif kind == wire.SEGMENT_ANSWER:
                 link.shared.answered(payload)
+            else:
+                link.shared.give_back(bytes(payload))
         except FrameError as error:
             self._refuse(link, error)
         finally:

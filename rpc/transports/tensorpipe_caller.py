@@ -135,26 +135,29 @@ class Caller:
         data, tensors = wire.pack(envelope, frame, link.requests_lent_from)
         if envelope.kind == FrameKind.REQUEST or envelope.kind == wire.AGAIN:
             future = self._agent.ask(route, wire.call_pickle(data), tensors)
-            future.add_done_callback(partial(self._request_ended, link, envelope))
+            table = frame.split()[0] if type(frame) is wire.PlacedFrame else b""
+            future.add_done_callback(partial(self._request_ended, link, envelope, table))
         else:
             self._agent.tell(route, wire.call_pickle(data), tensors)
 
     def _request_ended(
-        self, link: Link, envelope: Envelope, future: torch.futures.Future[None]
+        self, link: Link, envelope: Envelope, table: bytes, future: torch.futures.Future[None]
     ) -> None:
         """Lets a call fail that torch answers with an error of its own.
 
-        The peer may not have taken it: then its number is still to come.
+        The peer may not have taken it: then its number is still to come, with the table of what
+        the request has in shared memory, as nobody has read that.
         """
         problem = refusal_of(future)
         if not problem:
             return
+        instead = Frame(FrameKind.NOTICE, 0, b"", table)
         with self._lock:
-            if not link.calls.failed(envelope.number):
+            if not link.calls.failed(envelope.number, instead):
                 return
             nothing = envelope._replace(kind=wire.VOID, attempt=link.seam.attempt)
             begun = nothing, link.route
-        self.carry_or_break(link, begun, Frame(FrameKind.NOTICE, 0, b""))
+        self.carry_or_break(link, begun, instead)
         self._failed(link, envelope.correlation, problem)
 
     def carry_or_break(self, link: Link, begun: Begun, frame: Frame) -> None:

@@ -101,15 +101,15 @@ class Calls:
         self.unanswered[number] = kind, frame if self.remembers else _NOTHING
         return number
 
-    def void(self, number: int) -> bool:
-        """A call could not be made; True if it is to say nothing, under its number."""
+    def void(self, number: int, instead: Frame = _NOTHING) -> bool:
+        """A call could not be made; True if ``instead`` is to be sent under its number."""
         if number not in self.unanswered:
             return False
-        self.unanswered[number] = VOID, _NOTHING
+        self.unanswered[number] = VOID, instead
         return True
 
-    def failed(self, number: int) -> bool:
-        """A request ended without a reply; True if it is to say nothing, under its number.
+    def failed(self, number: int, instead: Frame) -> bool:
+        """A request ended without a reply; True if ``instead`` is to be sent under its number.
 
         There may be one that could not be sent, and is kept: the next receipt names it.
         """
@@ -118,7 +118,7 @@ class Calls:
             return False
         if self.remembers:
             self._received.append(number)
-        return self.void(number)
+        return self.void(number, instead)
 
     def came_back(self, number: int) -> Call | None:
         """An answer came; the call if it is the first, which stays under way until told."""

@@ -170,11 +170,9 @@ class SharedTensors:
 
         Only if the peer cannot have heard of it: nothing else may keep it to be sent again.
         """
-        if self._pool is None or type(frame) is not PlacedFrame:
-            return
-        items = unpack_table(frame.split()[0], len(frame.payload), _ANY_SIZE)
-        filled = [item for item in items if item.place is Place.SHARED]
-        self._pool.take_back(Slot(item.segment, item.position) for item in filled)
+        if self._pool is not None and type(frame) is PlacedFrame:
+            filled = _filled(frame.split()[0])
+            self._pool.take_back(Slot(item.segment, item.position) for item in filled)
 
     @property
     def has_offer(self) -> bool:
@@ -270,6 +268,18 @@ class SharedTensors:
     def _array(self, item: Item) -> Array:
         return self._segments.array(item.segment, item.position, item.nbytes)
 
+    def give_back(self, table: bytes) -> None:
+        """Frees what was filled for a frame that never came.
+
+        Args:
+            table: of the frame, as :meth:`PlacedFrame.split` returns it; empty if it had none.
+
+        Raises:
+            FrameError: it is no table, or there are no such slots.
+        """
+        for item in _filled(table) if table else ():
+            self._array(item)  # dies at once
+
     # The end
 
     def stop_sending(self) -> None:
@@ -282,6 +292,11 @@ class SharedTensors:
         """Gives up the other side's too; tensors that were received keep theirs."""
         self.stop_sending()
         self._segments.close()
+
+
+def _filled(table: bytes) -> list[Item]:
+    items = unpack_table(table, _ANY_SIZE, _ANY_SIZE)
+    return [item for item in items if item.place is Place.SHARED]
 
 
 def nothing_shared() -> SharedTensors:

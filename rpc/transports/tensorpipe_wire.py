@@ -43,7 +43,7 @@ PRIMER = 18
 BATCH = 19
 """Several frames without tensors in one."""
 VOID = 20
-"""Takes the number of a call that could not be made."""
+"""Takes the number of a call that was not taken; the payload says what it had in shared memory."""
 AGAIN = 21
 """Asks again for the reply to a request, over another pipe."""
 RESUME = 22

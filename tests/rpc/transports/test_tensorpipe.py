@@ -449,6 +449,19 @@ class TestSharedMemory:
         for worker in made:
             worker.close(0.5)
 
+    @pytest.mark.parametrize("seconds", [5.0, 0.0], ids=["mended", "not mended"])
+    def test_requests_that_could_not_be_read_give_theirs_back(
+        self, workers: Callable[..., list[Worker]], seconds: float
+    ) -> None:
+        a, b = workers(2, link_resume_timeout=seconds)
+        until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
+        place_of(b).call("choke_on", b"unreadable")
+        for _ in range(100):  # a segment has room for forty
+            found = a.call(b, b"unreadable", b"", LARGE)
+            assert b"answered with an error" in found.payload
+            assert echoes_large(a, b)
+        assert shares(a) == shares(b) == 2
+
     def test_it_is_gone_when_a_worker_has_left(self, workers: Callable[..., list[Worker]]) -> None:
         a, b = workers(2)
         until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)

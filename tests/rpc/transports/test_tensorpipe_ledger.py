@@ -66,17 +66,22 @@ def test_a_request_that_failed_says_nothing_under_its_number() -> None:
     calls = Calls(remembers=True)
     asked, told = calls.begin(FrameKind.REQUEST, request(1)), calls.begin(VOID, request(0))
     again = calls.begin(AGAIN, request(2))
-    assert [calls.failed(number) for number in (asked, told, again, 9)] == [
+    nothing = Frame(FrameKind.NOTICE, 0, b"", b"what it had in shared memory")
+    assert [calls.failed(number, nothing) for number in (asked, told, again, 9)] == [
         True,
         False,
         True,
         False,
     ]
-    assert {kind for _, (kind, _) in calls.after(0)} == {VOID}
-    assert not calls.failed(asked), "its number is on the way already"
+    assert [call for _, call in calls.after(0)] == [
+        (VOID, nothing),
+        (VOID, request(0)),
+        (VOID, nothing),
+    ]
+    assert not calls.failed(asked, nothing), "its number is on the way already"
     assert calls.take_received() == [asked, again], "a reply that could not be sent is not kept"
     calls = Calls(remembers=False)
-    assert calls.failed(calls.begin(FrameKind.REQUEST, request(1)))
+    assert calls.failed(calls.begin(FrameKind.REQUEST, request(1)), nothing)
     assert calls.take_received() == [], "there are no receipts then"
 
 

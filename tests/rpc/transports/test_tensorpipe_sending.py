@@ -443,6 +443,17 @@ class TestRequestsThatTorchAnswersWithAnError:
         assert len(bench.agent.calls) == 2
         assert bench.link.calls.under_way == 1, "until that has come back"
 
+    def test_with_its_number_goes_what_it_had_in_shared_memory(self, bench: Bench) -> None:
+        for number in range(1, OFTEN):
+            bench.send(frame_of(FrameKind.REQUEST, LARGE))
+            bench.agent.futures[-1].set_exception(RuntimeError(self.TEXT))
+            ((_, (kind, frame)),) = bench.link.calls.after(number - 1)
+            assert kind == VOID
+            assert bytes(frame.payload) in bench.agent.calls[-1]
+            bench.theirs.give_back(bytes(frame.payload))
+            bench.link.window.release(REQUEST)
+        assert bench.room() == 4
+
     @pytest.mark.parametrize("answered", [False, True])
     def test_nothing_is_done_about_a_pipe_that_broke_or_a_call_that_was_answered(
         self, bench: Bench, answered: bool

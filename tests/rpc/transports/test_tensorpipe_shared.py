@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rpc.errors import FrameError
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Unreceived
+from rpc.transports.frame_table import Place, join_rows, payload_row
+from rpc.transports.setbacks import Setbacks
 from rpc.transports.shared_memory import SHARED_FROM, Offer, SendPool
 from rpc.transports.tensorpipe_shared import (
     HostMemory,
@@ -166,6 +168,24 @@ class TestPlacing:
         for memory in (pair.prepare().sender, nothing_shared()):
             memory.take_back(request(torch.ones(LARGE), payload=bytes(SHARED_FROM)))
 
+    def test_what_never_came_is_given_back_by_its_receiver(self, pair: Pair) -> None:
+        pair.prepare()
+        kept = pair.carry(request(torch.full((1 << 18,), 7.0))).tensors[0]
+        for _ in range(20):
+            placed = pair.sender.place(request(torch.ones(1 << 18), torch.ones(9)))
+            assert type(placed) is PlacedFrame
+            assert placed.tensors[0].numel() == 9, "there was room"
+            pair.receiver.give_back(placed.split()[0])
+        assert kept.sum() == 7 << 18
+
+    @pytest.mark.parametrize(
+        "table", [b"not a table", join_rows([payload_row(Place.SHARED, 9, 0, 1)])]
+    )
+    def test_what_was_never_shared_is_not_given_back(self, pair: Pair, table: bytes) -> None:
+        pair.prepare().receiver.give_back(b"")
+        with pytest.raises(FrameError):
+            pair.receiver.give_back(table)
+
     def test_what_finds_no_room_goes_beside(self, pair: Pair) -> None:
         pair.prepare()
         third = torch.ones(6 << 18)
@@ -258,7 +278,7 @@ class TestHandingOver:
             raise OSError(errno.EMFILE, "Too many open files")
 
         now = [0.0]
-        monkeypatch.setattr(pair.sender._pool, "_clock", lambda: now[0])
+        monkeypatch.setattr(pair.sender._pool, "_setbacks", Setbacks(lambda: now[0]))
         frame = request(torch.ones(LARGE))
         for now[0] in (0.0, 10.0):
             pair.sender.place(frame)
