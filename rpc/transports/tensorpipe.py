@@ -360,7 +360,7 @@ class TensorPipeTransport:
         """A call was taken, but its answer was lost with the pipe."""
         link.took((kind, frame))
         if kind == wire.DEVICES:
-            self._caller.ask_again_for_devices(link)
+            self._caller.ask_for_devices(link)
         self._came_back(link, self._sender.envelope(kind), frame)
 
     def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:

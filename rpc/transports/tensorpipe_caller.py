@@ -225,15 +225,7 @@ class Caller:
         self._say(link, wire.SEGMENT_ANSWER, link.shared.map(offer))
 
     def ask_for_devices(self, link: Link) -> None:
-        """Asks a peer to make its devices ready for what we ask, unless it was asked before."""
-        with self._lock:
-            if link.readiness.asked:
-                return
-            link.readiness.asked = True
-        self._say(link, wire.DEVICES, question(link.requests))
-
-    def ask_again_for_devices(self, link: Link) -> None:
-        """The answer to that was lost, and may have been that they cannot be used."""
+        """Asks a peer to make its devices ready for what we ask."""
         self._say(link, wire.DEVICES, question(link.requests))
 
     def _say(self, link: Link, kind: int, frame: Frame) -> None:

@@ -178,7 +178,7 @@ class Link:
         """Nothing comes back any more: nobody is to wait for it."""
         self.window.close()
         self.reply_window.close()
-        self.readiness.settled.set()
+        self.readiness.close()
 
     def take_loose(self, correlation: int) -> bool:
         """Whether a frame of ours is to answer a request; at most once."""

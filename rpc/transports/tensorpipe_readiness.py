@@ -29,29 +29,22 @@ _LOOK_SECONDS = 0.1
 """How often one that waits looks whether its call is over."""
 
 
-class Readiness:
-    """What one peer says of its devices.
+class Inquiry:
+    """A question for a peer's devices.
 
     Attributes:
-        asked: it was asked.
         problem: why they cannot be used, if they cannot.
-        settled: set when it has answered, or is not waited for any more.
+        settled: set when it was answered, or is not waited for any more.
     """
 
-    __slots__ = ("asked", "problem", "settled")
+    __slots__ = ("problem", "settled")
 
     def __init__(self) -> None:
-        self.asked = False
         self.problem = ""
         self.settled = threading.Event()
 
-    def answered(self, problem: str) -> None:
-        """It has answered, or need not be asked."""
-        self.asked, self.problem = True, problem
-        self.settled.set()
-
     def wait(self, name: str, frame: Frame, patience: Callable[[int], Patience]) -> None:
-        """Waits until that is settled.
+        """Waits until it is settled.
 
         Args:
             name: the peer's.
@@ -81,6 +74,45 @@ class Readiness:
                 raise CallCancelledError(
                     f"the call ended while it waited for worker {name!r} to make its devices ready"
                 )
+
+
+class Readiness:
+    """What one peer says of its devices.
+
+    Attributes:
+        is_settled: they are ready, or nobody waits for them any more.
+    """
+
+    __slots__ = ("_inquiry", "is_settled")
+
+    def __init__(self) -> None:
+        self._inquiry: Inquiry | None = None
+        self.is_settled = False
+
+    def ask(self) -> tuple[Inquiry, bool]:
+        """What to wait for, and whether the peer is still to be asked. For one thread at a time.
+
+        What was in the way once may have passed, so whoever comes after such an answer asks anew.
+        """
+        inquiry = self._inquiry
+        if inquiry is not None:
+            return inquiry, False
+        inquiry = self._inquiry = Inquiry()
+        if self.is_settled:
+            inquiry.settled.set()
+        return inquiry, True
+
+    def answered(self, problem: str) -> None:
+        """The peer has said what is in the way, if anything is, or need not be asked."""
+        inquiry, self._inquiry = self._inquiry, None
+        self.is_settled = self.is_settled or not problem
+        if inquiry is not None:
+            inquiry.problem = problem
+            inquiry.settled.set()
+
+    def close(self) -> None:
+        """The peer is not asked for anything any more."""
+        self.answered("")
 
 
 def question(device_map: DeviceMap) -> Frame:

@@ -13,6 +13,7 @@ from typing import Literal
 from rpc.devices import check_devices, lands_on_device
 from rpc.errors import AgentClosedError, UnknownWorkerError, WorkerLostError
 from rpc.executor import in_handler
+from rpc.safe_text import says
 from rpc.transports import tensorpipe_wire as wire
 from rpc.transports.base import Frame, FrameKind, Patience
 from rpc.transports.flow import FlowWindow
@@ -161,16 +162,22 @@ class Outgoing:
 
     def _await_devices(self, link: Link, frame: Frame) -> None:
         """Waits until the peer's devices are ready for a request."""
-        readiness = link.readiness
-        if not readiness.asked:
-            with self._lock:
+        if link.readiness.is_settled:
+            return
+        with self._lock:
+            inquiry, unasked = link.readiness.ask()
+            if unasked:
                 self._exit.hold()
+        if unasked:
             try:
                 self.open_lifeline(link)
                 self._caller.ask_for_devices(link)
+            except BaseException as error:  # else all would wait for an answer to nothing
+                link.readiness.answered(f"it could not be asked: {says(error)}")
+                raise
             finally:
                 self._exit.release()
-        readiness.wait(link.name, frame, self._patience)
+        inquiry.wait(link.name, frame, self._patience)
 
     def _queue(self, to: int, frame: Frame) -> None:
         with self._lock:

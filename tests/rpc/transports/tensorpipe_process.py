@@ -32,7 +32,7 @@ from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
 from rpc.transports.tensorpipe import TensorPipeTransport
 from rpc.transports.tensorpipe_ledger import size
 from rpc.transports.tensorpipe_links import Link
-from rpc.transports.tensorpipe_readiness import Readiness
+from rpc.transports.tensorpipe_readiness import Readiness, make_ready
 from rpc.worker_info import WorkerInfo
 from tests.processes import ready_made
 from tests.rpc.transports.conformance import Worker
@@ -318,9 +318,14 @@ class _Bench:
         """Whatever tensors arrive on, it has to be made ready."""
         self.patches.setattr(tensorpipe_sending, "lands_on_device", lambda *_: True)
 
-    def have_no_devices(self) -> None:
-        """None that peers ask for is there."""
-        self.patches.setattr(tensorpipe, "make_ready", lambda *_: "it has none")
+    def have_no_devices(self, questions: int) -> None:
+        """None that peers ask for is there so many times; then they are."""
+        left = iter(range(questions))
+        self.patches.setattr(
+            tensorpipe,
+            "make_ready",
+            lambda *what: make_ready(*what) if next(left, None) is None else "it has none",
+        )
 
     def forget_who_is_ready(self) -> None:
         """Every peer has to be asked for its devices again."""

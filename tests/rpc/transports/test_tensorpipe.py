@@ -372,16 +372,18 @@ class TestDevicesOfPeers:
         b.transport.add_peer(a.peer())
         assert all(torch.equal(a.reply(each).tensors[0], LARGE) for each in asked)
 
-    def test_a_request_to_one_that_has_none_fails_and_it_lives_on(
+    def test_requests_to_one_that_has_none_fail_until_it_has_some(
         self, pair: tuple[Worker, Worker]
     ) -> None:
         a, b = pair
-        place_of(b).call("have_no_devices")
+        place_of(b).call("have_no_devices", 2)
         b.transport.add_peer(a.peer())
         for _ in range(2):
             with pytest.raises(DeviceMapError, match="'worker1' cannot take these tensors: it has"):
                 a.ask(b, b"h", b"", LARGE)
         assert a.call(b, b"without tensors").header == b"without tensors"
+        for _ in range(2):  # as it has them, after all
+            assert torch.equal(a.call(b, b"h", b"", LARGE).tensors[0], LARGE)
 
 
 class TestErrorsThatTorchAnswersWith:

@@ -19,6 +19,7 @@ from rpc.transports.tensorpipe_caller import Caller
 from rpc.transports.tensorpipe_ledger import Calls, Served
 from rpc.transports.tensorpipe_links import Link
 from rpc.transports.tensorpipe_parting import Exit
+from rpc.transports.tensorpipe_readiness import Inquiry
 from rpc.transports.tensorpipe_roster import Roster
 from rpc.transports.tensorpipe_sending import Outgoing
 from rpc.transports.tensorpipe_shared import HostMemory, SharedTensors, nothing_shared
@@ -406,6 +407,38 @@ class TestDevicesThatAreNotReady:
         assert bench.link.window.held == 0
         assert len(bench.agent.calls) == 1
 
+    def test_the_next_asks_again_as_what_was_in_the_way_may_have_passed(
+        self, bench: Bench, sending: Future[None]
+    ) -> None:
+        bench.link.readiness.answered("CUDA error: out of memory")
+        with pytest.raises(DeviceMapError, match="out of memory"):
+            sending.result(10)
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(bench.send, frame_of(FrameKind.REQUEST, LARGE)) for _ in range(2)]
+            until(lambda: len(bench.agent.calls) == 2)
+            bench.link.readiness.answered("")
+            for each in both:
+                each.result(10)
+        assert [b"meta" in call for call in bench.agent.calls] == [True, True, False, False]
+
+    def test_those_that_wait_fail_if_the_peer_cannot_be_asked(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bench.have_maps(TO_DEVICE, {})
+        others: list[Inquiry] = []
+
+        def fail_when_another_waits(*_: object) -> None:
+            inquiry, unasked = bench.link.readiness.ask()
+            assert not unasked
+            others.append(inquiry)
+            raise MemoryError("nothing is left")
+
+        monkeypatch.setattr(bench.outgoing._caller, "ask_for_devices", fail_when_another_waits)
+        with pytest.raises(MemoryError):
+            bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        with pytest.raises(DeviceMapError, match="could not be asked: nothing is left"):
+            others[0].wait("peer", frame_of(FrameKind.REQUEST), lambda _: Patience.WAITS)
+
     def test_it_fails_if_the_peer_is_lost(self, bench: Bench, sending: Future[None]) -> None:
         with bench.lock:
             bench.link.lose("it is gone")
@@ -425,7 +458,7 @@ class TestDevicesThatAreNotReady:
     def test_they_are_asked_for_again_if_the_answer_was_lost_with_the_pipe(
         self, bench: Bench, sending: Future[None]
     ) -> None:
-        bench.outgoing._caller.ask_again_for_devices(bench.link)
+        bench.outgoing._caller.ask_for_devices(bench.link)
         assert [b"meta" in pickle for pickle in bench.agent.calls] == [True, True]
         bench.link.readiness.answered("")
         sending.result(10)
