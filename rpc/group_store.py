@@ -60,6 +60,7 @@ _SECONDS_OF_SILENCE = 10.0
 _PORT_IS_TAKEN = "EADDRINUSE"
 """What torch, whose error has no number, says of a port at which another process listens."""
 
+STORE = "an answer of the group's store"
 KEY_MARK = "key_mark"
 """What a record's extras call the mark of the key that its worker was given."""
 
@@ -344,7 +345,8 @@ def within(
         ask: what to do.
         given_up: set when nobody waits for ``ask`` any more, which may look at it.
         undo: called if ``ask`` returns, but its caller does not hear of it.
-        waits_for: what to say in the log that ``init_rpc`` waits for, if it takes long.
+        waits_for: what to say in the log that ``init_rpc`` waits for, if it takes long; the store
+            unless given.
 
     Raises:
         BringUpError: the time is over.
@@ -375,10 +377,10 @@ def _await(outcome: Future[T], timeout: float, waits_for: Callable[[], str] | No
     After ten seconds, that is, and then whenever it has waited twice as long.
     """
     began, silence = time.monotonic(), _SECONDS_OF_SILENCE
-    while waits_for is not None and silence < timeout:
+    while silence < timeout:
         if wait([outcome], began + silence - time.monotonic()).done:
             return
-        what = waits_for()
+        what = f"{STORE}, and gives up after {timeout:g} s" if waits_for is None else waits_for()
         if not outcome.done():
             _logger.warning("init_rpc has waited %g s for %s", silence, what)
         silence *= 2

@@ -28,6 +28,7 @@ from torch.distributed import DistNetworkError
 from rpc.errors import BringUpError
 from rpc.group_store import (
     STATIC,
+    STORE,
     Record,
     disagreements,
     names_store_loss,
@@ -108,7 +109,7 @@ class _Meeting:
         try:
             absent = within(_SECONDS_TO_LOOK, self._name_missing)
         except BringUpError:
-            absent = "an answer of the group's store"
+            absent = STORE
         except RuntimeError:
             absent = "the others"
         return f"{absent}, and gives up after {self._timeout:g} s"
@@ -116,7 +117,9 @@ class _Meeting:
     def _name_missing(self) -> str:
         """On a connection of its own, as the other one waits; torch 2.6 cannot make one."""
         clone: Callable[[], Store] | None = getattr(self._store, "clone", None)
-        if clone is None or self._round is None:
+        if self._round is None:
+            return STORE
+        if clone is None:
             return "the others"
         size = self._me.world_size or 0
         missing = _Round(our_part(clone()), self._round.number).missing(range(size))

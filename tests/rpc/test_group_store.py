@@ -109,6 +109,17 @@ class TestWithin:
         waited = [f"init_rpc has waited {seconds} s for somebody" for seconds in (0.01, 0.02)]
         assert caplog.messages[:2] == waited
 
+    def test_says_of_requests_to_the_store_that_it_waits_for_that(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(group_store, "_SECONDS_OF_SILENCE", 0.01)
+        answer = threading.Event()
+        with pytest.raises(BringUpError):
+            group_store.within(0.05, lambda: answer.wait(SOON))
+        answer.set()
+        told = "init_rpc has waited 0.01 s for an answer of the group's store, and gives up after "
+        assert caplog.messages[0] == told + "0.05 s"
+
     def test_says_nothing_of_what_comes_soon(self, caplog: pytest.LogCaptureFixture) -> None:
         assert group_store.within(SOON, lambda: 3, waits_for=lambda: "somebody") == 3
         assert not caplog.messages

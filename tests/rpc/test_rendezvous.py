@@ -118,6 +118,19 @@ class TestWhatKeepsAStaticGroupFromForming:
             late = [come(1), come(3)]
             assert [each.result() for each in (*early, *late)] == [records] * 4
 
+    def test_a_store_that_does_not_answer_the_first_request_is_named_in_the_log(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(group_store, "_SECONDS_OF_SILENCE", 0.01)
+        frozen = threading.Event()
+        monkeypatch.setattr(rendezvous, "set_mode", lambda *_: frozen.wait(SOON))
+        with ThreadPoolExecutor(1) as pool:
+            meeting = pool.submit(rendezvous.meet, HashStore(), record(0, 1), 60.0)
+            told = "for an answer of the group's store, and gives up after 60 s"
+            until(lambda: any(each.endswith(told) for each in caplog.messages))
+            frozen.set()
+            assert meeting.result() == [record(0, 1)]
+
     def test_few_requests_find_who_is_missing_where_most_or_few_came(self) -> None:
         store = HashStore()
         for rank in {*range(1000)} - {3, 700}:
