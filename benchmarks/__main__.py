@@ -27,11 +27,12 @@ _TORCH_COLUMNS = {
         "torch-thp", bindings.TORCH, "TENSORPIPE", {}, {"THP_MEM_ALLOC_ENABLE": "1"}
     ),
 }
-_OUR_COLUMNS: dict[str, dict[str, Any]] = {
+_OUR_COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "ours": {},
-    "ours-tcp": _TCP_ONLY,
-    "ours-busy-poll": {"busy_poll": 500e-6},
+    "ours-tcp": {"TENSORPIPE": _TCP_ONLY, "TENSORWIRE": {"local_paths": False}},
+    "ours-busy-poll": {"TENSORWIRE": {"busy_poll": 500e-6}},
 }
+"""What each chooses, by backend; what chooses nothing is for any."""
 
 
 def main() -> int:
@@ -116,13 +117,17 @@ def _parse() -> argparse.Namespace:
         options.starts = max(1, options.rounds // 2)
     if not 1 <= options.starts <= options.rounds:
         parser.error(f"--starts {options.starts} is not from 1 to --rounds {options.rounds}")
+    for name in options.columns:
+        backends = _OUR_COLUMNS.get(name)
+        if backends and options.backend not in backends:
+            parser.error(f"--columns {name} needs --backend {' or '.join(backends)}")
     return options
 
 
 def _column(name: str, options: argparse.Namespace) -> Column:
     if name in _TORCH_COLUMNS:
         return _TORCH_COLUMNS[name]
-    chosen = options.options | _OUR_COLUMNS[name]
+    chosen = options.options | _OUR_COLUMNS[name].get(options.backend, {})
     return Column(name, bindings.OURS, options.backend, chosen, {})
 
 

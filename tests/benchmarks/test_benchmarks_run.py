@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__, soak
+from benchmarks.commands import Column
 from benchmarks.group import Group, Launch
 from benchmarks.rounds import RAW
+from benchmarks.workloads import ROWS
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,6 +108,41 @@ def test_help_says_what_is_measured(
     printed = capsys.readouterr().out
     assert printed.split("\n\n")[1].startswith(about)
     assert "``" not in printed
+
+
+@pytest.mark.parametrize("backend", ["TENSORPIPE", "TENSORWIRE"])
+def test_what_is_said_to_go_over_tcp_does(backend: str) -> None:
+    options = argparse.Namespace(options={}, backend=backend)
+    assert _unix_sockets(__main__._column("ours", options))
+    assert not _unix_sockets(__main__._column("ours-tcp", options))
+
+
+def _unix_sockets(column: Column) -> set[str]:
+    """The inodes of the connected ones of two workers that have exchanged large tensors."""
+    before = _children(os.getpid(), threading.get_native_id())
+    with Group(column, 2) as group, group.awake():
+        group.prepare(ROWS["echo1m"])
+        nurseries = _children(os.getpid(), threading.get_native_id())
+        pids = [pid for each in nurseries if each not in before for pid in _children(each, each)]
+        assert len(pids) == 2
+        held = {os.readlink(end) for pid in pids for end in Path(f"/proc/{pid}/fd").iterdir()}
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        return {row[6] for row in rows if row[5] == "03" and f"socket:[{row[6]}]" in held}
+
+
+@pytest.mark.parametrize(
+    ("column", "backend", "needed"),
+    [
+        ("ours-busy-poll", "TENSORPIPE", "TENSORWIRE"),
+        ("ours-tcp", "FAULTY_TENSORWIRE", "TENSORPIPE or TENSORWIRE"),
+    ],
+)
+def test_a_column_that_says_nothing_of_the_backend_is_refused(
+    column: str, backend: str, needed: str
+) -> None:
+    done = _run("--rows", "empty", "--columns", "torch", column, "--backend", backend)
+    assert done.returncode == 2
+    assert f"--columns {column} needs --backend {needed}" in done.stderr
 
 
 def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
