@@ -3,7 +3,7 @@
 An extension belongs to one agent. It may attach a few bytes of metadata to
 requests and replies, look at (and on receipt replace) the tensors they carry,
 wrap the running of a handler, and exchange messages of its own. Distributed
-autograd is one; profiling and tracing are meant to be others.
+autograd, profiling and tracing are such.
 
 The wire names an extension by the module that defines it. A worker that gets a
 message for an extension it has not loaded imports that module and instantiates

@@ -61,6 +61,12 @@ def test_spawned_workers_get_our_names_too(tmp_path: Path):
     assert "None is not ('3', " in done.stdout  # what a sabotaged call of ours returns
 
 
+def test_a_run_that_would_test_nothing_is_refused(tmp_path: Path):
+    done = _run(tmp_path, "--failed")
+    assert done.returncode == 2
+    assert "nothing to do: name what to test" in done.stdout
+
+
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules that need no torch."""

@@ -218,6 +218,42 @@ def test_all_that_the_original_makes_public_is_there_once_rpc_is_imported() -> N
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def test_no_other_names_are_public_than_those_that_are_meant_to_be() -> None:
+    original = {*torch.distributed.rpc.__all__}
+    beyond = {name for name in rpc.__all__ if name not in original and not name.endswith("Error")}
+    assert sorted(beyond) == [
+        "Future",
+        "MembershipChange",
+        "MembershipEvent",
+        "PyRRef",
+        "Retry",
+        "RpcAgent",
+        "RpcBackendOptions",
+        "TensorPipeAgent",
+        "TensorWireRpcBackendOptions",
+        "WhenFull",
+        "WorkerInfo",
+        "_set_rpc_timeout",
+        "api",
+        "backend_registry",
+        "cancelled",
+        "constants",
+        "debug_info",
+        "enable_gil_profiling",
+        "functions",
+        "get_rpc_timeout",
+        "install_debug_signal",
+        "internal",
+        "metrics",
+        "on_membership",
+        "options",
+        "rref_proxy",
+        "tracing",
+        "workers",
+    ]
+    assert all(hasattr(rpc, name) for name in rpc.__all__)
+
+
 def test_methods_of_references_are_made_as_in_the_original(worker: Agent) -> None:
     rref = rpc.remote("there", abs, (-1,))
     owner_name = rpc.method_factory("owner_name", "Tells where it is.")

@@ -1,6 +1,6 @@
 """Our own transport: sockets and shared memory, in plain Python.
 
-``framing``, ``body`` and ``handshake`` decide what bytes mean and do no I/O;
+``framing`` and ``handshake`` decide what bytes mean and do no I/O;
 ``channel`` moves bytes over one socket; ``link`` joins the channels of one
 direction between two workers; ``replies``, ``requests`` and ``bulk`` are the
 threads that read; ``mender`` replaces connections that break, ``strand`` by

@@ -2,7 +2,7 @@
 
 A frame is a fixed part of 40 bytes, then three sections whose lengths the fixed
 part tells: the message header (the agent's), the table that says where payload
-and tensors are (``body``'s), and the bytes that travel inline. The fixed part
+and tensors are (``frame_table``'s), and the bytes that travel inline. The fixed part
 ends in its own CRC-32 and carries the position of the frame in its stream, so a
 stream that lost its place is noticed at the next frame, before any length is
 believed.

@@ -5,7 +5,7 @@ the replies: a thread that waits for a reply never meets a request. Owns the
 choice of road for payload and tensors: inline, shared memory or bulk channels.
 Before it copies into shared memory it lets the other end know that something comes,
 so that a thread there that sleeps wakes up meanwhile, and one that looks out goes on.
-Reading the sockets is the business of ``readers``, ``replies``, ``requests``
+Reading the sockets is the business of ``main_reader``, ``replies``, ``requests``
 and ``bulk``.
 """
 

@@ -31,12 +31,15 @@ _LINES_SHOWN = 40
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the suite; 1 if a test failed without a reason."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.shard is not None:
         from torch_suite import shard
 
         shard.main(options.shard)
         return 0
+    if not (options.subjects or options.table or options.report):
+        parser.error("nothing to do: name what to test (torch, tensorpipe, tensorwire), or --table")
     failed = [_run(subject, options) for subject in options.subjects]
     runs = {subject: _kept(subject, options.output) for subject in Subject}
     if options.table:
