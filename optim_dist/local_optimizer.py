@@ -14,10 +14,14 @@ import torch
 
 from autograd_dist.borrowed_grads import BorrowedGrads
 from autograd_dist.grad_fields import GradFields
+from optim_dist.shadows import Shadows
 
 
 class LocalOptimizer:
     """An optimizer that is stepped with gradients from elsewhere.
+
+    What it optimizes are stand-ins for the parameters (:mod:`shadows`); parameters that are added
+    to it later have their own ``.grad`` set aside during a step.
 
     Args:
         optimizer_class: makes it; what it makes has a ``step()`` that looks at ``.grad``.
@@ -38,30 +42,44 @@ class LocalOptimizer:
         kwargs: Mapping[str, Any],
         grad_fields: GradFields,
     ) -> None:
-        self.optim = optimizer_class(parameters, *args, **kwargs)
+        self._shadows = Shadows(parameters)
+        self.optim = optimizer_class(self._shadows.tensors, *args, **kwargs)
         if not callable(getattr(self.optim, "step", None)):
             made = f"{name_of(optimizer_class)} made {self.optim!r}"
             raise TypeError(f"{made}, which has no step(): an optimizer is needed")
-        self._given = parameters
         self._grad_fields = grad_fields
 
-    def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def step_with(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Steps the optimizer; parameters without a gradient stay as they are.
 
         Args:
             gradients: by parameter; those of other tensors are ignored.
         """
-        parameters = self._parameters()
-        # Spans the optimizer's code because that is what it is for: nobody else may see, or set,
-        # the borrowed fields, or step with this optimizer's state, in the meantime.
-        with self._grad_fields.used(parameters), BorrowedGrads(parameters):
-            for parameter in parameters:
-                parameter.grad = gradients.get(parameter)
-            self.optim.step()
+        shadows, members = self._shadows, self._members()
+        parameters = [shadows.parameter_of(member) for member in members]
+        # Spans the optimizer's code because that is what it is for: nobody else may step with
+        # these parameters, or this optimizer's state, in the meantime.
+        with self._grad_fields.used(parameters), BorrowedGrads(shadows.without(members)):
+            shadows.follow()
+            try:
+                for parameter, member in zip(parameters, members, strict=True):
+                    member.grad = gradients.get(parameter)
+                self.optim.step()
+            finally:
+                shadows.lead()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        groups = getattr(self.optim, "param_groups", ({"params": self._given},))
-        return [p for group in groups for p in group["params"]]
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is for looking at, such as for the ``state_dict()`` of its ``optim``."""
+        return {"optim": self.optim}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optim = state["optim"]
+        self._shadows, self._grad_fields = Shadows(()), GradFields()
+
+    def _members(self) -> list[torch.Tensor]:
+        """What it optimizes: stand-ins, and what was added since it was made."""
+        groups = getattr(self.optim, "param_groups", ({"params": self._shadows.tensors},))
+        return [member for group in groups for member in group["params"]]
 
 
 def require_usable(optimizer_class: object) -> None:

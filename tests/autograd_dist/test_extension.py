@@ -236,6 +236,23 @@ def test_parameter_sent_in_a_context_is_tracked(workers):
         assert autograd_dist.get_gradients(context_id)[p].tolist() == [2.0, 4.0]
 
 
+def can_be_optimized(module):
+    weight = module.weight
+    if weight.is_leaf:
+        torch.optim.SGD(module.parameters(), lr=0.1)
+    else:
+        with pytest.raises(ValueError, match="non-leaf"):
+            torch.optim.SGD(module.parameters(), lr=0.1)
+    return weight.is_leaf, isinstance(weight, torch.nn.Parameter)
+
+
+def test_a_module_sent_in_a_context_is_no_leaf_and_one_sent_outside_is(workers):
+    module = torch.nn.Linear(2, 1)
+    with autograd_dist.context():
+        assert rpc.rpc_sync("bob", can_be_optimized, (module,)) == (False, True)
+    assert rpc.rpc_sync("bob", can_be_optimized, (module,)) == (True, True)
+
+
 def is_leaf(x):
     return x.is_leaf and x.requires_grad
 

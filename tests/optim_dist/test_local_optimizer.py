@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -100,7 +101,7 @@ def step_ours(
     optimizer = make(kind, params, **kwargs)
     for step in range(STEPS):
         pairs = zip(params, gradients(step), strict=True)
-        optimizer.step({p: gradient for p, gradient in pairs if gradient is not None})
+        optimizer.step_with({p: gradient for p, gradient in pairs if gradient is not None})
     return params
 
 
@@ -135,7 +136,9 @@ def test_every_optimizer_of_torch_is_compared_here() -> None:
 def test_parameters_without_gradient_stay_even_if_grad_is_set() -> None:
     params = parameters()
     params[1].grad = torch.ones(4, 3)
-    make(optim.SGD, params, lr=1.0, weight_decay=0.5, momentum=0.9).step({params[0]: params[0] * 0})
+    make(optim.SGD, params, lr=1.0, weight_decay=0.5, momentum=0.9).step_with(
+        {params[0]: params[0] * 0}
+    )
     torch.testing.assert_close(params[1:], parameters()[1:], rtol=0, atol=0)
 
 
@@ -144,7 +147,7 @@ def test_a_step_leaves_every_grad_as_it_was() -> None:
     before = torch.ones(4, 3)
     params[0].grad, params[1].grad = before, before
     gradient = torch.full((4, 3), 2.0)
-    make(optim.SGD, params, lr=1.0).step({params[0]: gradient, params[2]: gradient})
+    make(optim.SGD, params, lr=1.0).step_with({params[0]: gradient, params[2]: gradient})
     assert params[0].grad is before
     assert params[1].grad is before
     assert params[2].grad is None
@@ -168,7 +171,7 @@ def test_a_failed_step_restores_grad_and_frees_the_lock() -> None:
     optimizer = make(Failing, params)
     for _ in range(2):
         with pytest.raises(ValueError, match="Error running optimizer"):
-            optimizer.step({params[0]: torch.zeros(4, 3)})
+            optimizer.step_with({params[0]: torch.zeros(4, 3)})
     assert params[0].grad is before
 
 
@@ -178,38 +181,114 @@ def test_a_gradient_that_does_not_fit_restores_every_grad() -> None:
     params[0].grad = before
     optimizer = make(optim.SGD, params)
     with pytest.raises(RuntimeError):
-        optimizer.step({params[0]: torch.zeros(4, 3), params[1]: torch.zeros(5)})
+        optimizer.step_with({params[0]: torch.zeros(4, 3), params[1]: torch.zeros(5)})
     assert params[0].grad is before
     assert params[1].grad is None
 
 
 class Widening(Optimizer):
-    """Makes its first parameter more precise, so that what was its gradient does not fit."""
+    """Makes its first parameter more precise, and replaces it with what its gradient says."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:
         first = self.param_groups[0]["params"][0]
-        first.grad = None
-        first.data = first.data.double()
+        first.data = first.data.double() - first.grad
 
 
-def test_a_grad_that_cannot_be_restored_costs_no_other_parameter_its_own() -> None:
+def test_parameters_follow_an_optimizer_that_replaces_their_data() -> None:
     params = parameters()
-    for parameter in params:
-        parameter.grad = torch.ones_like(parameter)
-    others = [parameter.grad for parameter in params[1:]]
-    with pytest.raises(RuntimeError):
-        make(Widening, params).step({})
-    assert params[0].grad is None
-    assert all(p.grad is other for p, other in zip(params[1:], others, strict=True))
+    seen = params[0].detach()
+    optimizer = make(Widening, params)
+    for step in (1, 2):
+        version = params[0]._version
+        optimizer.step_with({params[0]: torch.ones(4, 3).to(params[0].dtype)})
+        assert params[0]._version > version, "autograd notices"
+        assert torch.equal(params[0], (seen.double() - step))
+
+
+def test_a_step_follows_parameters_whose_data_was_replaced() -> None:
+    params = parameters()
+    optimizer = make(optim.SGD, params, lr=1.0, momentum=0.5)
+    gradients = {params[0]: torch.ones(4, 3)}
+    optimizer.step_with(gradients)
+    params[0].data = torch.zeros(4, 3)
+    kept = (params[0] * params[0]).sum()
+    optimizer.step_with(gradients)
+    assert params[0].tolist() == [[-1.5] * 3] * 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_autograd_notices_a_step() -> None:
+    params = parameters()
+    kept = (params[0] * params[0]).sum()
+    make(optim.SGD, params).step_with({params[0]: torch.ones(4, 3)})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_a_parameter_that_is_given_twice_is_one() -> None:
+    params = parameters()[:1]
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        make(optim.SGD, params * 2)
+
+
+def test_what_marks_a_parameter_can_be_seen_by_its_optimizer() -> None:
+    params: Any = parameters()
+    params[0].is_bias = True
+    optimizer = make(optim.SGD, params)
+    params[1].is_bias = False
+    given = optimizer.optim.param_groups[0]["params"]
+    assert [getattr(each, "is_bias", None) for each in given] == [True, False, None]
+
+
+def test_parameters_that_are_of_a_kind_of_their_own_are_stepped_and_keep_their_grad() -> None:
+    class Marked(torch.nn.Parameter):
+        pass
+
+    parameter, before = Marked(torch.ones(2)), torch.ones(2)
+    parameter.grad = before
+    optimizer = make(optim.SGD, [parameter], lr=1.0)
+    assert optimizer.optim.param_groups[0]["params"][0] is parameter
+    optimizer.step_with({parameter: torch.ones(2)})
+    assert parameter.tolist() == [0.0, 0.0]
+    assert parameter.grad is before
+
+
+def test_local_training_goes_on_in_another_thread_during_steps() -> None:
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = make(optim.SGD, [parameter], lr=1.0)
+    over, wrong = threading.Event(), []
+
+    def train() -> int:
+        passes = 0
+        while not over.is_set() or passes < 100:
+            factor = torch.full((3,), float(passes))
+            parameter.grad = None
+            (parameter * factor).sum().backward()
+            if parameter.grad is None or not torch.equal(parameter.grad, factor):
+                wrong.append(passes)
+            passes += 1
+        return passes
+
+    with ThreadPoolExecutor(1) as threads:
+        training = threads.submit(train)
+        try:
+            for _ in range(500):
+                optimizer.step_with({parameter: torch.ones(3)})
+        finally:
+            over.set()
+        assert training.result(timeout=20) >= 100
+    assert not wrong
+    assert parameter.tolist() == [-500.0] * 3
 
 
 def test_gradients_of_other_tensors_are_ignored() -> None:
     params = parameters()
     other = torch.ones(2, requires_grad=True)
-    make(optim.SGD, params).step({other: torch.ones(2)})
+    make(optim.SGD, params).step_with({other: torch.ones(2)})
     torch.testing.assert_close(params, parameters(), rtol=0, atol=0)
     assert other.grad is None
 
@@ -218,7 +297,7 @@ def test_parameters_added_later_are_stepped_too() -> None:
     params = parameters()
     optimizer = make(optim.SGD, params[:1], lr=1.0)
     optimizer.optim.add_param_group({"params": params[1:], "lr": 2.0})
-    optimizer.step({params[2]: torch.ones(4, 3)})
+    optimizer.step_with({params[2]: torch.ones(4, 3)})
     torch.testing.assert_close(params[2].detach(), parameters()[2].detach() - 2)
 
 
@@ -235,13 +314,13 @@ def test_nobody_else_uses_the_gradients_of_its_parameters_during_a_step() -> Non
     with ThreadPoolExecutor(2) as threads:
 
         def meanwhile(*_: object) -> None:
-            threads.submit(other.step, {}).result(timeout=20)
+            threads.submit(other.step_with, {}).result(timeout=20)
             threads.submit(use)
             until(lambda: fields._waiting == 1)
             order.append("stepped")
 
         optimizer.optim.register_step_pre_hook(meanwhile)
-        optimizer.step({params[0]: torch.zeros(4, 3)})
+        optimizer.step_with({params[0]: torch.zeros(4, 3)})
     assert order == ["stepped", "used"]
 
 
@@ -284,7 +363,7 @@ def descent(params: Sequence[torch.Tensor]) -> optim.SGD:
 def test_whatever_makes_something_with_a_step_is_usable(kind: Callable[..., Any]) -> None:
     require_usable(kind)
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    make(kind, [first, second]).step({first: torch.ones(2)})
+    make(kind, [first, second]).step_with({first: torch.ones(2)})
     assert (first.tolist(), second.tolist()) == ([0.5, 0.5], [1.0, 1.0])
     assert first.grad is None
 

@@ -318,6 +318,40 @@ def test_there_is_one_local_optimizer_per_owner(agents: list[Agent]) -> None:
     assert values == [[0.5, 1.5], [0.0, 1.0], [-0.5, 0.5], [-1.0, 0.0]]
 
 
+@pytest.mark.parametrize(
+    ("kind", "args", "kwargs", "rate"),
+    [
+        (optim.SGD, (), {}, 0.01),
+        (optim.SGD, (), {"lr": 0.5, "momentum": 0.5}, 0.5),
+        (optim.SGD, (0.25,), {}, 0.25),
+        (optim.Adamax, (), {}, 0.001),
+        (optim.Adam, (), {}, 0.001),
+    ],
+)
+def test_learning_rates_that_nobody_gives_are_the_originals(
+    agents: list[Agent],
+    kind: type[Optimizer],
+    args: tuple[float, ...],
+    kwargs: dict[str, float],
+    rate: float,
+) -> None:
+    optimizer = DistributedOptimizer(kind, [make("first")], *args, **kwargs)
+    assert optimizer.remote_optimizers[0].to_here().optim.param_groups[0]["lr"] == rate
+
+
+def test_one_owners_optimizer_can_be_stepped_alone_and_looked_at_from_afar(
+    agents: list[Agent],
+) -> None:
+    parameters = [make("first", 0.0), make("second", 0.0)]
+    optimizer = DistributedOptimizer(optim.SGD, parameters, lr=1.0, momentum=0.5)
+    with autograd_dist.context() as context_id:
+        differentiate(context_id, parameters, 1.0, 1.0)
+        optimizer.remote_optimizers[0].rpc_sync().step(context_id)
+    assert [p.to_here().item() for p in parameters] == [-1.0, 0.0]
+    state = optimizer.remote_optimizers[0].to_here().optim.state_dict()["state"]
+    assert state[0]["momentum_buffer"].item() == 1.0
+
+
 def test_owners_make_and_step_their_optimizers_at_the_same_time(agents: list[Agent]) -> None:
     parameters = [make(owner) for owner in OWNERS]
     step_once(DistributedOptimizer(Meets, parameters), parameters, 1.0, 1.0)
