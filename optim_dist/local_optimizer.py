@@ -55,18 +55,17 @@ class LocalOptimizer:
         Args:
             gradients: by parameter; those of other tensors are ignored.
         """
-        shadows, members = self._shadows, self._members()
-        parameters = [shadows.parameter_of(member) for member in members]
+        shadows, others = self._shadows, self._others()
         # Spans the optimizer's code because that is what it is for: nobody else may step with
         # these parameters, or this optimizer's state, in the meantime.
-        with self._grad_fields.used(parameters), BorrowedGrads(shadows.without(members)):
-            shadows.follow()
+        with self._grad_fields.used([*shadows.parameters, *others]), BorrowedGrads(others):
             try:
-                for parameter, member in zip(parameters, members, strict=True):
-                    member.grad = gradients.get(parameter)
+                shadows.begin(gradients)
+                for parameter in others:
+                    parameter.grad = gradients.get(parameter)
                 self.optim.step()
             finally:
-                shadows.lead()
+                shadows.end()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is for looking at, such as for the ``state_dict()`` of its ``optim``."""
@@ -76,10 +75,10 @@ class LocalOptimizer:
         self.optim = state["optim"]
         self._shadows, self._grad_fields = Shadows(()), GradFields()
 
-    def _members(self) -> list[torch.Tensor]:
-        """What it optimizes: stand-ins, and what was added since it was made."""
+    def _others(self) -> list[torch.Tensor]:
+        """What it optimizes and nothing stands for, such as what was added to it later."""
         groups = getattr(self.optim, "param_groups", ({"params": self._shadows.tensors},))
-        return [member for group in groups for member in group["params"]]
+        return self._shadows.without(each for group in groups for each in group["params"])
 
 
 def require_usable(optimizer_class: object) -> None:

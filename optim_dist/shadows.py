@@ -8,7 +8,7 @@ the parameters and count its changes together with them, but have a ``.grad`` of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,35 +19,36 @@ class Shadows:
     """The stand-ins of some parameters.
 
     Args:
-        parameters: what an optimizer is to be made for. Of a kind of their own they stand
-            for themselves, as does what torch refuses.
+        parameters: what an optimizer is to be made for. Those of a kind of their own stand for
+            themselves, as does what torch refuses.
 
     Attributes:
-        tensors: what the optimizer is given instead, in the same order.
+        parameters: those that something stands for.
+        tensors: what the optimizer is given, in the order of ``parameters``.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         made = {id(each): _Shadow(each) for each in parameters if _can_have_one(each)}
         self.tensors = [made[id(p)].tensor if id(p) in made else p for p in parameters]
-        self._by_tensor = {id(shadow.tensor): shadow for shadow in made.values()}
-
-    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor stands for; itself if that is nothing else."""
-        shadow = self._by_tensor.get(id(tensor))
-        return tensor if shadow is None else shadow.parameter
+        self._shadows = list(made.values())
+        self._ids = {id(shadow.tensor) for shadow in self._shadows}
+        self.parameters = [shadow.parameter for shadow in self._shadows]
 
     def without(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those that stand for nothing else."""
-        return [tensor for tensor in tensors if id(tensor) not in self._by_tensor]
+        return [tensor for tensor in tensors if id(tensor) not in self._ids]
 
-    def follow(self) -> None:
-        """Moves them to where the parameters are, as ``.data`` or ``to()`` may have moved these."""
-        for shadow in self._by_tensor.values():
+    def begin(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Begins a step: moves them to where the parameters are by now, and hands out gradients."""
+        for shadow in self._shadows:
             shadow.follow()
+            gradient = gradients.get(shadow.parameter)
+            if gradient is not None:
+                shadow.take(gradient)
 
-    def lead(self) -> None:
+    def end(self) -> None:
         """Ends a step: has the parameters follow what it did, and drops the gradients."""
-        for shadow in self._by_tensor.values():
+        for shadow in self._shadows:
             shadow.lead()
 
 
@@ -72,35 +73,36 @@ class _Shadow:
         self._is_counted_apart = False
 
     def follow(self) -> None:
-        parameter, tensor = self.parameter, self.tensor
-        if tensor.requires_grad is not parameter.requires_grad:
-            tensor.requires_grad_(parameter.requires_grad)
-        if not _are_one(parameter, tensor):
-            tensor.data = parameter.data
+        """Moves it to where the parameter is: ``.data = ...`` or ``to()`` may have moved that."""
+        if not self._are_one():
+            self.tensor.data = self.parameter.data
             self._is_counted_apart = True
-        grad_dtype = getattr(parameter, "grad_dtype", None)
-        if grad_dtype is not getattr(tensor, "grad_dtype", None):
-            tensor.grad_dtype = grad_dtype
+
+    def take(self, gradient: torch.Tensor) -> None:
+        tensor = self.tensor
+        if gradient.dtype is not tensor.dtype and hasattr(tensor, "grad_dtype"):
+            tensor.grad_dtype = self.parameter.grad_dtype  # it may allow that
+        tensor.grad = gradient
 
     def lead(self) -> None:
-        parameter, tensor = self.parameter, self.tensor
+        """Moves the parameter to where it is: ``.data = ...`` in a ``step()`` may have moved it."""
+        tensor = self.tensor
         was_stepped = tensor.grad is not None
-        tensor.grad = None
-        if not _are_one(parameter, tensor):  # ``parameter.data = ...``, in its ``step()``
-            parameter.data = tensor.data
+        if was_stepped:
+            tensor.grad = None
+        if not self._are_one():
+            self.parameter.data = tensor.data
             self._is_counted_apart = True
-        if was_stepped and self._is_counted_apart:
-            torch.autograd.graph.increment_version(parameter)
+        if self._is_counted_apart and was_stepped:
+            torch.autograd.graph.increment_version(self.parameter)
+
+    def _are_one(self) -> bool:
+        """Whether both show the same elements in the same way."""
+        parameter, tensor = self.parameter, self.tensor
+        return parameter.is_set_to(tensor) and parameter.dtype is tensor.dtype
 
 
 def _can_have_one(parameter: Any) -> bool:
     """Not what torch refuses, nor what tells for itself where its elements are."""
     plain = type(parameter) in (torch.Tensor, Parameter)
     return plain and parameter.is_leaf and parameter.layout is torch.strided
-
-
-def _are_one(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether both show the same elements in the same way."""
-    if parameter.dtype is not tensor.dtype or parameter.device != tensor.device:
-        return False
-    return parameter.is_set_to(tensor)

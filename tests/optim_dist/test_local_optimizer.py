@@ -229,6 +229,19 @@ def test_autograd_notices_a_step() -> None:
         kept.backward()
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+def test_a_gradient_may_have_the_dtype_that_its_parameter_allows() -> None:
+    parameter: Any = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = make(optim.SGD, [parameter], lr=1.0)
+    gradients = {parameter: torch.ones(2)}
+    with pytest.raises(RuntimeError, match="dtype"):
+        optimizer.step_with(gradients)
+    parameter.grad_dtype = None
+    optimizer.optim = Descent([*optimizer._shadows.tensors], lr=1.0)
+    optimizer.step_with(gradients)
+    assert parameter.tolist() == [0.0, 0.0]
+
+
 def test_a_parameter_that_is_given_twice_is_one() -> None:
     params = parameters()[:1]
     with pytest.warns(UserWarning, match="duplicate parameters"):
