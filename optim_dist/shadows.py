@@ -99,7 +99,10 @@ class _Shadow:
     def _are_one(self) -> bool:
         """Whether both show the same elements in the same way."""
         parameter, tensor = self.parameter, self.tensor
-        return parameter.is_set_to(tensor) and parameter.dtype is tensor.dtype
+        try:
+            return parameter.is_set_to(tensor) and parameter.dtype is tensor.dtype
+        except RuntimeError:  # torch cannot tell, as on the meta device
+            return False
 
 
 def _can_have_one(parameter: Any) -> bool:

@@ -242,6 +242,14 @@ def test_a_gradient_may_have_the_dtype_that_its_parameter_allows() -> None:
     assert parameter.tolist() == [0.0, 0.0]
 
 
+def test_parameters_without_memory_may_be_stepped() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = make(optim.SGD, [parameter], lr=1.0)
+    for gradients in ({}, {parameter: torch.ones(2, device="meta")}):
+        optimizer.step_with(gradients)
+    assert parameter.is_meta
+
+
 def test_a_parameter_that_is_given_twice_is_one() -> None:
     params = parameters()[:1]
     with pytest.warns(UserWarning, match="duplicate parameters"):
