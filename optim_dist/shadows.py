@@ -24,7 +24,7 @@ class Shadows:
 
     Attributes:
         parameters: those that something stands for.
-        tensors: what the optimizer is given, in the order of ``parameters``.
+        tensors: what the optimizer is given, in the order of the parameters it was made for.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:

@@ -61,6 +61,7 @@ _PORT_IS_TAKEN = "EADDRINUSE"
 """What torch, whose error has no number, says of a port at which another process listens."""
 
 STORE = "an answer of the group's store"
+"""What the log says that ``init_rpc`` waits for where it is nobody else."""
 KEY_MARK = "key_mark"
 """What a record's extras call the mark of the key that its worker was given."""
 

@@ -1,4 +1,4 @@
-"""When to try again what failed for want of something that may be there later."""
+"""When to try again what failed for want of something that may be there later, and what to say."""
 
 from __future__ import annotations
 
@@ -12,14 +12,35 @@ LONGEST_PAUSE_SECONDS = 32.0
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
+def number_of(error: BaseException) -> int:
+    """The system's number of an error; 0 if it has none."""
+    return getattr(error, "errno", None) or 0
+
+
+class Refusals:
+    """Why what a peer offers cannot be taken; each reason is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[int, int]] = set()
+
+    def note(self, error: BaseException, of: int = 0) -> tuple[int, bool]:
+        """The number of a reason, for the answer, and whether it is to be told.
+
+        Args:
+            error: the reason.
+            of: which of the peer's things was offered, if each has its own.
+        """
+        number = number_of(error)
+        is_new = (of, number) not in self._told
+        self._told.add((of, number))
+        return number, is_new
+
+
 class Setbacks:
     """The failures of one thing that is tried at times. Not thread-safe.
 
     Args:
         clock: tells the time in seconds.
-
-    Attributes:
-        is_final: it failed for a reason that does not pass.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,11 +48,11 @@ class Setbacks:
         self._pause = FIRST_PAUSE_SECONDS
         self._not_before = -math.inf
         self._told = False
-        self.is_final = False
+        self._is_final = False
 
     def may_try(self) -> bool:
         """Whether it may be tried now."""
-        return not self.is_final and self._clock() >= self._not_before
+        return not self._is_final and self._clock() >= self._not_before
 
     def failed(self, error: int) -> str:
         """It did not work. After what may pass there is a pause, which doubles.
@@ -42,13 +63,13 @@ class Setbacks:
         Returns:
             How long it is done without, for the log; empty if that was said before.
         """
-        self.is_final = error not in _PASSING
+        self._is_final = error not in _PASSING
         self._not_before = self._clock() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-        if self._told and not self.is_final:
+        if self._told and not self._is_final:
             return ""
         self._told = True
-        return "from now on" if self.is_final else "for now"
+        return "from now on" if self._is_final else "for now"
 
     def worked(self) -> None:
         """It did, so the next pause is a short one."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from rpc.errors import FrameError
 from rpc.ids import new_tuple
 from rpc.transports.regions import Array, Region, array_at, view_of
-from rpc.transports.setbacks import Setbacks
+from rpc.transports.setbacks import Refusals, Setbacks, number_of
 
 _log = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class SendPool:
     def _fail(self, size: int, error: OSError) -> None:
         self._budget.give_back(size)
         with self._lock:
-            until = self._setbacks.failed(error.errno or 0)
+            until = self._setbacks.failed(number_of(error))
         if until:
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
@@ -410,7 +410,7 @@ class ReceivedSegments:
     def __init__(self, peer_name: str, instead: str) -> None:
         self._peer_name = peer_name
         self._instead = instead
-        self._refused_for: set[int] = set()
+        self._refusals = Refusals()
         self._lock = threading.Lock()
         self._received: dict[int, _Received] = {}
         self._closed = False
@@ -449,9 +449,8 @@ class ReceivedSegments:
         Returns:
             The system's number of it, for the answer; 0 if it has none.
         """
-        number = getattr(error, "errno", None) or 0
-        if number not in self._refused_for:
-            self._refused_for.add(number)
+        number, is_new = self._refusals.note(error)
+        if is_new:
             _log.warning(
                 "shared memory from worker %s cannot be mapped (%s); using %s",
                 self._peer_name,

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,20 @@ def _children(process: int, thread: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process}/task/{thread}/children").read_text().split()]
 
 
+@contextmanager
+def _running(
+    column: Column, launch: Launch = Launch.APART
+) -> Iterator[tuple[Group, list[list[int]]]]:
+    """Two workers that are awake, with their process ids by the parent that they have."""
+    before = _children(os.getpid(), threading.get_native_id())
+    with Group(column, 2, launch) as group, group.awake():
+        ours = _children(os.getpid(), threading.get_native_id())
+        yield group, [_children(pid, pid) for pid in ours if pid not in before]
+
+
 @pytest.mark.parametrize("launch", Launch)
 def test_processes_have_the_sessions_and_parents_that_were_asked_for(launch: Launch) -> None:
-    before = _children(os.getpid(), threading.get_native_id())
-    with Group(RAW, 2, launch) as group, group.awake():
-        ours = _children(os.getpid(), threading.get_native_id())
-        families = [_children(pid, pid) for pid in ours if pid not in before]
+    with _running(RAW, launch) as (_, families):
         sessions = [os.getsid(pid) for family in families for pid in family]
     assert len(sessions) == 2
     assert len(families) == (1 if launch is Launch.FORKED else 2)
@@ -119,11 +128,9 @@ def test_what_is_said_to_go_over_tcp_does(backend: str) -> None:
 
 def _unix_sockets(column: Column) -> set[str]:
     """The inodes of the connected ones of two workers that have exchanged large tensors."""
-    before = _children(os.getpid(), threading.get_native_id())
-    with Group(column, 2) as group, group.awake():
+    with _running(column) as (group, families):
         group.prepare(ROWS["echo1m"])
-        nurseries = _children(os.getpid(), threading.get_native_id())
-        pids = [pid for each in nurseries if each not in before for pid in _children(each, each)]
+        pids = [pid for family in families for pid in family]
         assert len(pids) == 2
         held = {os.readlink(end) for pid in pids for end in Path(f"/proc/{pid}/fd").iterdir()}
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]

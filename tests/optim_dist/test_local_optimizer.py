@@ -186,6 +186,33 @@ def test_a_gradient_that_does_not_fit_restores_every_grad() -> None:
     assert params[1].grad is None
 
 
+class Marked(torch.nn.Parameter):
+    """Of a kind of its own, so that nothing stands for it."""
+
+
+class Precise(Optimizer):
+    """Makes its first parameter more precise, so that what was its gradient does not fit."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0]
+        first.grad = None
+        first.data = first.data.double()
+
+
+def test_a_grad_that_cannot_be_restored_costs_no_other_parameter_its_own() -> None:
+    params = [Marked(parameter.detach()) for parameter in parameters()]
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter)
+    others = [parameter.grad for parameter in params[1:]]
+    with pytest.raises(RuntimeError):
+        make(Precise, params).step_with({})
+    assert params[0].grad is None
+    assert all(p.grad is other for p, other in zip(params[1:], others, strict=True))
+
+
 class Widening(Optimizer):
     """Makes its first parameter more precise, and replaces it with what its gradient says."""
 
@@ -266,9 +293,6 @@ def test_what_marks_a_parameter_can_be_seen_by_its_optimizer() -> None:
 
 
 def test_parameters_that_are_of_a_kind_of_their_own_are_stepped_and_keep_their_grad() -> None:
-    class Marked(torch.nn.Parameter):
-        pass
-
     parameter, before = Marked(torch.ones(2)), torch.ones(2)
     parameter.grad = before
     optimizer = make(optim.SGD, [parameter], lr=1.0)

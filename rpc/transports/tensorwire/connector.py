@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from rpc.safe_text import says
 from rpc.transports.tensorwire.address import Address, unix_path
 from rpc.transports.tensorwire.handshake import (
     NONCE_BYTES,
@@ -121,15 +122,25 @@ class Connector:
         self._cancelled = threading.Event()
         self._seconds = 0.0
         self._deadline = 0.0
+        self._told = False
         self.token = b""
 
     def cancel(self) -> None:
         """Makes :meth:`connect` fail soon, from another thread."""
         self._cancelled.set()
 
-    def rest(self) -> bool:
-        """Waits while this worker lacks something for a connection; True if it is cancelled."""
-        return self._cancelled.wait(_LIMIT_PAUSE_SECONDS)
+    def rest(self, error: Exception) -> bool:
+        """Waits while this worker lacks something for a connection; True if it is cancelled.
+
+        Args:
+            error: what it lacks, which is logged once.
+        """
+        if self._cancelled.wait(_LIMIT_PAUSE_SECONDS):
+            return True
+        if not self._told:
+            self._told = True
+            _log.warning("no connection to worker %s yet: %s", self.target.name, says(error))
+        return False
 
     def connect(self) -> Connections:
         """Opens all connections of the link.
@@ -249,7 +260,6 @@ class Connector:
         While this worker lacks what a socket takes, that says nothing of the peer: it waits.
         """
         patience = time.monotonic() + self.target.resume_seconds
-        warned = False
         while True:
             try:
                 return self._open_all(road, bulk)
@@ -259,11 +269,8 @@ class Connector:
                 if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
                     raise
             except OSError as error:
-                if error.errno not in OWN_LIMITS or self.rest():
+                if error.errno not in OWN_LIMITS or self.rest(error):
                     raise
-                if not warned:
-                    _log.warning("no connection to worker %s yet: %s", self.target.name, error)
-                warned = True
                 self._allow(self._seconds)
 
     def _open_all(self, road: Road, bulk: int) -> Connections:

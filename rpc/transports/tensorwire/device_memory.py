@@ -29,7 +29,7 @@ import torch
 
 from rpc.errors import FrameError
 from rpc.strides import reach
-from rpc.transports.setbacks import Setbacks
+from rpc.transports.setbacks import Setbacks, number_of
 
 _log = logging.getLogger(__name__)
 
@@ -115,12 +115,6 @@ class _Lending:
         self.token: torch.Tensor | None = None
         self.handle = b""
         self.setbacks = Setbacks(clock)
-
-    def failed(self, error: BaseException) -> str:
-        """See :meth:`Setbacks.failed`."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return self.setbacks.failed(errno.ENOMEM)
-        return self.setbacks.failed(getattr(error, "errno", None) or 0)
 
 
 class LentMemory:
@@ -215,10 +209,10 @@ class LentMemory:
             self._failed(device, lending, error)
             return None
 
-    def _failed(self, device: torch.device, lending: _Lending, error: BaseException) -> None:
+    def _failed(self, device: torch.device, lending: _Lending, error: Exception) -> None:
         with self._lock:
             lending.is_offered = False
-            until = lending.failed(error)
+            until = lending.setbacks.failed(_number_of(error))
         if until:
             _log.warning(
                 "memory of %s cannot be lent to worker %s (%s); tensors from there go through "
@@ -250,8 +244,7 @@ def accept(descriptor: int, size: int) -> None:
     try:
         tensor = _open(_Handle.decode(data[start:]), torch.uint8, (TOKEN_BYTES,), (1,), "cpu")
     except RuntimeError as error:
-        passes = isinstance(error, torch.OutOfMemoryError)
-        raise OSError(errno.ENOMEM if passes else errno.ENODEV, str(error)) from error
+        raise OSError(_number_of(error) or errno.ENODEV, str(error)) from error
     if bytes(tensor.tolist()) != data[_PID.size : start]:
         raise OSError(errno.EIO, "something else stands there")
 
@@ -317,6 +310,11 @@ def _open(
         _release(handle.counter, handle.counter_offset)
         raise
     return copied
+
+
+def _number_of(error: Exception) -> int:
+    """The system's number of an error; a device without memory is short of it as the host is."""
+    return errno.ENOMEM if isinstance(error, torch.OutOfMemoryError) else number_of(error)
 
 
 def _token_on(token: torch.Tensor, device: torch.device) -> torch.Tensor:

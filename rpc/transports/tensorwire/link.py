@@ -42,6 +42,7 @@ from rpc.transports.frame_table import (
     unpack_table,
 )
 from rpc.transports.regions import Array, view_of
+from rpc.transports.setbacks import Refusals
 from rpc.transports.shared_memory import (
     SHARED_FROM,
     Budget,
@@ -168,7 +169,7 @@ class Link:
             self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
         self._places = tuple(Place) if shared else HOST_PLACES
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
-        self._devices_refused: set[tuple[int, int]] = set()
+        self._devices_refused = Refusals()
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
@@ -415,9 +416,8 @@ class Link:
 
     def _device_refused(self, device: int, error: OSError) -> int:
         """Takes note of why a device cannot be read, which is logged once; returns its number."""
-        number = error.errno or 0
-        if (device, number) not in self._devices_refused:
-            self._devices_refused.add((device, number))
+        number, is_new = self._devices_refused.note(error, device)
+        if is_new:
             _log.warning(
                 "memory of worker %s's cuda:%d cannot be opened (%s); tensors from there come "
                 "through host memory",

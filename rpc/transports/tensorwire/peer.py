@@ -283,20 +283,21 @@ class RemotePeer:
         Raises:
             ConnectError: it could not be opened, or not be read, in time.
         """
-        end, warned = time.monotonic() + self._connector.target.seconds, False
+        end = time.monotonic() + self._connector.target.seconds
         while True:
-            connections: Connections | None = None
             try:
-                connections = self._connector.connect()
-                return self._make_link(connections)
+                return self._open_link_once()
             except PASSING as error:
-                if connections is not None:
-                    connections.close()
-                if time.monotonic() > end or self._connector.rest():
+                if time.monotonic() > end or self._connector.rest(error):
                     raise ConnectError(says(error)) from error
-                if not warned:
-                    _log.warning("no connection to worker %s yet: %s", self.name, says(error))
-                warned = True
+
+    def _open_link_once(self) -> Link | None:
+        connections = self._connector.connect()
+        try:
+            return self._make_link(connections)
+        except BaseException:
+            connections.close()
+            raise
 
     def _make_link(self, connections: Connections) -> Link | None:
         machinery, road = self._machinery, connections.road

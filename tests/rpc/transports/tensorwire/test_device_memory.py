@@ -120,6 +120,13 @@ def try_it(offer: Offer) -> None:
         os.close(offer.descriptor)
 
 
+def offer_in_vain(lent: LentMemory, device: torch.device) -> None:
+    """Offers a device to a peer that never looks; what it would answer is for others to say."""
+    offer = lent.offer(device)
+    assert offer is not None
+    os.close(offer.descriptor)
+
+
 HANDLE = _Handle(b"GPU-1", b"memory 0", b"/counter", b"event", 1 << 40, 512, 7, True)
 
 
@@ -171,9 +178,7 @@ class TestLending:
         self, card: Card, gpus: Gpus, caplog: pytest.LogCaptureFixture
     ) -> None:
         lent = LentMemory("bob")
-        offer = lent.offer(GPU1)
-        assert offer is not None
-        os.close(offer.descriptor)
+        offer_in_vain(lent, GPU1)
         lent.answered(1, False)
         assert (lent.lend(gpus.tensor(index=1)), lent.offer(GPU1)) == (None, None)
         (record,) = caplog.records
@@ -204,9 +209,7 @@ class TestLending:
         self, card: Card, gpus: Gpus, caplog: pytest.LogCaptureFixture
     ) -> None:
         lent = LentMemory("bob")
-        offer = lent.offer(GPU0)
-        assert offer is not None
-        os.close(offer.descriptor)
+        offer_in_vain(lent, GPU0)
         lent.answered(0, True)
         card.refuses_to_lend = True
         assert [lent.lend(gpus.tensor()), lent.lend(gpus.tensor())] == [None, None]
@@ -218,17 +221,13 @@ class TestLending:
     ) -> None:
         lent = LentMemory("bob", lambda: card.now)
         for pause in (1, 2, 4, 8, 16, 32, 32):
-            offer = lent.offer(GPU1)
-            assert offer is not None
-            os.close(offer.descriptor)
+            offer_in_vain(lent, GPU1)
             assert lent.offer(GPU1) is None
             lent.answered(1, False, error)
             card.now += pause - 0.5
             assert (lent.offer(GPU1), lent.lend(gpus.tensor(index=1))) == (None, None)
             card.now += 0.5
-        offer = lent.offer(GPU1)
-        assert offer is not None
-        os.close(offer.descriptor)
+        offer_in_vain(lent, GPU1)
         lent.answered(1, True)
         assert lent.lend(gpus.tensor(index=1)) is not None
         (record,) = caplog.records
@@ -238,9 +237,7 @@ class TestLending:
         self, card: Card
     ) -> None:
         lent = LentMemory("bob")
-        offer = lent.offer(GPU0)
-        assert offer is not None
-        os.close(offer.descriptor)
+        offer_in_vain(lent, GPU0)
         lent.answered(0, False, errno.EMFILE)
         assert set(card.needed.values()) == {0}
 
@@ -252,9 +249,7 @@ class TestLending:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         lent = LentMemory("bob", lambda: card.now)
-        offer = lent.offer(GPU0)
-        assert offer is not None
-        os.close(offer.descriptor)
+        offer_in_vain(lent, GPU0)
         lent.answered(0, True)
 
         def full(_: torch.Tensor) -> torch.Tensor:
