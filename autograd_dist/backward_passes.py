@@ -33,15 +33,15 @@ from autograd_dist.wire import (
     gather,
     spread,
 )
-from rpc import deadlines
 from rpc.errors import AgentClosedError, CallCancelledError
 from rpc.ids import new_tuple
-from rpc.slot import Slot
+from rpc.outcomes.slot import Slot
+from rpc.runtime import deadlines
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.extensions import Answer
-    from rpc.futures import Future
+    from rpc.outcomes.futures import Future
 
 
 Driver = PassDriver[Slot]

@@ -53,7 +53,7 @@ from rpc.ids import new_tuple
 if TYPE_CHECKING:
     from rpc.agent import Agent
     from rpc.extensions import Answer
-    from rpc.futures import Future
+    from rpc.outcomes.futures import Future
 
 _log = logging.getLogger("rpc")
 

@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch
 
 from autograd_dist.errors import BackwardError
-from rpc import deadlines
 from rpc.errors import CallCancelledError, RpcTimeoutError
-from rpc.executor import blocking
+from rpc.runtime import deadlines
+from rpc.runtime.executor import blocking
 
 
 def _no_limit() -> float:

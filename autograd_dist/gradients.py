@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rpc import streams
+from rpc.runtime import streams
 
 
 class LeafGradients:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rpc.executor import blocking
-from rpc.futures import wait_in_usual_modes
+from rpc.outcomes.futures import wait_in_usual_modes
+from rpc.runtime.executor import blocking
 from rpc.transports.base import Transport
 
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from torch.autograd.profiler import record_function
 
-from rpc.observation import profiler_enabled
+from rpc.observe.spans import profiler_enabled
 
 PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"

@@ -45,7 +45,7 @@ def counting() -> Callable[[], object]:
     """Return what ``rpc.metrics()`` adds to one call: finding its counters and updating them,
     once where it is made and once where it is served.
     """
-    from rpc.call_metrics import Book
+    from rpc.observe.metrics import Book
 
     made, served = Book(), Book()
 

@@ -16,8 +16,8 @@ import rpc
 from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
-from rpc import leftovers
-from rpc.rref import call_method
+from rpc.rrefs.rref import call_method
+from rpc.wire import torch_objects as leftovers
 
 
 class DistributedOptimizer:

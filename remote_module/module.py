@@ -19,9 +19,9 @@ from remote_module import handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
-from rpc import leftovers
-from rpc.callables import require_arguments
 from rpc.current import current_agent
+from rpc.wire import torch_objects as leftovers
+from rpc.wire.callables import require_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -213,7 +213,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         return scriptable_class(self._interface)(self)
 
     def __rpc_reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """How a handle travels in calls: see ``rpc.codec``."""
+        """How a handle travels in calls: see ``rpc.wire.codec``."""
         if self.is_scriptable:
             raise RuntimeError(
                 "Passing a script RemoteModule over RPC is not supported. Send its `module_rref` "

@@ -5,16 +5,7 @@ with :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, and leaves with
 :func:`shutdown`.
 """
 
-from rpc import (
-    api,
-    backend_registry,
-    constants,
-    functions,
-    internal,
-    options,
-    rref_proxy,
-    tracing,
-)
+from rpc import api, backend_registry, constants, functions, internal, options, rref_proxy, tracing
 from rpc.agent import Agent
 from rpc.api import (
     AllGatherStates,
@@ -51,7 +42,6 @@ from rpc.builtin_backends import TensorPipeAgent
 from rpc.debug import _get_debug_info as _get_debug_info
 from rpc.debug import _rref_context_get_debug_info as _rref_context_get_debug_info
 from rpc.debug import enable_gil_profiling
-from rpc.debug_dump import install_debug_signal
 from rpc.errors import (
     AgentClosedError,
     BringUpError,
@@ -72,11 +62,12 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.futures import Future
-from rpc.membership_events import MembershipChange, MembershipEvent
+from rpc.group.events import MembershipChange, MembershipEvent
+from rpc.observe.debug_dump import install_debug_signal
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.retry import Retry
-from rpc.rref import RRef
+from rpc.outcomes.futures import Future
+from rpc.protocol.retry import Retry
+from rpc.rrefs.rref import RRef
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo

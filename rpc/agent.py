@@ -17,52 +17,55 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from rpc import deadlines, finalizers, process_end, process_forks, profiling
-from rpc.accusations import Accusations
-from rpc.arrivals import Arrivals
-from rpc.call_metrics import Snapshot
-from rpc.callables import require_call
-from rpc.callee import Callee
-from rpc.caller import Caller
-from rpc.clock import Clock, MonotonicClock
-from rpc.completions import Completions
+from rpc.calls.callee import Callee
+from rpc.calls.caller import Caller
+from rpc.calls.control_channel import Notices
+from rpc.calls.extension_set import ExtensionSet
+from rpc.calls.gathering import Gatherings
+from rpc.calls.inbound import Arrivals
+from rpc.calls.pending_joins import CallToCome
+from rpc.calls.retrying import RetriedCall, Retries
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
-from rpc.control import Leaving, encode_passed
 from rpc.current import context_of, forked_from
 from rpc.debug import agent_debug_info
-from rpc.departure import Departure
 from rpc.errors import RpcTimeoutError, WorkerLostError
-from rpc.event_loop import EventLoop
-from rpc.executor import SECONDS_TO_END, Executor
-from rpc.extension_set import ExtensionSet
-from rpc.futures import Future
-from rpc.gathering import Gatherings
-from rpc.group import Group
+from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
+from rpc.group.loss_reports import Accusations
+from rpc.group.members import Group
+from rpc.group.probes import Prober
+from rpc.group.shutdown import Departure
+from rpc.group.watch import Watch
+from rpc.group.worker_loss import Losses
 from rpc.ids import Life
-from rpc.interrupts import restore, shut_out
-from rpc.latecomers import CallToCome
-from rpc.liveness_probes import Prober
-from rpc.losses import Losses
-from rpc.membership_events import MembershipChange, MembershipEvent, MembershipEvents
-from rpc.method_names import method_name
-from rpc.notices import Notices
-from rpc.pulse import Pulse
-from rpc.reference_keeper import ReferenceKeeper
-from rpc.remote_errors import raisable
-from rpc.retry import Retry
-from rpc.retrying import RetriedCall, Retries
-from rpc.rref import RRef
-from rpc.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
-from rpc.timers import Timers
+from rpc.observe import profiling
+from rpc.observe.metrics import Snapshot
+from rpc.observe.names import method_name
+from rpc.outcomes.completions import Completions
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
+from rpc.protocol.retry import Retry
+from rpc.rrefs.keeper import ReferenceKeeper
+from rpc.rrefs.rref import RRef
+from rpc.runtime import deadlines, finalizers
+from rpc.runtime import exit as process_end
+from rpc.runtime import forks as process_forks
+from rpc.runtime.clock import Clock, MonotonicClock
+from rpc.runtime.event_loop import EventLoop
+from rpc.runtime.executor import SECONDS_TO_END, Executor
+from rpc.runtime.pulse import Pulse
+from rpc.runtime.signals import restore, shut_out
+from rpc.runtime.timers import Timers
 from rpc.transports.base import Announces, MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
-from rpc.watch import Watch
+from rpc.wire.callables import require_call
+from rpc.wire.control import Leaving, encode_passed
+from rpc.wire.remote_errors import raisable
 from rpc.worker_info import WorkerInfo, may_exist
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from rpc.membership import Membership
+    from rpc.group.membership import Membership
 
 _logger = logging.getLogger("rpc")
 

@@ -18,21 +18,14 @@ from typing import Any, ParamSpec, SupportsIndex, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc import collecting, deadlines, interrupts, leftovers, torch_contexts
 from rpc.agent import Agent, Destination
-from rpc.backend_registry import (
-    BackendType,
-    construct_rpc_backend_options,
-    init_backend,
-    ours,
-)
+from rpc.backend_registry import BackendType, construct_rpc_backend_options, init_backend, ours
 from rpc.builtin_backends import default_backend, register_builtin_backends
-from rpc.call_metrics import Snapshot
-from rpc.callables import require_arguments
-from rpc.constants import (
-    DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
-)
+from rpc.calls.gathering import AllGatherStates as AllGatherStates
+from rpc.calls.gathering import all_gather as _all_gather
+from rpc.calls.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
+from rpc.calls.retrying import require_retriable
+from rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpc.current import (
     current_agent,
     find_agent,
@@ -44,11 +37,8 @@ from rpc.current import (
 )
 from rpc.errors import RpcError
 from rpc.functions import is_async_execution
-from rpc.futures import Future
-from rpc.gathering import AllGatherStates as AllGatherStates
-from rpc.gathering import all_gather as _all_gather
-from rpc.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
-from rpc.group_store import open_store
+from rpc.group.events import MembershipEvent
+from rpc.group.store import open_store
 from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
@@ -57,12 +47,17 @@ from rpc.internal import (
     run_serialized_async,
     serialize_call,
 )
-from rpc.membership_events import MembershipEvent
+from rpc.observe.metrics import Snapshot
 from rpc.options import RpcBackendOptions
-from rpc.retry import Retry
-from rpc.retrying import require_retriable
-from rpc.rref import RRef
-from rpc.script_functions import check_arguments
+from rpc.outcomes import collecting
+from rpc.outcomes.futures import Future
+from rpc.protocol.retry import Retry
+from rpc.rrefs.rref import RRef
+from rpc.runtime import deadlines, torch_contexts
+from rpc.runtime import signals as interrupts
+from rpc.wire import torch_objects as leftovers
+from rpc.wire.callables import require_arguments
+from rpc.wire.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
@@ -521,7 +516,7 @@ def debug_info() -> dict[str, Any]:
 def metrics() -> Snapshot:
     """What the calls made and served by this worker did so far: counts, errors, latency, bytes.
 
-    Always counted, per method and peer; see :class:`rpc.call_metrics.Snapshot`.
+    Always counted, per method and peer; see :class:`rpc.observe.metrics.Snapshot`.
 
     Example::
 

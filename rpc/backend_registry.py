@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch._C._distributed_c10d import Store
 
-from rpc import leftovers
-from rpc.callables import require_callable
 from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions
+from rpc.wire import torch_objects as leftovers
+from rpc.wire.callables import require_callable
 
 if TYPE_CHECKING:
     from rpc.agent import Agent

@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
-from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
-from rpc.group_store import Record
+from rpc.group.bring_up import address_towards, form_group, prefers_tcp
+from rpc.group.store import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.transports.tensorpipe import TensorPipeTransport
-from rpc.transports.tensorpipe_torch import available as tensorpipe_available
+from rpc.transports.tensorpipe.torch_agent import available as tensorpipe_available
+from rpc.transports.tensorpipe.transport import TensorPipeTransport
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
 
 TENSORPIPE = "TENSORPIPE"

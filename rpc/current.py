@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rpc import process_forks
 from rpc.errors import NotInitializedError, RpcError
+from rpc.runtime import forks as process_forks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

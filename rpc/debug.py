@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from rpc.calls.extension_set import AUTOGRAD
 from rpc.current import current_agent
-from rpc.extension_set import AUTOGRAD
 
 if TYPE_CHECKING:
     from rpc.agent import Agent

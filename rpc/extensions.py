@@ -20,7 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
-    from rpc.futures import Future
+    from rpc.outcomes.futures import Future
 
 
 Answer = bytes | tuple[Any, ...]

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from rpc.script_functions import asynchronous
+from rpc.wire.script_functions import asynchronous
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpc import codec
 from rpc.functions import async_execution, idempotent
-from rpc.remote_errors import refuse_as_torch_does
-from rpc.simple_values import Reference
+from rpc.wire import codec
+from rpc.wire.remote_errors import refuse_as_torch_does
+from rpc.wire.simple_values import Reference
 
 _leaving: contextvars.ContextVar[list[Reference] | None] = contextvars.ContextVar(
     "rpc_references_leaving", default=None

@@ -22,9 +22,9 @@ from rpc.constants import (
     DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHARED_MEMORY_BYTES,
 )
-from rpc.deadlines import FOREVER
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
 from rpc.errors import RpcError
+from rpc.runtime.deadlines import FOREVER
 from rpc.transports.flow import WhenFull
 
 _TRANSPORTS: Final = frozenset({"ibv", "shm", "uv"})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpc import streams
+from rpc.runtime import streams
 
 
 class Stream:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rpc.agent import Agent
-from rpc.clock import Alarm, VirtualClock
+from rpc.runtime.clock import Alarm, VirtualClock
 from tests.waiting import eventually
 
 _SECONDS_TO_COME_TO_REST = 0.5

@@ -12,19 +12,19 @@ from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent, Destination
 from rpc.backend_registry import BackendValue, add_once
-from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
     UNSET_RPC_TIMEOUT,
 )
-from rpc.futures import Future
+from rpc.group.bring_up import address_towards, form_group, prefers_tcp
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.retry import Retry
-from rpc.rref import RRef
+from rpc.outcomes.futures import Future
+from rpc.protocol.retry import Retry
+from rpc.rrefs.rref import RRef
 from rpc.transports.base import Transport
-from rpc.transports.tensorpipe import TensorPipeTransport, available
+from rpc.transports.tensorpipe.transport import TensorPipeTransport, available
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
 
 FAULTY_TENSORPIPE = "FAULTY_TENSORPIPE"

@@ -18,12 +18,12 @@ from typing import Final
 
 import torch
 
-from rpc import codec
-from rpc.control import Accepted, Delete, Register, decode_batch, decode_passed
-from rpc.extension_set import AUTOGRAD
+from rpc.calls.extension_set import AUTOGRAD
 from rpc.ids import GlobalId
-from rpc.messages import Operation, Request
 from rpc.transports.base import Frame, FrameKind
+from rpc.wire import codec
+from rpc.wire.control import Accepted, Delete, Register, decode_batch, decode_passed
+from rpc.wire.messages import Operation, Request
 
 _CALLS: Final = {
     Operation.CALL: "CALL",

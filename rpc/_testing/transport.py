@@ -19,12 +19,12 @@ import torch
 
 from rpc._testing.kinds import KINDS, REPEATED, Callables
 from rpc.errors import RpcError
-from rpc.executor import SECONDS_TO_END
 from rpc.ids import Life
-from rpc.messages import Reply, Status
-from rpc.remote_errors import encode_error
-from rpc.threads import Thread
+from rpc.runtime.executor import SECONDS_TO_END
+from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, MapsDevices, Peer, Receiver, Transport
+from rpc.wire.messages import Reply, Status
+from rpc.wire.remote_errors import encode_error
 from rpc.worker_info import WorkerInfo
 
 _SECONDS_BETWEEN_SENDINGS = 0.05

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
 from rpc.errors import CallCancelledError, QueueFullError
-from rpc.executor import blocking, in_handler, is_shared_thread
-from rpc.interrupts import let_in, restore
+from rpc.runtime.executor import blocking, in_handler, is_shared_thread
+from rpc.runtime.signals import let_in, restore
 from rpc.transports.base import Patience
 
 _LEAST_CHARGE = 4096

@@ -11,7 +11,7 @@ import threading
 from queue import SimpleQueue
 from typing import Protocol
 
-from rpc.threads import Thread
+from rpc.runtime.threads import Thread
 
 _DELAY_SECONDS = 0.25
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from rpc import streams
-from rpc.threads import Thread
+from rpc.runtime import streams
+from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
 
 _log = logging.getLogger(__name__)

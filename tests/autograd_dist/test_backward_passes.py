@@ -23,8 +23,8 @@ from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_message, encode_ack
 from rpc.errors import RpcError
 from rpc.extensions import Answer
-from rpc.futures import Future
-from rpc.sinks import Answered
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import Answered
 from rpc.worker_info import WorkerInfo
 from tests.loading import load
 

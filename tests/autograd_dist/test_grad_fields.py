@@ -13,8 +13,8 @@ import torch
 import autograd_dist
 import rpc
 from autograd_dist.grad_fields import GradFields
-from rpc import deadlines
 from rpc.agent import AgentOptions
+from rpc.runtime import deadlines
 from rpc.testing import MemoryHub, as_worker, connect
 from tests.waiting import until
 

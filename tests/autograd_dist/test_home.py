@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from autograd_dist.home import Home
-from rpc.transports.memory import MemoryHub
+from rpc.testing.memory import MemoryHub
 from tests import waiting
 
 SECONDS = 10.0

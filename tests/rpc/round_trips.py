@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpc.codec import decode, encode
+from rpc.wire.codec import decode, encode
 
 
 def round_trip(value: object) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from rpc import group_store
-from rpc.group_store import Record
+from rpc.group import store as group_store
+from rpc.group.store import Record
 
 SOON = 5.0
 """A deadline that only a failing test reaches."""

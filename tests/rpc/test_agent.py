@@ -29,10 +29,10 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.messages import Operation
-from rpc.sinks import FutureSink
+from rpc.outcomes.sinks import FutureSink
 from rpc.testing import VirtualClock, as_worker, connect, local_group
 from rpc.transports.base import Transport
+from rpc.wire.messages import Operation
 from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")

@@ -14,9 +14,10 @@ import torch
 import torch.distributed.rpc
 
 import rpc
-from rpc import api, collecting, current
+from rpc import api, current
 from rpc.agent import Agent
 from rpc.errors import BringUpError, RpcError
+from rpc.outcomes import collecting
 from rpc.testing import as_worker, local_group
 
 

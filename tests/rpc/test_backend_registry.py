@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import rpc
-from rpc import collecting, torch_contexts
 from rpc.backend_registry import _Members
 from rpc.current import current_agent, find_agent, set_process_agent
+from rpc.outcomes import collecting
+from rpc.runtime import torch_contexts
 from rpc.testing import connect
 
 Options = Callable[..., rpc.RpcBackendOptions]

@@ -10,10 +10,10 @@ import pytest
 
 import rpc
 from rpc.agent import Agent
-from rpc.control import Leaving, encode_batch
 from rpc.ids import Life
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind
+from rpc.wire.control import Leaving, encode_batch
 from tests.waiting import until
 
 GOODBYE = Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)]))

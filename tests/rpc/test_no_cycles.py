@@ -19,8 +19,8 @@ from torch import nn
 import autograd_dist
 import rpc
 from rpc.agent import Agent
+from rpc.calls.service import Service
 from rpc.functions import async_execution
-from rpc.service import Service
 from rpc.testing import as_worker
 from tests.waiting import eventually, until
 

@@ -15,7 +15,7 @@ import torch
 
 import rpc
 from rpc import WorkerLostError
-from rpc.transports.host import host_identity
+from rpc.transports.host.identity import host_identity
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 from tests.waiting import until
 

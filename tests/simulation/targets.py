@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mutants import Mutant, mutants_of
 
-from rpc._simulation.generator import Scenario
-from rpc._simulation.mishaps import draw_plan
-from rpc._simulation.runs import draw
-from rpc._simulation.watchers import Watchers
-from rpc._simulation.worker import Machines
+from rpc.testing.simulation.faults import draw_plan
+from rpc.testing.simulation.generator import Scenario
+from rpc.testing.simulation.runs import draw
+from rpc.testing.simulation.watchers import Watchers
+from rpc.testing.simulation.worker import Machines
 from tests.loading import load
 
 # The tests of autograd are a simulator of their own, and so are those of retries and of membership.
@@ -98,29 +98,41 @@ class Target:
 
 
 TARGETS = (
-    Target("rpc.references", None, ("rpc/test_references.py",)),
-    Target("rpc.calls", None, ("rpc/test_calls.py",)),
-    Target("rpc.group", None, ("rpc/test_group.py",), (play_group, play_silence)),
-    Target("rpc.termination", None, ("rpc/test_termination.py",)),
-    Target("rpc.control", "DuplicateFilter", ("rpc/test_control.py",)),
-    Target("rpc.retry", "OnceTable", ("rpc/test_retry.py",)),
-    Target("rpc.retry", "_Caller", ("rpc/test_retry.py",)),
-    Target("rpc.retry", "_Entry", ("rpc/test_retry.py",)),
-    Target("rpc.retry", "Attempts", ("rpc/test_retry.py",), (play_attempts,)),
-    Target("rpc.cancellation", None, ("rpc/test_cancellation.py",)),
-    Target("rpc.transports.resumption", None, ("rpc/transports/test_resumption.py",)),
+    Target("rpc.protocol.references", None, ("rpc/protocol/test_references.py",)),
+    Target("rpc.protocol.calls", None, ("rpc/protocol/test_calls.py",)),
+    Target("rpc.group.members", None, ("rpc/group/test_members.py",), (play_group, play_silence)),
+    Target("rpc.protocol.termination", None, ("rpc/protocol/test_termination.py",)),
+    Target("rpc.wire.control", "DuplicateFilter", ("rpc/wire/test_control.py",)),
+    Target("rpc.protocol.retry", "OnceTable", ("rpc/protocol/test_retry.py",)),
+    Target("rpc.protocol.retry", "_Caller", ("rpc/protocol/test_retry.py",)),
+    Target("rpc.protocol.retry", "_Entry", ("rpc/protocol/test_retry.py",)),
+    Target("rpc.protocol.retry", "Attempts", ("rpc/protocol/test_retry.py",), (play_attempts,)),
+    Target("rpc.protocol.cancellation", None, ("rpc/protocol/test_cancellation.py",)),
+    Target("rpc.protocol.resumption", None, ("rpc/protocol/test_resumption.py",)),
     Target(
-        "rpc.transports.tensorpipe_ledger",
+        "rpc.transports.tensorpipe.ledger",
         None,
-        ("rpc/transports/test_tensorpipe_ledger.py",),
+        ("rpc/transports/tensorpipe/test_ledger.py",),
         (play_pipes,),
     ),
-    Target("rpc.liveness", None, ("rpc/test_liveness.py",), (play_silence,)),
-    Target("rpc.watch", None, ("rpc/test_watch.py",), (play_silence,)),
-    Target("rpc.accusations", None, ("rpc/test_accusations.py",), (play_silence,)),
-    Target("rpc.membership", "Membership._look", ("rpc/test_membership.py",), (play_store,)),
-    Target("rpc.membership", "Membership.remove", ("rpc/test_membership.py",), (play_store,)),
-    Target("rpc.membership", "Membership._remove_lost", ("rpc/test_membership.py",), (play_store,)),
+    Target("rpc.protocol.liveness", None, ("rpc/protocol/test_liveness.py",), (play_silence,)),
+    Target("rpc.group.watch", None, ("rpc/group/test_watch.py",), (play_silence,)),
+    Target("rpc.group.loss_reports", None, ("rpc/group/test_loss_reports.py",), (play_silence,)),
+    Target(
+        "rpc.group.membership", "Membership._look", ("rpc/group/test_membership.py",), (play_store,)
+    ),
+    Target(
+        "rpc.group.membership",
+        "Membership.remove",
+        ("rpc/group/test_membership.py",),
+        (play_store,),
+    ),
+    Target(
+        "rpc.group.membership",
+        "Membership._remove_lost",
+        ("rpc/group/test_membership.py",),
+        (play_store,),
+    ),
     Target("autograd_dist.passes", "Participant", ("autograd_dist/test_passes.py",), (play_pass,)),
     *(
         Target(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rpc._simulation.generator import Scenario
-from rpc._simulation.runs import draw
-from rpc._simulation.worker import Machines
+from rpc.testing.simulation.generator import Scenario
+from rpc.testing.simulation.runs import draw
+from rpc.testing.simulation.worker import Machines
 from tests.loading import load
 
 SEEDS = 1000

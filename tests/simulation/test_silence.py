@@ -7,12 +7,12 @@ from collections.abc import Set
 
 import pytest
 
-from rpc._simulation.mishaps import Ill, Mishap, Plan, draw_plan
-from rpc._simulation.watchers import Watchers
-from rpc.group import Group
+from rpc.group.members import Group
 from rpc.ids import Life
-from rpc.liveness import Effect, Evidence, Liveness, Suspicion
+from rpc.protocol.liveness import Effect, Evidence, Liveness, Suspicion
 from rpc.testing import Machines, Rule, SimulationError, simulate_silence
+from rpc.testing.simulation.faults import Ill, Mishap, Plan, draw_plan
+from rpc.testing.simulation.watchers import Watchers
 
 
 def test_every_rule_holds_in_some_runs() -> None:

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from rpc._simulation.runs import draw, replay
-from rpc._simulation.steps import Act, Break, Greet, Mend
-from rpc.calls import CallTable, Ended
-from rpc.control import ControlMessage, DuplicateFilter, Register
-from rpc.group import Group
+from rpc.group.members import Group
 from rpc.ids import Life
-from rpc.reference_terms import Effect
-from rpc.references import ReferenceTable
+from rpc.protocol.calls import CallTable, Ended
+from rpc.protocol.reference_terms import Effect
+from rpc.protocol.references import ReferenceTable
+from rpc.protocol.resumption import Offer, Seam, SentMessages
 from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
+from rpc.testing.simulation.runs import draw, replay
+from rpc.testing.simulation.steps import Act, Break, Greet, Mend
 from rpc.transports.base import Peer
-from rpc.transports.resumption import Offer, Seam, SentMessages
+from rpc.wire.control import ControlMessage, DuplicateFilter, Register
 
 SHORT = 300
 LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))

@@ -32,7 +32,7 @@ from tqdm import tqdm
 import autograd_dist
 import rpc
 from optim_dist import DistributedOptimizer
-from rpc.tracing import Trace
+from rpc.observe.tracing import Trace
 from tutorials import launch, pictures
 from tutorials.parameter_server.digits import Digits, load
 

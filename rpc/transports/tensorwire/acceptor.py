@@ -26,7 +26,7 @@ from rpc.transports.tensorwire.handshake import (
     Identity,
 )
 from rpc.transports.tensorwire.requests import RequestSide
-from rpc.transports.tensorwire.waiting_room import WaitingRoom
+from rpc.transports.tensorwire.unauthenticated import WaitingRoom
 
 _MOST_SILENT = 128
 """Of each listener, so that strangers on the network keep nobody on this host out."""

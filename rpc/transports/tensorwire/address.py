@@ -24,7 +24,7 @@ class Address:
     """How to reach one worker.
 
     Args:
-        host: from :func:`rpc.transports.host.host_identity`; empty if unknown.
+        host: from :func:`rpc.transports.host.identity.host_identity`; empty if unknown.
         unix_name: of its abstract Unix socket, without the leading NUL; may be empty.
         tcp: ``(address, port)`` pairs, to be tried in order.
         secret: random; part of the key of its handshakes.

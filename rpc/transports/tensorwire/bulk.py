@@ -19,15 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.errors import FrameError
-from rpc.safe_text import says
-from rpc.threads import Thread
+from rpc.protocol.resumption import Receipts
+from rpc.runtime.text import says
+from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.late_receipts import Acknowledging
-from rpc.transports.resumption import Receipts
-from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.wakeup import Bell
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from rpc.transports.resumption import SentMessages
+from rpc.protocol.resumption import SentMessages
 from rpc.transports.tensorwire.framing import FIXED_SIZE, Buffer, WireKind, pack_fixed, pack_pair
 
 _BATCH_FRAMES = 64

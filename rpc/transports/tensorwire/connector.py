@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from rpc.safe_text import says
+from rpc.runtime.text import says
 from rpc.transports.tensorwire.address import Address, unix_path
 from rpc.transports.tensorwire.handshake import (
     NONCE_BYTES,
@@ -192,7 +192,7 @@ class Connector:
             road: how the link was opened.
             token: the link's.
             channel: which one of it.
-            attempt: see :class:`rpc.transports.resumption.Seam`.
+            attempt: see :class:`rpc.protocol.resumption.Seam`.
             received: how many frames have arrived here.
             seconds: to try.
 

@@ -30,7 +30,7 @@ from zlib import crc32
 from rpc.errors import FrameError
 from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.frame_table import INLINE_ALIGNMENT
+from rpc.transports.host.frame_table import INLINE_ALIGNMENT
 
 MAGIC = 0x5754
 VERSION = 1

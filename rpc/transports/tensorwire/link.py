@@ -26,8 +26,9 @@ import torch
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, Unreceived, unreceived
-from rpc.transports.copying import CopyCrew
-from rpc.transports.frame_table import (
+from rpc.transports.host.backoff import Refusals
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.frame_table import (
     HOST_PLACES,
     INLINE_ALIGNMENT,
     Item,
@@ -41,24 +42,11 @@ from rpc.transports.frame_table import (
     tensor_row,
     unpack_table,
 )
-from rpc.transports.regions import Array, view_of
-from rpc.transports.setbacks import Refusals
-from rpc.transports.shared_memory import (
-    SHARED_FROM,
-    Budget,
-    ReceivedSegments,
-    SendPool,
-    Slot,
-)
+from rpc.transports.host.regions import Array, view_of
+from rpc.transports.host.segments import SHARED_FROM, Budget, ReceivedSegments, SendPool, Slot
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
-from rpc.transports.tensorwire.device_memory import (
-    LENT_FROM,
-    LentMemory,
-    accept,
-    borrow,
-    give_back,
-)
-from rpc.transports.tensorwire.devices import DeviceMap, to_device, to_host
+from rpc.transports.tensorwire.cuda_ipc import LENT_FROM, LentMemory, accept, borrow, give_back
+from rpc.transports.tensorwire.device_maps import DeviceMap, to_device, to_host
 from rpc.transports.tensorwire.framing import (
     Buffer,
     BulkEvent,

@@ -10,10 +10,10 @@ import socket
 import time
 from collections.abc import Callable
 
-from rpc.safe_text import says
+from rpc.protocol.resumption import Receipts
+from rpc.runtime.text import says
 from rpc.transports.base import Frame, Unreceived
 from rpc.transports.late_receipts import Acknowledging
-from rpc.transports.resumption import Receipts
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link

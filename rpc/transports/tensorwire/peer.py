@@ -19,26 +19,26 @@ import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
-from rpc.executor import is_shared_thread
-from rpc.messages import Reply, Status
-from rpc.safe_text import says
-from rpc.threads import Thread
+from rpc.protocol.resumption import MOST_MESSAGES
+from rpc.runtime.executor import is_shared_thread
+from rpc.runtime.text import says
+from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
-from rpc.transports.frame_table import Look, look_at
-from rpc.transports.resumption import MOST_MESSAGES
+from rpc.transports.host.frame_table import Look, look_at
 from rpc.transports.tensorwire.acceptor import Proven
 from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents
 from rpc.transports.tensorwire.channel import Sender
+from rpc.transports.tensorwire.connection import PASSING, Strand
 from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link
-from rpc.transports.tensorwire.machinery import Machinery
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.mender import Mender
+from rpc.transports.tensorwire.reconnect import Mender
 from rpc.transports.tensorwire.replies import ChannelEvents
-from rpc.transports.tensorwire.strand import PASSING, Strand
+from rpc.transports.tensorwire.shared import Machinery
+from rpc.wire.messages import Reply, Status
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from rpc.transports.regions import Array, Region, view_of
+from rpc.transports.host.regions import Array, Region, view_of
 
 _SMALLEST = 1 << 16
 _COARSE_UP_TO = 20

@@ -23,13 +23,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpc.interrupts import let_in, restore, shut_out
-from rpc.threads import Thread
+from rpc.runtime.signals import let_in, restore, shut_out
+from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
-from rpc.transports.tensorwire.bell import Bell
+from rpc.transports.tensorwire.busy_polling import Lookout
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.spinning import Lookout
+from rpc.transports.tensorwire.wakeup import Bell
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 

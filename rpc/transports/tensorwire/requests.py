@@ -26,15 +26,15 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rpc.executor import SECONDS_TO_END, abandon
-from rpc.interrupts import DEAF_SECONDS, let_in_for_a_moment
-from rpc.threads import Thread
-from rpc.transports.tensorwire.bell import Bell
+from rpc.runtime.executor import SECONDS_TO_END, abandon
+from rpc.runtime.signals import DEAF_SECONDS, let_in_for_a_moment
+from rpc.runtime.threads import Thread
+from rpc.transports.tensorwire.busy_polling import Lookout
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.pace import QUICK_SECONDS, Pace
 from rpc.transports.tensorwire.replies import ChannelEvents
-from rpc.transports.tensorwire.spinning import Lookout
+from rpc.transports.tensorwire.wakeup import Bell
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
-from rpc.transports.frame_table import Item, Place
-from rpc.transports.regions import Array, view_of
+from rpc.transports.host.frame_table import Item, Place
+from rpc.transports.host.regions import Array, view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 

@@ -18,34 +18,29 @@ from typing import ClassVar
 
 import torch
 
-from rpc import interrupts
 from rpc.devices import local_device_info
 from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
-from rpc.executor import SECONDS_TO_END
 from rpc.ids import Life
+from rpc.runtime import signals as interrupts
+from rpc.runtime.executor import SECONDS_TO_END
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
-from rpc.transports.copying import CopyCrew
-from rpc.transports.host import host_identity
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.identity import host_identity
+from rpc.transports.host.segments import Budget
 from rpc.transports.late_receipts import LateReceipts
-from rpc.transports.shared_memory import Budget
 from rpc.transports.tensorwire.acceptor import Door, Proven
-from rpc.transports.tensorwire.address import (
-    Address,
-    listen_tcp,
-    listen_unix,
-    reachable_at,
-)
+from rpc.transports.tensorwire.address import Address, listen_tcp, listen_unix, reachable_at
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.connector import Target
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.handshake import Identity, derive_key
 from rpc.transports.tensorwire.link import Resources
-from rpc.transports.tensorwire.machinery import Machinery
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import Settings
+from rpc.transports.tensorwire.shared import Machinery
 from rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger("rpc.transports.tensorwire")

@@ -55,7 +55,7 @@ _FREED = (
     "until shutdown; ours frees it at once"
 )
 _FREED_BY = (
-    "tests/rpc/test_rref.py::"
+    "tests/rpc/rrefs/test_rref.py::"
     "test_a_reference_whose_creation_timed_out_raises_on_every_use_and_is_freed"
 )
 _INSIDE = (
@@ -104,7 +104,7 @@ EXEMPTIONS: Sequence[Exemption] = (
         r"RpcTest\.test_profiler_with_async_rpc_udf(_single_threaded)?",
         Kind.LIFTED,
         "expects torch.profiler to show nothing of calls; ours shows them",
-        "tests/rpc/test_observation.py::test_every_way_of_calling_has_its_span",
+        "tests/rpc/observe/test_spans.py::test_every_way_of_calling_has_its_span",
     ),
     Exemption(
         r"DistAutogradTest\.test_no_grad_copy",

@@ -49,7 +49,7 @@ def _trap(name: str, *modules: types.ModuleType) -> None:
 
 def _check_what_torch_serves(internal: Any) -> None:
     """torch's C++ calls ``_run_function`` for each call that comes in; it takes it from here."""
-    from rpc.transports.tensorpipe_wire import Call
+    from rpc.transports.tensorpipe.wire import Call
 
     serve: Callable[[Any], Any] = internal._run_function
 

@@ -25,7 +25,7 @@ MODULES: Mapping[str, str] = {
     "torch.distributed.rpc.constants": "rpc.constants",
     "torch.distributed.rpc.internal": "rpc.internal",
     "torch.distributed.rpc.options": "rpc.options",
-    "torch.distributed.rpc.rref_proxy": "rpc.rref_proxy",
+    "torch.distributed.rpc.rrefs.rref_proxy": "rpc.rrefs.rref_proxy",
     "torch.distributed.rpc._testing": "rpc._testing",
     "torch.distributed.autograd": "autograd_dist",
     "torch.distributed.nn.api.remote_module": "remote_module",
@@ -35,7 +35,7 @@ MODULES: Mapping[str, str] = {
 NAMES: Mapping[tuple[str, str], str] = {
     ("torch.distributed.nn", "RemoteModule"): "remote_module",
     ("torch.distributed.optim", "DistributedOptimizer"): "optim_dist",
-    ("torch.autograd.profiler_legacy", "profile"): "rpc.profiling",
+    ("torch.autograd.profiler_legacy", "profile"): "rpc.observe.profiling",
     # These took their copies of the names when torch was imported.
     ("torch._jit_internal", "RRef"): "rpc",
     ("torch.nn.parallel.distributed", "RRef"): "rpc",
@@ -75,8 +75,8 @@ class Redirection:
 class _NothingElse(importlib.abc.MetaPathFinder):
     """Refuses submodules that we have no counterpart of.
 
-    Without it ``import torch.distributed.rpc.calls`` would load a second copy of
-    ``rpc.calls``, because the package it is looked for in is ours.
+    Without it ``import torch.distributed.rpc.protocol.calls`` would load a second copy of
+    ``rpc.protocol.calls``, because the package it is looked for in is ours.
     """
 
     def find_spec(
@@ -111,7 +111,7 @@ def _is_redirected(name: str) -> bool:
 
 
 def _let_the_transport_see_torch(redirection: Redirection) -> None:
-    from rpc.transports.tensorpipe import TensorPipeTransport
+    from rpc.transports.tensorpipe.transport import TensorPipeTransport
 
     start = TensorPipeTransport.start
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rpc.transports.regions import Array, view_of
-from rpc.transports.shared_memory import BLOCK, Budget, ReceivedSegments, SendPool, Slot
+from rpc.transports.host.regions import Array, view_of
+from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPool, Slot
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LENGTH = 3 * BLOCK

@@ -19,15 +19,10 @@ from hypothesis import strategies as st
 import autograd_dist
 import rpc
 from rpc.agent import Agent
-from rpc.errors import (
-    CallCancelledError,
-    QueueFullError,
-    RpcTimeoutError,
-    RRefCreationError,
-)
-from rpc.executor import Executor, share_this_thread
-from rpc.references import Counts
-from rpc.sinks import WaitingCaller
+from rpc.errors import CallCancelledError, QueueFullError, RpcTimeoutError, RRefCreationError
+from rpc.outcomes.sinks import WaitingCaller
+from rpc.protocol.references import Counts
+from rpc.runtime.executor import Executor, share_this_thread
 from rpc.testing import as_worker, local_group
 from rpc.transports import flow
 from rpc.transports.base import Patience
@@ -189,7 +184,9 @@ def test_a_handler_does_not_queue_for_room_that_is_there() -> None:
 def test_another_handler_runs_while_one_waits_for_room_if_that_is_wanted(
     monkeypatch: pytest.MonkeyPatch, gives_way: bool
 ) -> None:
-    monkeypatch.setattr("rpc.executor._STALL_SECONDS", 60.0)  # nobody else notices that it waits
+    monkeypatch.setattr(
+        "rpc.runtime.executor._STALL_SECONDS", 60.0
+    )  # nobody else notices that it waits
     executor = Executor("test", 1, contextvars.copy_context())
     window = FlowWindow("w", 8192, gives_way=gives_way)
     assert window.try_charge(1, 8192)

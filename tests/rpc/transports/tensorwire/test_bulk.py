@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from rpc.transports.copying import CopyCrew
-from rpc.transports.shared_memory import Budget
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender, Unsent
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.framing import BulkDecoder, WireKind, pack_fixed, pack_pair
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rpc.errors import FrameError
-from rpc.transports.resumption import CannotResumeError
+from rpc.protocol.resumption import CannotResumeError
 from rpc.transports.tensorwire import channel
 from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder

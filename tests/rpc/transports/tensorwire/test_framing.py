@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Unreceived
-from rpc.transports.frame_table import INLINE_ALIGNMENT
+from rpc.transports.host.frame_table import INLINE_ALIGNMENT
 from rpc.transports.tensorwire import framing
 from rpc.transports.tensorwire.framing import (
     FIXED_SIZE,

@@ -10,18 +10,11 @@ import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.copying import CopyCrew
-from rpc.transports.frame_table import Item, Place, look_at
-from rpc.transports.shared_memory import (
-    SHARED_FROM,
-    Budget,
-    Copy,
-    ReceivedSegments,
-    SendPool,
-    Slot,
-)
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.frame_table import Item, Place, look_at
+from rpc.transports.host.segments import SHARED_FROM, Budget, Copy, ReceivedSegments, SendPool, Slot
 from rpc.transports.tensorwire.channel import Outgoing
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.framing import SegmentOffered, WireKind, pack_pair
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rpc.transports.copying import CopyCrew
-from rpc.transports.shared_memory import Budget
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender, Unsent
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpc.transports.regions import Region, view_of
+from rpc.transports.host.regions import Region, view_of
 from rpc.transports.tensorwire import receive_buffers
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 

@@ -12,10 +12,10 @@ import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.base import Frame
-from rpc.transports.copying import CopyCrew
-from rpc.transports.shared_memory import Budget
+from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.devices import DeviceMap
+from rpc.transports.tensorwire.device_maps import DeviceMap
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader

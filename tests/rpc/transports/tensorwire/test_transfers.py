@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.frame_table import Item, Place
-from rpc.transports.regions import view_of
+from rpc.transports.host.frame_table import Item, Place
+from rpc.transports.host.regions import view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.transfers import Parcel, Transfers
 

@@ -30,22 +30,22 @@ from rpc.errors import (
 )
 from rpc.transports.base import Announces, Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
-from rpc.transports.frame_table import Look
-from rpc.transports.shared_memory import ReceivedSegments
+from rpc.transports.host.frame_table import Look
+from rpc.transports.host.segments import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import Address
-from rpc.transports.tensorwire.bell import Bell
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
 from rpc.transports.tensorwire.connector import Connector, Road
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
-from rpc.transports.tensorwire.mender import Mender
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
+from rpc.transports.tensorwire.reconnect import Mender
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.wakeup import Bell
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import (
@@ -388,7 +388,7 @@ def test_a_full_pool_falls_back_to_the_socket(make: Maker) -> None:
 def test_shared_memory_that_the_receiver_lacked_the_means_for_is_used_when_it_has_them(
     make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rpc.transports.setbacks.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("rpc.transports.host.backoff.FIRST_PAUSE_SECONDS", 0.001)
     add, refused = ReceivedSegments.add, itertools.count(1)
 
     def lack(self: ReceivedSegments, *arguments: Any) -> None:

@@ -1,0 +1,1 @@
+"""Making calls and serving them."""

@@ -1,0 +1,205 @@
+"""The serving side of a worker: which requests it serves, and where each of them runs.
+
+Owns nothing that outlives a request, but the outcomes of those that may come again.
+Handlers run on the handler executor, FETCH and extension messages on the system executor,
+so that a slow user function never holds up the framework's own traffic. How one request
+is served is ``service``'s.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from rpc.calls.service import Outcome, Service
+from rpc.ids import Life
+from rpc.observe import tracing
+from rpc.observe.metrics import Book, CallMetrics, ErrorKind
+from rpc.observe.names import text_of
+from rpc.protocol.cancellation import EarlyCancellations
+from rpc.protocol.retry import OnceTable, RequestId, Verdict
+from rpc.transports.base import Frame
+from rpc.wire.messages import Operation, Request
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+_USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
+_SECONDS_TO_LET_GO = 5.0
+
+
+class Callee:
+    """Serves requests for one agent.
+
+    Attributes:
+        waking: the lock of who is to be woken when a request is cancelled; of all requests,
+            as few handlers wait for anything that can be.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.waking = threading.Lock()
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._serving: dict[Service, float] = {}
+        self._book = Book()
+        self._early = EarlyCancellations()
+        self._once: OnceTable[Service, Outcome] = OnceTable()
+        self._lets_go = False
+        self._handled = 0
+
+    def request_arrived(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+        """Starts serving a request; called on the transport's thread.
+
+        Args:
+            sender: the caller.
+            frame: the request.
+            guests: how many handlers may run on threads like this one; the transport
+                decides if None.
+        """
+        agent = self._agent
+        request = Request.decode(frame.header)
+        service = Service(agent, self, sender, request, frame)
+        now = agent.clock.now()
+        if request.timeout:
+            service.deadline = now + request.timeout
+        with self._lock:
+            if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
+                return
+            self._serving[service] = now
+            if self._early.noted and self._early.take(sender.worker, frame.correlation):
+                service.cancelled = True
+        user_code = request.operation in _USER_CODE
+        executor = agent.executor if user_code else agent.system_executor
+        inline = agent.transport.inline_handlers if guests is None else guests
+        executor.run_here(service.run, inline)
+
+    def cancel(self, caller: Life, correlations: Collection[int]) -> None:
+        """Nobody waits for the replies to these requests any more."""
+        sender = caller.worker
+        with self._lock:
+            if not self._agent.group.has(caller):  # a later life counts its requests anew
+                return
+            found = [s for s in self._serving if s.is_one_of(sender, correlations)]
+            missing = {*correlations} - {service.correlation for service in found}
+            self._early.note(sender, missing)
+            numbers = {service.number for service in found} - {0}
+            if numbers:  # another attempt at one of them may be the one that runs
+                like = [s for s in self._serving if s.sender == sender and s.number in numbers]
+                found = [*{*found, *like}]
+        for service in found:
+            service.cancel()
+
+    def worker_lost(self, sender: int) -> None:
+        """A worker is gone, and nobody waits for what is served for it."""
+        with self._lock:
+            self._early.worker_lost(sender)
+            let_go = self._once.worker_lost(sender)
+            found = [service for service in self._serving if service.sender == sender]
+            for service in found:  # nobody has to wait for them, not even a shutdown
+                del self._serving[service]
+        self._release(let_go)
+        for service in found:
+            service.orphaned = True
+            service.cancel()
+
+    def admit(self, service: Service, request: RequestId) -> bool:
+        """True if a request that may come more than once is to be run now.
+
+        Its outcome is for all attempts at it, so it has as long as the last of them.
+        """
+        let_go: list[Outcome] = []
+        with self._lock:
+            now = self._agent.clock.now()
+            service.number = request.number
+            verdict, outcome, since = Verdict.OVER, None, self._serving.get(service)
+            if since is not None:  # else its caller is gone: a later life counts anew
+                service.deadline = since + request.seconds if request.seconds else 0.0
+                verdict, outcome, let_go = self._once.arrived(service.sender, request, service, now)
+        self._release(let_go)
+        if outcome is not None:
+            service.answer(outcome)
+        elif verdict is Verdict.OVER:
+            service.give_up()
+        return verdict is Verdict.RUN
+
+    def ended_once(self, service: Service, outcome: Outcome) -> None:
+        """A request that may come more than once ran: answers all that came."""
+        with self._lock:
+            waiters = self._once.ended(service.sender, service.number, service, outcome)
+            is_first, self._lets_go = not self._lets_go, True
+        if is_first:
+            self._let_go_in_time()
+        for waiter in waiters or [service]:
+            if waiter is service:
+                waiter.answer(outcome)
+            else:
+                tracing.apart(waiter.answer, outcome)
+
+    def _let_go_in_time(self) -> None:
+        """Frees the outcomes of such requests that are over, and comes back for the others."""
+        now = self._agent.clock.now()
+        with self._lock:
+            let_go = self._once.expire(now)
+            self._lets_go = len(self._once) > 0
+        self._release(let_go)
+        if self._lets_go:
+            self._agent.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
+
+    def _release(self, outcomes: list[Outcome]) -> None:
+        """Lets them end where their destructors may make calls; they are no one else's."""
+        if not all(outcome.runs_no_code() for outcome in outcomes):
+            self._agent.completions.submit(outcomes.clear)
+
+    def finished(self, service: Service) -> None:
+        """The reply to a request was sent, or need not be."""
+        service.deadline = 0.0  # what it left running does nothing on the caller's behalf
+        now = self._agent.clock.now()
+        with self._lock:
+            since = self._serving.pop(service, now)
+            self._handled += 1
+            series = self._book[service.name, service.sender]
+            series.ended(now - since, service.sent, service.received)
+            if service.failed:
+                series.failed(ErrorKind.REMOTE)
+        if service.request.extensions:
+            tracing.served(since, now, service.failed)
+        self._agent.departure.activity_changed()
+
+    def leaving(self, service: Service) -> None:
+        """The reply to a traced request is about to be sent: its record is complete by then."""
+        now = self._agent.clock.now()
+        with self._lock:
+            since = self._serving.get(service, now)
+        tracing.served(since, now, service.failed)
+
+    def quiet(self) -> bool:
+        """True if no request is being served."""
+        with self._lock:
+            return not self._serving
+
+    def handled(self) -> int:
+        """Requests served so far."""
+        return self._handled
+
+    def metrics(self) -> tuple[CallMetrics, ...]:
+        """The requests served, by method and peer."""
+        peer = self._agent.group.peer
+        with self._lock:
+            rows = [(self._book[s.name, s.sender], 0) for s in self._serving]
+            return self._book.read(rows, lambda i: peer(i).info.name)
+
+    def serving(self) -> list[dict[str, Any]]:
+        """A dump of the requests being served."""
+        now = self._agent.clock.now()
+        with self._lock:
+            rows = list(self._serving.items())
+        return [
+            {
+                "operation": s.request.operation.name,
+                "call": text_of(s.name),
+                "from": s.sender,
+                "age": now - since,
+            }
+            for s, since in rows
+        ]

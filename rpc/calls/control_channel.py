@@ -1,0 +1,132 @@
+"""Sends and receives control messages: queued per peer, many to a frame.
+
+Owns the queues, the sequence numbers that recognise a batch which came twice,
+and the counters by which a graceful shutdown knows that nothing is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rpc.errors import RpcError
+from rpc.ids import Life
+from rpc.transports.base import Frame, FrameKind
+from rpc.wire.control import (
+    Cancel,
+    ControlMessage,
+    DuplicateFilter,
+    Leaving,
+    Lost,
+    Probe,
+    Quiet,
+    Ready,
+    decode_batch,
+    encode_batch,
+)
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+UNCOUNTED = (Ready, Probe, Quiet, Leaving, Lost, Cancel)
+
+
+class Notices:
+    """The control traffic of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._queued: dict[Life, list[ControlMessage]] = {}
+        self._early: dict[Life, list[ControlMessage]] = {}  # to lives not known here yet
+        self._joined: dict[int, int] = {}  # worker: its latest incarnation that is known
+        self._sequences: defaultdict[int, int] = defaultdict(int)
+        self._seen: defaultdict[Life, DuplicateFilter] = defaultdict(DuplicateFilter)
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._received: defaultdict[int, int] = defaultdict(int)
+
+    def queue(self, to: Life, message: ControlMessage) -> None:
+        """Queues a message; :meth:`flush` sends it."""
+        with self._lock:
+            self._queued.setdefault(to, []).append(message)
+            self._sent[to.worker] += 1
+
+    def flush(self) -> None:
+        """Sends what is queued; what is meant for a worker that is gone is dropped.
+
+        What is meant for one that this worker is still to hear of waits until then.
+        """
+        while True:
+            with self._lock:
+                if not self._queued:
+                    return
+                to, messages = self._queued.popitem()
+                if self._joined.get(to.worker, -1) < to.incarnation:
+                    self._early.setdefault(to, []).extend(messages)
+                    self._sent[to.worker] -= len(messages)
+                    continue
+                sequence = self._sequences[to.worker]
+                self._sequences[to.worker] += 1
+            if not self._send(to, sequence, messages):
+                with self._lock:
+                    self._sent[to.worker] -= len(messages)
+
+    def joined(self, life: Life) -> None:
+        """A life of a worker can be sent to from now on."""
+        with self._lock:
+            self._joined[life.worker] = life.incarnation
+            for to in [to for to in self._early if to.worker == life.worker]:
+                if to.incarnation <= life.incarnation:
+                    messages = self._early.pop(to)
+                    if to == life:
+                        self._queued.setdefault(to, []).extend(messages)
+                        self._sent[to.worker] += len(messages)
+        self.flush()
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a message about the group itself at once; such are not counted."""
+        with self._lock:
+            sequence = self._sequences[to.worker]
+            self._sequences[to.worker] += 1
+        self._send(to, sequence, [message])
+
+    def _send(self, to: Life, sequence: int, messages: list[ControlMessage]) -> bool:
+        """False if the peer is gone; whoever needs to know hears of it as a lost worker."""
+        agent = self._agent
+        try:
+            if agent.group.life(to.worker) != to:
+                return False
+            frame = Frame(FrameKind.NOTICE, 0, b"", encode_batch(sequence, messages))
+            agent.transport.send(to.worker, frame)
+        except RpcError:
+            return False
+        return True
+
+    def arrived(self, sender: Life, frame: Frame) -> list[ControlMessage]:
+        """The messages of a batch; none if it came before."""
+        sequence, messages = decode_batch(frame.payload)
+        with self._lock:
+            return messages if self._seen[sender].accept(sequence) else []
+
+    def acted_upon(self, sender: Life, messages: list[ControlMessage]) -> None:
+        """What a batch asks for was done; only now does it count as received."""
+        counted = sum(not isinstance(message, UNCOUNTED) for message in messages)
+        if counted:
+            with self._lock:
+                self._received[sender.worker] += counted
+
+    def forget(self, worker_id: int) -> None:
+        """A worker is gone: what was exchanged with it does not count any more."""
+        with self._lock:
+            for life in [life for life in self._queued if life.worker == worker_id]:
+                del self._queued[life]
+            for life in [life for life in self._seen if life.worker == worker_id]:
+                del self._seen[life]
+            for counters in (self._sequences, self._sent, self._received):
+                counters.pop(worker_id, None)
+
+    def totals(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Messages queued for and received from the living, by worker."""
+        with self._lock:
+            return dict(self._sent), dict(self._received)

@@ -1,0 +1,237 @@
+"""The extensions one agent has loaded, and how they are run around messages.
+
+Loads an extension the first time this worker uses it or a message names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from rpc.calls.packing import Attach, Replace
+from rpc.errors import AgentClosedError, DecodeError, EncodeError
+from rpc.extensions import CallExtension
+from rpc.runtime.text import text_of
+from rpc.wire.messages import Extensions
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+AUTOGRAD = "autograd_dist"
+
+_logger = logging.getLogger("rpc")
+
+Scopes = list[AbstractContextManager[object]]
+"""What a handler runs in, in the order in which it was entered."""
+
+
+class ExtensionSet:
+    """The extensions of one agent.
+
+    Args:
+        agent: theirs.
+    """
+
+    __slots__ = ("_agent", "_closed", "_loaded", "_lock", "used")
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._loaded: dict[str, CallExtension] = {}
+        self._closed = False
+        self.used = False
+        """True once any is loaded."""
+
+    def load(self, name: str) -> CallExtension:
+        """The extension of module ``name``, imported and made if need be.
+
+        Raises:
+            DecodeError: there is no such module here, or it defines no extension.
+            AgentClosedError: it was not loaded before, and nobody would close it any more.
+        """
+        found = self._loaded.get(name)
+        if found is not None:
+            return found
+        try:
+            kind = importlib.import_module(name).RPC_EXTENSION
+        except (ImportError, AttributeError) as error:
+            raise DecodeError(
+                f"the message needs the extension {name!r}, which worker "
+                f"{self._agent.info.name!r} cannot import: {error}"
+            ) from error
+        made = cast(CallExtension, kind(self._agent))
+        with self._lock:
+            if self._closed:
+                raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")
+            self.used = True
+            return self._loaded.setdefault(name, made)
+
+    def backward(self, context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
+        """Runs a distributed backward pass, with the module that does it loaded by name."""
+        importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
+
+    def close(self) -> None:
+        """Closes those that are loaded, whatever one of them raises; no other will be."""
+        with self._lock:
+            self._closed = True
+        with ExitStack() as each:
+            for extension in reversed(self.all()):
+                each.callback(extension.close)
+
+    def all(self) -> list[CallExtension]:
+        """The loaded extensions."""
+        return list(self._loaded.values())
+
+    def debug_info(self) -> dict[str, object]:
+        """What all of them count; of one that cannot tell, its name and why."""
+        found: dict[str, object] = {}
+        for extension in self.all():
+            name = extension.name
+            try:
+                counts = extension.debug_info()
+                _require_mapping(name, counts)
+                found.update(counts)
+            except Exception as error:
+                _logger.exception("debug_info of the extension %r failed", name)
+                found[name] = f"debug_info failed: {type(error).__name__}: {text_of(error)}"
+        return found
+
+    def attach_request(self, to: int) -> Attach:
+        """What gives a request to ``to`` its metadata."""
+
+        def attach(
+            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
+        ) -> Extensions:
+            found: list[tuple[str, bytes]] = []
+            for extension in self.all():
+                data = extension.outgoing_request(to, tensors)
+                if data is not None:
+                    if not isinstance(data, bytes):
+                        raise _not_bytes(extension.name, "outgoing_request", data)
+                    found.append((extension.name, data))
+            if severed is not None:
+                _require_whole(severed, found)
+            return tuple(found)
+
+        return attach
+
+    def attach_reply(self, to: int, request: Extensions) -> Attach:
+        """What gives the reply to a request with metadata its own."""
+
+        def attach(
+            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
+        ) -> Extensions:
+            found: list[tuple[str, bytes]] = []
+            if severed is not None:
+                _require_whole(severed, request)
+            for name, sent in request:
+                data = self.load(name).outgoing_reply(to, sent, tensors)
+                if data is not None:
+                    if not isinstance(data, bytes):
+                        raise _not_bytes(name, "outgoing_reply", data)
+                    found.append((name, data))
+            return tuple(found)
+
+        return attach
+
+    def on_request(self, sender: int, request: Extensions, scopes: Scopes) -> Replace:
+        """What replaces a request's tensors, and enters the scopes its handler runs in.
+
+        They are added to ``scopes``, which :func:`leave` leaves.
+        """
+
+        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            for name, data in request:
+                count = len(tensors)
+                answer = self.load(name).incoming_request(sender, data, tensors)
+                _require_pair(name, answer)
+                tensors, scope = answer
+                _require_as_many(name, "incoming_request", tensors, count)
+                scope.__enter__()
+                scopes.append(scope)
+            return tensors
+
+        return replace
+
+    def on_reply(self, sender: int, request: Extensions, reply: Extensions) -> Replace:
+        """What replaces a reply's tensors."""
+        sent = dict(request)
+
+        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            for name, data in reply:
+                extension, count = self.load(name), len(tensors)
+                tensors = extension.incoming_reply(sender, sent.get(name, b""), data, tensors)
+                _require_as_many(name, "incoming_reply", tensors, count)
+            return tensors
+
+        return replace
+
+
+def leave(scopes: Scopes, error: BaseException | None) -> None:
+    """Leaves the scopes, the last one first, whatever one of them raises.
+
+    Args:
+        scopes: that were entered; empty afterwards.
+        error: what was raised in them.
+    """
+    try:
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        scopes.pop().__exit__(kind, error, trace)
+    finally:
+        if scopes:
+            leave(scopes, error)
+
+
+def _not_bytes(extension: str, hook: str, answer: object) -> TypeError:
+    return _not_returned(extension, hook, answer, "bytes or None")
+
+
+def _require_mapping(extension: str, answer: object) -> None:
+    if not isinstance(answer, Mapping):
+        raise _not_returned(extension, "debug_info", answer, "a mapping of names to counts")
+
+
+def _require_pair(extension: str, answer: object) -> None:
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        wanted = "a pair of tensors and a context manager"
+        raise _not_returned(extension, "incoming_request", answer, wanted)
+
+
+def _require_as_many(extension: str, hook: str, answer: object, count: int) -> None:
+    if not isinstance(answer, list | tuple) or len(answer) != count:
+        raise _not_returned(extension, hook, answer, f"a list of {count} tensors, as it was given")
+
+
+def _not_returned(extension: str, hook: str, answer: object, wanted: str) -> TypeError:
+    return TypeError(
+        f"{hook} of the extension {extension!r} must return {wanted}, but returned {answer!r}"
+    )
+
+
+def require_answer(extension: str, answer: object) -> None:
+    """Refuses what ``on_message`` must not return.
+
+    Raises:
+        TypeError: it is no answer, nor a future of one.
+    """
+    if not isinstance(answer, bytes | tuple | torch._C.Future):
+        raise _not_returned(extension, "on_message", answer, "bytes, a tuple, or a future of these")
+
+
+def _require_whole(severed: type[torch.Tensor], riding: Iterable[tuple[str, bytes]]) -> None:
+    """Refuses a tensor that was cut off from its graph where its gradient is wanted.
+
+    Raises:
+        EncodeError: the message belongs to an autograd context.
+    """
+    if any(name == AUTOGRAD for name, _ in riding):
+        raise EncodeError(
+            f"a {severed.__qualname__} that is part of a graph cannot be sent within an "
+            "autograd context, as its gradient would be lost: send it detached, or a plain tensor"
+        )

@@ -1,0 +1,389 @@
+"""Carries out retries for one agent: the I/O half of ``retry``."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from rpc.functions import is_idempotent
+from rpc.ids import Life
+from rpc.observe.names import method_name, text_of
+from rpc.observe.spans import leads_to
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import FutureSink, Sink, Unpack, WaitingCaller
+from rpc.protocol.retry import Attempts, RequestId, Retry
+from rpc.runtime.signals import restore, shut_out
+from rpc.transports.base import Frame
+from rpc.wire.control import encode_passed
+from rpc.wire.messages import Reply
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.calls.caller import Call
+    from rpc.rrefs.rref import RRef
+
+_TRANSIENT = (RpcTimeoutError, WorkerLostError, UnknownWorkerError)
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """The reference that a ``remote()`` returned: it means one life of its owner.
+
+    Args:
+        owner: which.
+        target: what its request carries.
+    """
+
+    owner: Life
+    target: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RetriedCall:
+    """What is tried.
+
+    Args:
+        to: the worker, as the user wrote it.
+        func: marked as idempotent.
+        args: for it.
+        kwargs: for it.
+        creation: of a ``remote()``.
+    """
+
+    to: WorkerInfo | str | int
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    creation: Creation | None = None
+
+    @property
+    def name(self) -> str:
+        """The function's, as in metrics and dumps."""
+        return text_of(method_name(self.func, self.args))
+
+    def may_succeed_after(self, error: Exception) -> bool:
+        """True if a further attempt may end better; a value does not outlive its owner."""
+        errors = _TRANSIENT if self.creation is None else RpcTimeoutError
+        return isinstance(error, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The time between two attempts.
+
+    Args:
+        until: when the next begins, on the agent's clock.
+        reason: what became of the last one.
+    """
+
+    until: float
+    reason: str
+
+
+class Retries:
+    """One agent's calls that may be tried again."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, RetriedSink] = {}
+        self.closed = False
+        """Nothing is tried again any more."""
+
+    def start(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
+        """Makes the first attempt; the outcome of the last goes to ``sink``.
+
+        Args:
+            call: what to try.
+            timeout: seconds for all attempts together, as the user gave them.
+            retry: how.
+            sink: takes the outcome.
+
+        Raises:
+            TypeError: ``retry`` is none.
+            ValueError: the function is not marked as idempotent.
+        """
+        require_retriable(call.func, retry)
+        tried = self._new(call, timeout, retry, sink)
+        try:
+            tried.attempt()
+        except BaseException:
+            tried.abandon()
+            raise
+        return tried
+
+    def sync(self, call: RetriedCall, timeout: float, retry: Retry) -> Any:
+        """As :meth:`start`, and waits for the outcome; interrupted, it gives the call up."""
+        waiting = WaitingCaller()
+        before = shut_out()
+        try:
+            tried = self.start(call, timeout, retry, waiting)
+            try:
+                return self._agent.caller.sync(waiting)
+            except BaseException:
+                if waiting.is_waiting:
+                    tried.give_up()
+                raise
+        finally:
+            restore(before)
+
+    def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
+        limit = self._agent.timeout_of(timeout)
+        attempts = Attempts(retry, self._agent.clock.now(), limit)
+        with self._lock:
+            number = next(self._numbers)
+            tried = self._open[number] = RetriedSink(self._agent, call, number, attempts, sink)
+        return tried
+
+    def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
+        """As :meth:`start`, for ``remote()``: returns the reference.
+
+        Raises:
+            RpcError: the first request could not be sent.
+        """
+        require_retriable(call.func, retry)
+        agent = self._agent
+        owner = agent.find(call.to, timeout)
+        limit = agent.timeout_of(timeout)
+        before = shut_out()
+        try:
+            rref, passed, sink = agent.references.create(owner, call.func, limit)
+            creation = Creation(passed.reference.owner, encode_passed((passed,)))
+            tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
+            try:
+                tried.send()
+            except BaseException as error:
+                tried.abandon()
+                agent.references.creation_not_sent(rref, passed, error)
+                raise
+            return rref
+        finally:
+            restore(before)
+
+    def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
+        """As :meth:`start`, with a future for the outcome."""
+        agent = self._agent
+        whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
+        future = agent.caller.future(f"the call of {call.name} on {whom}")
+        before = shut_out()
+        try:
+            tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
+        finally:
+            restore(before)
+        future.canceller = lambda _: tried.give_up()
+        return future
+
+    def oldest(self) -> int:
+        """The oldest of the calls that are not over."""
+        with self._lock:
+            return next(iter(self._open), 0)
+
+    def close(self, reason: str) -> None:
+        """Fails the calls that wait for their next attempt; nothing is tried again from now on."""
+        with self._lock:
+            self.closed = True
+            left = list(self._open.values())
+        for tried in left:
+            tried.end(AgentClosedError(f"{tried.call.name}: {reason}"))
+
+    def paused(self) -> list[dict[str, Any]]:
+        """A dump of the calls between two attempts; ``again_in`` is in seconds."""
+        now = self._agent.clock.now()
+        with self._lock:
+            waiting = [(tried, tried.pause) for tried in self._open.values()]
+        return [
+            {
+                "call": tried.call.name,
+                "to": str(tried.call.to),
+                "again_in": pause.until - now,
+                "after": pause.reason,
+            }
+            for tried, pause in waiting
+            if pause is not None
+        ]
+
+    def over(self, number: int) -> bool:
+        """A call has its outcome; True if it is the first."""
+        with self._lock:
+            return self._open.pop(number, None) is not None
+
+
+class RetriedSink:
+    """Takes the outcome of each attempt, and makes the next or passes it on."""
+
+    __slots__ = (
+        "_agent",
+        "_attempts",
+        "_cancelled",
+        "_context",
+        "_grad_enabled",
+        "_number",
+        "_sink",
+        "call",
+        "expired",
+        "goes_on",
+        "is_waited_for",
+        "pause",
+    )
+
+    def __init__(
+        self, agent: Agent, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
+    ) -> None:
+        self._agent = agent
+        self.call = call
+        self._number = number
+        self._attempts = attempts
+        self._sink = sink
+        self._cancelled = False
+        self.is_waited_for = isinstance(sink, WaitingCaller)
+        """The caller holds a thread for the outcome."""
+        self.goes_on = False
+        """True after an attempt that failed and was not the last."""
+        self.expired: Call | None = None
+        """The last attempt that timed out; what it asked for may still run."""
+        self.pause: Pause | None = None
+        """Set between two attempts."""
+        self._context = contextvars.copy_context()
+        self._grad_enabled = torch.is_grad_enabled()
+
+    def attempt(self) -> None:
+        """Sends the request, again; what keeps it from leaving counts as an attempt's failure."""
+        if self._cancelled:
+            return
+        try:
+            self.send()
+        except _TRANSIENT as error:
+            self.failed(error)
+        self._give_up_if_cancelled()
+
+    def _give_up_if_cancelled(self) -> None:
+        """That may come while a request is encoded, when there is nothing to give up yet."""
+        if self._cancelled:
+            self._agent.caller.cancel_where(lambda sink: leads_to(sink, self))
+
+    def send(self) -> None:
+        """Begins an attempt; raises what keeps its request from leaving."""
+        agent, call = self._agent, self.call
+        now = agent.clock.now()
+        self.pause = None
+        timeout = self._attempts.begin(now)
+        try:
+            worker = self._destination()
+        except RpcError:  # it is not there now
+            self._attempts.not_sent()
+            raise
+        left = self._attempts.seconds_left(now)
+        once = RequestId(self._number, agent.retries.oldest(), left).encode()
+        target = None if call.creation is None else call.creation.target + once
+        agent.caller.call(worker, call.func, call.args, call.kwargs, timeout, self, target, once)
+
+    def _destination(self) -> WorkerInfo:
+        call, group = self.call, self._agent.group
+        if call.creation is None:
+            return self._agent.find_now(call.to)
+        owner = group.find(call.to)
+        if group.life(owner.id) != call.creation.owner:
+            raise WorkerLostError(owner.name, call.creation.owner.incarnation, "it was replaced")
+        return owner
+
+    def abandon(self) -> None:
+        """There will be no further attempt, and nobody waits for the outcome."""
+        self._agent.retries.over(self._number)
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """An attempt succeeded, or the function raised, which no further one would change."""
+        self._last().replied(reply, frame, unpack)
+
+    def failed(self, error: Exception) -> None:
+        """An attempt failed."""
+        following = None
+        again = not (self._cancelled or self._agent.retries.closed)
+        if again and self.call.may_succeed_after(error):
+            following = self._attempts.next_after(self._agent.clock.now())
+        if following is None:
+            self._last().failed(error)
+        else:
+            self.goes_on = True
+            self.pause = Pause(following, f"{type(error).__name__}: {error}")
+            self._agent.timers.at(following, self._attempt_again)
+
+    def _attempt_again(self) -> None:
+        try:
+            with torch.set_grad_enabled(self._grad_enabled):
+                self._context.copy().run(self.attempt)
+        except Exception as error:
+            self.end(error)
+
+    def end(self, error: Exception) -> bool:
+        """There will be no further attempt: tells so. False if the outcome was told before."""
+        sink = self._last()
+        sink.failed(error)
+        return not isinstance(sink, _Nobody)
+
+    def _last(self) -> Sink:
+        """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
+        self.goes_on = False
+        self.expired = None
+        if not self._agent.retries.over(self._number):
+            return _Nobody(self._agent)
+        sink, self._sink = self._sink, _Nobody(self._agent)
+        return sink
+
+    def give_up(self) -> bool:
+        """Cancels, also between two attempts; False if the call is over."""
+        self._cancelled = True
+        caller, expired = self._agent.caller, self.expired
+        if caller.cancel_where(lambda sink: leads_to(sink, self)):
+            return True
+        if not self.end(CallCancelledError("the call was cancelled by its caller")):
+            return False
+        if expired is not None:
+            caller.tell_cancelled([expired])
+        return True
+
+
+def require_retriable(func: object, retry: object) -> None:
+    """Refuses what cannot be tried again.
+
+    Raises:
+        TypeError: ``retry`` is none.
+        ValueError: the function is not marked as idempotent.
+    """
+    if not isinstance(retry, Retry):
+        raise TypeError(f"retry must be a rpc.Retry, but got {retry!r}")
+    if not is_idempotent(func):
+        raise ValueError(
+            f"{func!r} cannot be called with retry: mark it with "
+            "rpc.functions.idempotent if it does no harm to run it more than once"
+        )
+
+
+class _Nobody:
+    """Takes what comes after the outcome."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """Drops it, and lets go of its references."""
+        if reply.references:
+            self._agent.references.adopt(reply.references)
+
+    def failed(self, error: Exception) -> None:
+        """Drops it."""

@@ -1,0 +1,568 @@
+"""One request that a worker serves, from its arrival until its reply is sent.
+
+Adopts the references that came with it, runs what it asks for, and replies. A handler may
+be a plain function, one marked with ``functions.async_execution`` or an ``async def``.
+Which requests there are, and which of several like ones runs, is ``callee``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler
+
+from rpc.calls import packing
+from rpc.calls.extension_set import Scopes, leave, require_answer
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from rpc.ids import GlobalId, Life, new_tuple
+from rpc.observe.metrics import tensor_bytes
+from rpc.observe.names import UNDECODED, MethodName, announced_name, method_name, text_of
+from rpc.observe.spans import profiler_enabled, run_handler, traced
+from rpc.outcomes.slot import Slot
+from rpc.protocol.retry import RequestId
+from rpc.rrefs.rref import call_method
+from rpc.rrefs.transfer import Adopted
+from rpc.runtime import deadlines, streams
+from rpc.runtime.text import repr_of
+from rpc.transports.base import Frame, FrameKind
+from rpc.wire import codec
+from rpc.wire.control import PASSED_BYTES
+from rpc.wire.kept_errors import keep
+from rpc.wire.messages import Extensions, Operation, Reply, Request, Status
+from rpc.wire.remote_errors import encode_error, raisable, refuse_as_torch_does
+from rpc.wire.simple_values import encode_constant
+from rpc.wire.tensor_table import pack_tensors, pack_tied_tensors
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.calls.callee import Callee
+
+_logger = logging.getLogger("rpc")
+
+_ASYNC_MARK = "_wrapped_async_rpc_function"
+_GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
+_NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
+_WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a function ended; of one that made a value for a reference, what is told of it."""
+
+    method: MethodName
+    result: object
+    error: BaseException | None
+
+    def runs_no_code(self) -> bool:
+        """True if it can be freed on any thread."""
+        return self.error is None and type(self.result) in _WITHOUT_CODE
+
+
+class Service:
+    """One request, from its arrival to its reply."""
+
+    __slots__ = (
+        "_agent",
+        "_callee",
+        "_caller",
+        "_creates",
+        "_payload",
+        "_stop",
+        "_tensors",
+        "_waking",
+        "cancelled",
+        "correlation",
+        "deadline",
+        "failed",
+        "method",
+        "number",
+        "orphaned",
+        "received",
+        "request",
+        "sender",
+        "sent",
+    )
+
+    def __init__(
+        self, agent: Agent, callee: Callee, caller: Life, request: Request, frame: Frame
+    ) -> None:
+        self._agent = agent
+        self._callee = callee
+        _, self.correlation, header, payload, tensors = frame
+        self._payload = payload
+        self._tensors = tensors
+        self._creates: GlobalId | None = None
+        self._caller = caller
+        self.sender = caller.worker
+        self.request = request
+        self.method: MethodName = UNDECODED
+        self.received = len(header) + len(payload)
+        if tensors:
+            self.received += tensor_bytes(tensors)
+        self.sent = 0
+        self.number = 0
+        self.failed = False
+        self.deadline = 0.0
+        self.cancelled = False
+        self.orphaned = False
+        self._stop: Callable[[], None] | None = None
+        self._waking: tuple[Callable[[], None], ...] = ()
+
+    @property
+    def name(self) -> MethodName:
+        """The name of what it asks for, if that is known yet."""
+        return announced_name(self.request) if self.method is UNDECODED else self.method
+
+    def is_one_of(self, sender: int, correlations: Collection[int]) -> bool:
+        """True if this serves one of a worker's requests."""
+        return self.sender == sender and self.correlation in correlations
+
+    def cancel(self) -> None:
+        """Nobody waits for the reply any more."""
+        with self._callee.waking:
+            self.cancelled = True
+            waking, self._waking = self._waking, ()
+        stop = self._stop
+        if stop is not None:
+            stop()
+        for wake in waking:
+            wake()
+
+    def when_cancelled(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """See :class:`rpc.runtime.deadlines.Scope`."""
+        with self._callee.waking:
+            cancelled = self.cancelled
+            if not cancelled:
+                self._waking += (wake,)
+        if cancelled:
+            wake()
+
+        def undo() -> None:
+            with self._callee.waking:
+                self._waking = tuple(each for each in self._waking if each is not wake)
+
+        return undo
+
+    def run(self) -> None:
+        """Adopts the references, and goes on when the owners have confirmed them."""
+        request = self.request
+        references = self._agent.references
+        if request.operation is Operation.CREATE:
+            self._creates = references.creation_arrived(self._caller, request.target)
+        adopted = references.nothing_adopted
+        if request.references:
+            adopted = references.adopt(request.references)
+        if not adopted.pending:
+            self._serve(adopted)
+            return
+        context = contextvars.copy_context()
+        executor = self._agent.executor
+
+        def go_on() -> None:
+            executor.submit(lambda: context.run(self._serve, adopted))
+
+        adopted.when_confirmed(go_on)
+
+    def _serve(self, adopted: Adopted) -> None:
+        operation = self.request.operation
+        try:
+            if not self.request.extensions:
+                self._serve_in(None, adopted)
+                return
+            scopes: Scopes = []
+            try:
+                self._serve_in(scopes, adopted)
+            except BaseException as error:
+                if scopes:
+                    leave(scopes, error)
+                raise
+            if scopes:
+                leave(scopes, None)
+        except BaseException as error:
+            self._report(
+                self._reply_error if operation is Operation.EXTENSION else self._fail, error
+            )
+
+    def _report(self, tell: Callable[[BaseException], None], error: BaseException) -> None:
+        """Whatever becomes of telling an error, the caller gets a reply and this ends."""
+        try:
+            tell(error)
+        except BaseException:
+            with suppress(BaseException):  # where the log goes may be broken, too
+                _logger.exception("%s failed, and so did telling why", text_of(self.name))
+            told = RemoteError(f"the call failed on {self._agent.info}, and so did telling why")
+            if self.number:
+                self._callee.ended_once(self, Outcome(self.method, None, told))
+            else:
+                self._reply_error(told)
+
+    def _serve_in(self, scopes: Scopes | None, adopted: Adopted) -> None:
+        operation = self.request.operation
+        if operation is Operation.FETCH:
+            self._fetch(scopes)
+        elif operation is Operation.EXTENSION:
+            self._extension(adopted, scopes)
+        else:
+            value = None
+            if operation is Operation.METHOD:
+                value = self._place()
+                if not value.done():
+                    again = self._later(lambda _: self._serve(adopted))
+                    self._suspend(value.when_done, again, value.forget)
+                    return
+            # The id of a request that may come more than once, but is to run once; or nothing.
+            once = self.request.target
+            if operation is not Operation.CALL:
+                once = once[PASSED_BYTES:]
+            if not once or self._callee.admit(self, RequestId.decode(once)):
+                self._call(adopted, scopes, value)
+
+    def answer(self, outcome: Outcome) -> None:
+        """Replies with what a function returned or raised, maybe for another request."""
+        self.method = outcome.method
+        if outcome.error is not None:
+            self._reply_error(outcome.error)
+            return
+        try:
+            if self.request.operation is Operation.CREATE:
+                self._reply_created(outcome.result)
+            else:
+                self._reply(outcome.result)
+        except BaseException as error:
+            self._reply_error(error)
+
+    def _unpack(self, adopted: Adopted, scopes: Scopes | None) -> Any:
+        request, payload, tensors = self.request, self._payload, self._tensors
+        replace = None
+        if scopes is not None:
+            replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
+        value = packing.unpack(payload, request.tensor_table, tensors, adopted, replace)
+        self._payload, self._tensors = b"", ()  # the handler owns them now
+        return value
+
+    def _call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> None:
+        deadlines.enter(self)
+        if deadlines.is_over(self, self._agent.clock.now()):
+            self.give_up()
+            return
+        func, args, kwargs = self._what_to_call(adopted, scopes, value)
+        del adopted, value
+        try:
+            if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
+                name = text_of(self.method)
+                result = run_handler(self._agent, self.sender, name, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
+        except TypeError as error:
+            refuse_as_torch_does(func, error)
+            raise
+        if getattr(func, _ASYNC_MARK, None) is not None:
+            self._finish_with_future(result)
+        elif type(result) is CoroutineType:
+            self._stop = self._agent.event_loop.run(result, self._succeed, self._fail)
+            if self.cancelled:
+                self._stop()
+        else:
+            del args, kwargs
+            self._succeed(result)
+
+    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> Any:
+        """The function, or the method of a value, its arguments, and those it takes by name."""
+        request = self.request
+        if value is not None:
+            args, kwargs = self._unpack(adopted, scopes), {}
+            if type(args) is list:
+                args, kwargs = args
+            name = request.function.decode()
+            self.method = f"RRef.{name}"
+            return getattr(value.value(), name), args, kwargs
+        if request.function:
+            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
+        else:
+            func, args, kwargs = self._unpack(adopted, scopes)
+        self.method = request.function or method_name(func, args)
+        if func is not call_method:
+            return func, args, kwargs
+        self.method = method_name(func, args)
+        return call_method(*args, **kwargs)
+
+    def _finish_with_future(self, future: object) -> None:
+        if not isinstance(future, torch._C.Future):
+            raise RuntimeError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but got {type(future).__name__}"
+            )
+        # Unlike its value(), a done future's wait() has this thread's streams wait, too.
+        settle = self._later(lambda done: self._settle(done.wait, self._fail))
+        self._suspend(future.add_done_callback, settle)
+
+    def _place(self) -> Slot:
+        """Where the value is, or will be, that the request asks for or a method of."""
+        return self._agent.references.place_of(self.request.target)
+
+    def _later(self, go_on: Callable[[Any], None]) -> Callable[[Any], object]:
+        """``go_on`` as a callback that leaves it to a handler thread, in this context."""
+        context, submit = contextvars.copy_context(), self._agent.executor.submit
+        return lambda done: submit(lambda: context.run(go_on, done))
+
+    def _at_once(self, fail: Callable[[BaseException], None]) -> Callable[[Any], object]:
+        """A callback that settles this where it is called, in this context."""
+        context = contextvars.copy_context()
+        return lambda done: context.run(self._settle, done.value, fail)
+
+    def _suspend(
+        self,
+        when_done: Callable[[Callable[[Any], None]], object],
+        go_on: Callable[[Any], object],
+        forget: Callable[[Callable[[Any], None]], object] | None = None,
+    ) -> None:
+        """Goes on when something is done, unless the caller gives the request up before that.
+
+        What is never done then keeps nothing: neither this nor a shutdown waits for it.
+
+        Args:
+            when_done: takes what is to be called when it is done.
+            go_on: called then.
+            forget: undoes ``when_done``, if that can be.
+        """
+        turn = [(self, go_on)]  # whoever takes it decides how this ends
+
+        def resume(done: Any) -> None:
+            with suppress(IndexError):
+                service, act = turn.pop()
+                service._stop = None  # it refers to the service
+                act(done)
+
+        def stop() -> None:
+            with suppress(IndexError):
+                service, _ = turn.pop()
+                service._stop = None
+                if forget is not None:
+                    forget(resume)
+                service.give_up()
+
+        self._stop = stop
+        when_done(resume)
+        if self.cancelled:
+            stop()
+
+    def _settle(self, value: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
+        try:
+            result = value()
+        except BaseException as error:
+            fail(error)
+        else:
+            self._succeed(result)
+
+    def _fetch(self, scopes: Scopes | None) -> None:
+        self.method = "to_here"
+        if scopes is not None:
+            extensions = self._agent.extensions
+            extensions.on_request(self.sender, self.request.extensions, scopes)([])
+        slot = self._place()
+        if slot.done():
+            self._settle(slot.value, self._reply_error)
+            return
+        # Whoever fills the slot is a handler, which may as well encode the replies.
+        self._suspend(slot.when_done, self._at_once(self._reply_error), slot.forget)
+
+    def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
+        request = self.request
+        self.method = f"{request.target.decode()} message"
+        if scopes is not None:
+            self._agent.extensions.on_request(self.sender, request.extensions, scopes)([])
+        body, *tensors = self._unpack(adopted, None)
+        extension = self._agent.extensions.load(request.target.decode())
+        answer = extension.on_message(self.sender, body, tensors)
+        require_answer(extension.name, answer)
+        if isinstance(answer, bytes | tuple):
+            self._succeed(answer)
+        else:
+            self._suspend(answer.add_done_callback, self._at_once(self._reply_error))
+
+    def _succeed(self, result: object) -> None:
+        try:
+            if self._creates is not None:
+                self._agent.references.created(self._creates, result)
+                result = encode_constant(result)  # all that outlives the reference
+            if self.number:
+                self._callee.ended_once(self, Outcome(self.method, result, None))
+            elif self._creates is not None:
+                self._reply_created(result)
+            else:
+                self._reply(result)
+        except BaseException as error:
+            self._fail(error)
+
+    def _reply_created(self, constant: object) -> None:
+        """Tells that the function of a ``remote()`` ran, and what it made if that is small."""
+        assert isinstance(constant, bytes)
+        reply = Reply(Status.OK, extensions=self._metadata(()))
+        try:
+            self._send(reply, constant)
+        except _NOBODY_THERE as error:
+            self._drop_reply(error)
+
+    def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
+        """What extensions have to say about a reply that carries no value."""
+        extensions = self.request.extensions
+        if not extensions:
+            return ()
+        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors, None)
+
+    def _reply(self, result: object) -> None:
+        if self.orphaned:  # a later life of the caller must not get it
+            self._callee.finished(self)
+            return
+        if self.cancelled and not self.number:  # the caller only wants to hear that it is over
+            self._send_quietly(Reply(Status.OK))
+            return
+        agent = self._agent
+        attach = None
+        if self.request.extensions:
+            attach = agent.extensions.attach_reply(self.sender, self.request.extensions)
+        if agent.announce is not None and (
+            attach is not None
+            or self.request.operation is Operation.EXTENSION
+            or packing.takes_long(result)
+        ):
+            agent.announce(self.sender, FrameKind.REPLY)
+        lower = pack_tied_tensors
+        if self.request.operation is Operation.EXTENSION:
+            lower = pack_tensors  # gradients: each is its receiver's own
+        packed = packing.pack(
+            result, self.sender, agent.references, attach, borrow=False, lower=lower
+        )
+        payload, plain, extensions, loan, table, slots = packed
+        reply: Reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
+        try:
+            self._send(reply, payload, slots)
+        except BaseException as error:
+            agent.references.unsent(loan, str(error))
+            if not isinstance(error, _NOBODY_THERE):
+                raise
+            self._drop_reply(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Reports an error of the user's function: here, and to the caller."""
+        if self.cancelled and issubclass(type(error), _GIVEN_UP):
+            self.give_up()
+            return
+        self.failed = True
+        if not self._ended_by_shutdown(error):
+            _print_traceback(error, self._agent.info)
+        if self._creates is not None or self.number:
+            keep(error)
+        if self._creates is not None:
+            self._agent.references.creation_raised(self._creates, raisable(error))
+            if self.number:
+                self._callee.ended_once(self, Outcome(self.method, b"", None))
+            else:
+                self._send_quietly(Reply(Status.OK))
+        elif self.number:
+            self._callee.ended_once(self, Outcome(self.method, None, error))
+        else:
+            self._reply_error(error)
+
+    def give_up(self) -> None:
+        """Ends a request that nobody waits for any more, and of which nothing runs."""
+        error = self._why_given_up()
+        if self._creates is not None:
+            self._agent.references.creation_raised(self._creates, error)
+        if self.number:
+            self._callee.ended_once(self, Outcome(self.method, None, error))
+        else:
+            self._reply_error(error)
+
+    def _why_given_up(self) -> RpcError:
+        """What the caller raises if it hears of this before it gives up itself."""
+        if self.cancelled:
+            return CallCancelledError(f"{text_of(self.name)} was cancelled by its caller")
+        limit = f"{self.request.timeout * 1000:g}"
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({limit} ms) and did not start before it was over"
+        )
+
+    def _ended_by_shutdown(self, error: BaseException) -> bool:
+        """Whether it says only that this worker closes: the caller is to learn that as a loss."""
+        # Of its type: an error's class may answer for its attributes, or raise.
+        return issubclass(type(error), AgentClosedError) and self._agent.departure.is_closing
+
+    def _reply_error(self, error: BaseException) -> None:
+        self.failed = True
+        if self._ended_by_shutdown(error):
+            self._drop_reply(error)
+            return
+        self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
+
+    def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
+        """Sends what must not fail again; a caller that is gone needs no reply."""
+        try:
+            self._send(reply, payload)
+        except _NOBODY_THERE as error:
+            self._drop_reply(error)
+        except BaseException as error:
+            self._send_in_short(error)
+
+    def _send_in_short(self, failure: BaseException) -> None:
+        """Tells a caller that waits at least why its reply cannot be sent, such as for its size."""
+        info = self._agent.info
+        told = RemoteError(f"the reply of {info} cannot be sent: {repr_of(failure)}")
+        try:
+            self._send(Reply(Status.ERROR, plain=False), encode_error(told, info))
+        except BaseException as error:
+            self._drop_reply(error)
+
+    def _drop_reply(self, error: BaseException) -> None:
+        """Ends a request whose caller is gone, or who learns from our end what became of it."""
+        _logger.debug("no reply to %s by worker %d: %s", text_of(self.method), self.sender, error)
+        self._callee.finished(self)
+
+    def _send(
+        self,
+        reply: Reply,
+        payload: bytes = b"",
+        slots: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        if self.orphaned:
+            raise UnknownWorkerError(f"the life of worker {self.sender} that asked is over")
+        header = reply.encode()
+        self.sent = len(header) + len(payload)
+        if slots:
+            self.sent += tensor_bytes(slots)
+            streams.leave_tensors(slots)  # another thread may send, or send again
+        frame = new_tuple(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
+        if self.request.extensions and traced() is not None:
+            # Whoever gets the reply may ask for the records at once.
+            self._callee.leaving(self)
+        self._agent.transport.send(self.sender, frame)
+        self._callee.finished(self)
+
+
+def _print_traceback(error: BaseException, worker: WorkerInfo) -> None:
+    """Never raises, whatever ``sys.stderr`` is: the caller waits for a reply."""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        sys.stderr.write(f"On {worker}:\n{''.join(lines)}")  # at once: others write there too
+    except BaseException:
+        with suppress(BaseException):  # where the log goes may be as broken
+            _logger.error("sys.stderr does not take this traceback", exc_info=error)

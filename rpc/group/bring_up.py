@@ -1,0 +1,146 @@
+"""Forms a group: transport up, meet the others at the store, tell the agent who they are.
+
+The same for every backend. If anything fails, what was started is closed
+before the error is raised, so that a failed ``init_rpc`` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import Store
+
+from rpc.agent import Agent, AgentOptions
+from rpc.constants import DEFAULT_NUM_WORKER_THREADS
+from rpc.group import rendezvous
+from rpc.group.membership import LIVENESS, Check, Membership, peer_of
+from rpc.group.probes import StoreProber
+from rpc.group.store import KEY_MARK, Record, key_mark, next_incarnation, within
+from rpc.options import RpcBackendOptions
+from rpc.transports.base import Transport
+from rpc.transports.host.identity import usable_cores
+from rpc.worker_info import WorkerInfo
+
+
+def form_group(
+    backend: str,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    transport: Transport,
+    check: Check,
+    kind: type[Agent] = Agent,
+    group_key: bytes = b"",
+) -> Agent:
+    """Brings one worker into its group.
+
+    Args:
+        backend: its name, which all workers must share.
+        store: where they meet.
+        name: of this worker.
+        rank: its id.
+        world_size: how many workers there are; None joins a dynamic group.
+        options: timeouts and threads.
+        transport: not started yet.
+        check: raises if the records of the whole group do not fit together; in a dynamic one,
+            those of this worker and another.
+        kind: the class of the agent.
+        group_key: the secret of the group, if its transport has one.
+
+    Raises:
+        BringUpError: workers are missing or disagree.
+    """
+    info = WorkerInfo(name, rank)
+    incarnation = within(options.bring_up_timeout, lambda: next_incarnation(store, name, rank))
+    prober = StoreProber(address_towards(options.init_method)) if options.liveness_timeout else None
+    agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
+    agent.store = store
+    try:
+        address = agent.start()
+        extras = {LIVENESS: agent.liveness, KEY_MARK: key_mark(group_key)}
+        me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
+        if world_size is None:
+            agent.membership = Membership(agent, store, me, check)
+            agent.membership.join(options.bring_up_timeout)
+        else:
+            records = rendezvous.meet(store, me, options.bring_up_timeout)
+            check(records)
+            agent.join([peer_of(record) for record in records])
+    except BaseException:
+        agent.shutdown(graceful=False)
+        raise
+    return agent
+
+
+def _agent_options(options: RpcBackendOptions) -> AgentOptions:
+    threads = getattr(options, "num_worker_threads", DEFAULT_NUM_WORKER_THREADS)
+    return AgentOptions(
+        num_worker_threads=threads,
+        rpc_timeout=options.rpc_timeout,
+        shutdown_timeout=options.shutdown_timeout or 0.0,
+        liveness_timeout=options.liveness_timeout or 0.0,
+    )
+
+
+def address_towards(init_method: str) -> str | None:
+    """This host's address on the network where the group's store is; None if that is here.
+
+    So a group on one host listens on the loopback interface only.
+    """
+    mine = _address_towards(_host_of_store(init_method))
+    return None if mine is None or _is_loopback(mine) else mine
+
+
+def prefers_tcp(init_method: str, world_size: int | None) -> bool:
+    """Whether torch carries frames over TCP unless the options say otherwise.
+
+    It does where workers come and go, and where they share cores; ``TensorPipeTransport`` says
+    why.
+
+    Args:
+        init_method: where the group's store is.
+        world_size: how many workers there are; None if they come and go.
+    """
+    return world_size is None or is_crowded(init_method, world_size)
+
+
+def is_crowded(init_method: str, world_size: int) -> bool:
+    """True if a static group is known to have more workers on this host than it has cores.
+
+    They are all here if the store is a file, or at a loopback address; how many of them
+    torchrun started here, it says itself.
+    """
+    workers, scheme = os.environ.get("LOCAL_WORLD_SIZE", ""), urlsplit(init_method).scheme
+    if scheme == "env" and workers.isdecimal():
+        return int(workers) > usable_cores()
+    mine = _address_towards(_host_of_store(init_method))
+    are_here = scheme == "file" or (mine is not None and _is_loopback(mine))
+    return are_here and world_size > usable_cores()
+
+
+def _host_of_store(init_method: str) -> str | None:
+    parts = urlsplit(init_method)
+    return os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+
+
+def _address_towards(host: str | None) -> str | None:
+    """This host's address on the way to another; None if there is no way, or no other."""
+    if not host:
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; makes the kernel choose our address
+            mine: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return mine
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,84 @@
+"""Telling the group that a worker is lost: when, to whom, and by which means.
+
+What a loss ends here is the agent's business, and happens at once. The others are told
+after a moment in which it may turn out that it is this worker which is cut off.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rpc.ids import Life
+from rpc.protocol.liveness import Evidence, Suspicion, fingers
+from rpc.wire.control import Lost
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+_TOLD = "declared it lost"
+
+
+class Accusations:
+    """What one agent tells the others of losses.
+
+    Args:
+        agent: the worker.
+        bound: its liveness timeout in seconds, 0 if it watches nobody.
+    """
+
+    def __init__(self, agent: Agent, bound: float) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._suspicion = Suspicion(agent.info.id, bound)
+
+    def lost(self, life: Life, reason: str, evidence: Evidence) -> None:
+        """A life was declared lost here."""
+        agent = self._agent
+        if agent.departure.expects_departures():
+            return
+        if agent.watch is None:
+            self._strike_off(life)
+            return
+        now = agent.clock.now()
+        with self._lock:
+            delay = self._suspicion.delay(life.worker, evidence, now)
+        if delay == 0.0:
+            self._accuse(life, reason)
+        else:
+            agent.timers.at(now + delay, partial(self._accuse_later, life, reason))
+
+    def wording(self, reason: str) -> str:
+        """What others are told about a worker that this one declares lost."""
+        name = self._agent.info.name
+        return reason if _TOLD in reason else f"worker {name!r} {_TOLD}: {reason}"
+
+    def _accuse_later(self, life: Life, reason: str) -> None:
+        agent = self._agent
+        others = len(agent.group.living()) - 1
+        with self._lock:
+            cut_off = self._suspicion.is_cut_off(others, agent.clock.now())
+        if not cut_off:
+            self._accuse(life, reason)
+
+    def _accuse(self, life: Life, reason: str) -> None:
+        agent = self._agent
+        if not self._strike_off(life) or agent.watch is None:
+            return
+        told = self.wording(reason)
+        agent.watch.tell_lost(life, told)
+        message = Lost(life.worker, life.incarnation, told)
+        for worker in fingers(agent.info.id, [each.id for each in agent.group.living()]):
+            agent.notices.tell(agent.group.life(worker), message)
+
+    def _strike_off(self, life: Life) -> bool:
+        """Takes a life off the store's list; False if this worker has no say any more."""
+        agent = self._agent
+        latest = agent.group.latest(life.worker)
+        returned = latest is None or latest.incarnation != life.incarnation
+        if returned or agent.is_expelled or agent.departure.expects_departures():
+            return False
+        if agent.membership is not None:
+            agent.membership.remove(life)
+        return True

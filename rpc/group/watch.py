@@ -1,0 +1,163 @@
+"""Watching others for one agent: the I/O half of ``liveness``.
+
+Runs on the agent's pulse, a few times per bound; whatever a loss entails happens on
+the agent's own threads, so that nobody who is slow or stuck can hold up the watch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Set
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rpc.group.probes import Prober
+from rpc.ids import Life
+from rpc.protocol.liveness import Ask, Evidence, Forget, Liveness, Silent, neighbour
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+_logger = logging.getLogger("rpc")
+
+
+class Watch:
+    """One agent's watch over the workers it depends on.
+
+    Args:
+        agent: the worker.
+        bound: seconds from the moment a worker falls silent until it is declared lost.
+        prober: asks for signs of life, and gives them.
+    """
+
+    def __init__(self, agent: Agent, bound: float, prober: Prober) -> None:
+        self._agent = agent
+        self._liveness = Liveness(bound)
+        self._prober = prober
+        self._condemned: deque[tuple[str, str]] = deque()
+        self._version = -1
+        self._neighbour: Life | None = None
+        self._expelled = False
+        self._lacking = False
+        self._lacked = False
+
+    def start(self) -> str:
+        """Begins to give signs of life; returns what the others need to ask for them."""
+        return self._prober.start(self._agent.life)
+
+    def beat(self, now: float) -> float:
+        """Looks after everybody; returns when to come back."""
+        self._leave_notes()
+        due = self._liveness.due(now)
+        if now < due:
+            return due
+        self._collect()
+        for effect in self._liveness.tick(now, self._watched()):
+            if isinstance(effect, Ask):
+                self._ask(effect.life)
+            elif isinstance(effect, Forget):
+                self._prober.forget(effect.life)
+            else:
+                self._fell_silent(effect)
+        self._lacked, self._lacking = self._lacking, False
+        return self._liveness.due(now)
+
+    def tell_lost(self, life: Life, reason: str) -> None:
+        """Leaves a note for a worker that was declared lost, in case it lives."""
+        address = self._address(life)
+        if address:
+            me = self._agent.life
+            self._condemned.append((address, f"{me.worker} {me.incarnation} {reason}"))
+            self._agent.pulse.wake()
+
+    def verdict(self) -> str | None:
+        """Why this worker was declared lost, if others say that it was."""
+        note = self._prober.verdict()
+        if note is None:
+            return None
+        worker, incarnation, reason = note.split(" ", 2)
+        alone = len(self._agent.group.living()) == 1
+        believed = alone or not self._is_lost(Life(int(worker), int(incarnation)))
+        return reason if believed else None
+
+    def _is_lost(self, life: Life) -> bool:
+        """True of one whose word does not count: all were silent to it if it was cut off."""
+        group = self._agent.group
+        known = group.latest(life.worker)
+        if known is None or known.incarnation < life.incarnation:
+            return False
+        return known.incarnation > life.incarnation or group.lost_error(life.worker) is not None
+
+    def close(self) -> None:
+        """Stops giving signs of life; the pulse must have stopped."""
+        self._leave_notes()
+        self._prober.close()
+
+    def _ask(self, life: Life) -> None:
+        try:
+            self._prober.ask(life, self._address(life))
+        except OSError as error:
+            self._liveness.not_asked(life)
+            self._lacks(error)
+
+    def _leave_notes(self) -> None:
+        while self._condemned:
+            try:
+                self._prober.condemn(*self._condemned[0])
+            except OSError as error:
+                self._lacks(error)
+                return
+            self._condemned.popleft()
+
+    def _lacks(self, error: OSError) -> None:
+        """This worker's own shortage says nothing of the others; logged once, until it is over."""
+        if not (self._lacked or self._lacking):
+            _logger.error(
+                "%r cannot ask other workers for signs of life, and will not notice when one "
+                "freezes: %s",
+                self._agent.info.name,
+                error,
+            )
+        self._lacking = True
+
+    def _collect(self) -> None:
+        reason = self.verdict()  # says more than the others' answers
+        if reason is not None:
+            self._learn(reason)
+        for answer in self._prober.collect():
+            self._liveness.answered(answer.life)
+            if answer.expelled and not self._is_lost(answer.life):
+                name = self._agent.group.peer(answer.life.worker).info.name
+                self._learn(f"worker {name!r} says that it was declared lost")
+
+    def _learn(self, reason: str) -> None:
+        if not self._expelled:
+            self._expelled = True
+            self._agent.completions.submit(partial(self._agent.losses.expelled, reason))
+
+    def _fell_silent(self, effect: Silent) -> None:
+        reason = f"it gave no sign of life for {effect.seconds:.1f} s"
+        declare = partial(self._agent.losses.declare, effect.life, reason, Evidence.SILENT)
+        self._agent.completions.submit(declare)
+
+    def _watched(self) -> Set[Life]:
+        agent = self._agent
+        group = agent.group
+        if group.version != self._version:
+            self._version = group.version
+            able = [worker.id for worker in group.living() if group.peer(worker.id).liveness]
+            nearest = neighbour(agent.info.id, able)
+            self._neighbour = None if nearest is None else group.life(nearest)
+        wanted = {
+            group.life(to)
+            for to in agent.caller.destinations()
+            if to != agent.info.id and group.lost_error(to) is None and group.peer(to).liveness
+        }
+        if self._neighbour is not None:
+            wanted.add(self._neighbour)
+        return wanted
+
+    def _address(self, life: Life) -> str:
+        peer = self._agent.group.latest(life.worker)
+        return peer.liveness if peer is not None and peer.incarnation == life.incarnation else ""

@@ -1,0 +1,1 @@
+"""Looking at a running worker: metrics, profiler spans, traces, debug dumps."""

@@ -1,0 +1,219 @@
+"""Tells people what a worker is doing, in words; on a signal, if they ask for that.
+
+Owns the text and the way from a signal to it. The signal may come at any moment,
+even while its thread holds a lock or waits inside torch, so nothing is done in
+its handler: a thread of our own reads from a pipe that a signal was received,
+and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import IO, Any
+
+from rpc.agent import Agent
+from rpc.current import find_agent
+from rpc.errors import RpcError
+from rpc.runtime.threads import Thread, running_frames
+
+_STOP = b"\0"
+
+
+def describe(agent: Agent) -> str:
+    """What a worker waits for, serves, keeps and runs: one line each, stacks of its threads."""
+    sections: tuple[tuple[str, Callable[[Agent], list[str]]], ...] = (
+        ("workers", _workers),
+        ("calls that wait for their reply", _calls),
+        ("calls that will be tried again", _paused),
+        ("requests being served", _requests),
+        ("values that others hold", lambda agent: agent.references.report.inventory()[0]),
+        ("references to others' values", lambda agent: agent.references.report.inventory()[1]),
+        ("counts", _counts),
+    )
+    lines = [f"=== {agent.info}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ==="]
+    for title, tell in sections:
+        try:
+            found = tell(agent)
+        except Exception as error:  # a dump of something broken should say what it can
+            found = [f"cannot tell: {error!r}"]
+        lines.append(f"{title}: {len(found) or 'none'}")
+        lines += (f"    {line}" for line in found)
+    return "\n".join([*lines, *_threads(agent)]) + "\n"
+
+
+def install_debug_signal(
+    signal_number: int | None = None, file: IO[str] | None = None
+) -> DebugSignal:
+    """From now on, a signal makes this process tell what its worker is doing.
+
+    For programs that hang: ``kill -USR1 <pid>`` prints every outstanding call with
+    its age and destination, the requests being served, references and their
+    holders, and the stacks of all threads. The program goes on. It also works
+    while the main thread waits inside torch.
+
+    Call it in the main thread; before or after ``init_rpc``. It stays until the
+    returned object is closed or the process ends.
+
+    Args:
+        signal_number: default ``signal.SIGUSR1``; its previous handler is replaced.
+        file: where to write; default the standard error stream.
+
+    Raises:
+        TypeError: ``signal_number`` is no whole number.
+        ValueError: this is not the main thread, there is no such signal, or the system
+            lets no program handle it.
+        RpcError: this system has no ``SIGUSR1``.
+
+    Example::
+
+        rpc.install_debug_signal()
+    """
+    if signal_number is None:
+        signal_number = getattr(signal, "SIGUSR1", None)
+        if signal_number is None:
+            raise RpcError("this system has no SIGUSR1; choose another signal_number")
+    if not isinstance(signal_number, int):
+        kind = type(signal_number).__name__
+        raise TypeError(f"signal_number={signal_number!r} is a {kind}, not a whole number")
+    return DebugSignal(signal_number, file)
+
+
+class DebugSignal:
+    """A signal that makes this process tell what it does; see :func:`install_debug_signal`.
+
+    The interpreter writes a signal's number to the *wakeup fd* at once, whatever
+    the main thread does; that is ours unless somebody else needs it (an asyncio
+    loop in the main thread does). Then the handler, which runs as soon as the main
+    thread is back in Python, writes it.
+    """
+
+    def __init__(self, signal_number: int, file: IO[str] | None) -> None:
+        self._number = signal_number
+        self._file = file
+        self._context = contextvars.copy_context()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._fd_before = -1
+        self._thread = Thread(target=self._serve, name="rpc-debug-signal", daemon=True)
+        try:
+            self._handler_before: Any = signal.signal(signal_number, self._received)
+        except BaseException as error:
+            os.close(self._read)
+            os.close(self._write)
+            if isinstance(error, OSError):
+                raise ValueError(f"signal {signal_number} cannot be handled: {error}") from error
+            raise
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if self._fd_before != -1:
+            signal.set_wakeup_fd(self._fd_before)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restores what the signal did before; call it in the main thread."""
+        signal.signal(self._number, self._handler_before)
+        if self._owns_wakeup_fd():
+            signal.set_wakeup_fd(-1)
+        os.set_blocking(self._write, True)
+        os.write(self._write, _STOP)
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def __enter__(self) -> DebugSignal:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if not self._owns_wakeup_fd():
+            with contextlib.suppress(BlockingIOError):  # enough dumps are asked for already
+                os.write(self._write, bytes([number]))
+
+    def _owns_wakeup_fd(self) -> bool:
+        current = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(current, warn_on_full_buffer=current != self._write)
+        return current == self._write
+
+    def _serve(self) -> None:
+        while (received := os.read(self._read, 1)) != _STOP:
+            if received == bytes([self._number]):
+                agent = self._context.copy().run(find_agent)
+                text = describe(agent) if agent is not None else _without_agent()
+                file = self._file or sys.stderr
+                file.write(text)
+                file.flush()
+
+
+# --- Sections
+
+
+def _name(agent: Agent, worker: int) -> str:
+    return agent.group.peer(worker).info.name
+
+
+def _workers(agent: Agent) -> list[str]:
+    return [str(worker) for worker in agent.group.living()]
+
+
+def _calls(agent: Agent) -> list[str]:
+    return [
+        f"{row['age']:9.3f} s  {row['call']} -> {_name(agent, row['to'])}"
+        for row in agent.caller.outstanding()
+    ]
+
+
+def _paused(agent: Agent) -> list[str]:
+    return [
+        f"in {row['again_in']:6.3f} s  {row['call']} -> {row['to']}, after {row['after']}"
+        for row in agent.retries.paused()
+    ]
+
+
+def _requests(agent: Agent) -> list[str]:
+    return [
+        f"{row['age']:9.3f} s  {row['call']} <- {_name(agent, row['from'])} ({row['operation']})"
+        for row in agent.callee.serving()
+    ]
+
+
+def _counts(agent: Agent) -> list[str]:
+    counts = agent.debug_info().items()
+    return [f"{name}: {value}" for name, value in counts if isinstance(value, int | str)]
+
+
+# --- Threads
+
+
+def _without_agent() -> str:
+    lines = [f"=== process {os.getpid()}: RPC is not initialized ===", *_threads(None)]
+    return "\n".join(lines) + "\n"
+
+
+def _threads(agent: Agent | None) -> Iterator[str]:
+    """The stacks of all threads, the worker's first; those that wait for work only counted."""
+    frames = running_frames()
+    prefix = f"rpc-{agent.info.name}" if agent is not None else "rpc-"
+    known = sorted(threading.enumerate(), key=lambda t: (not t.name.startswith(prefix), t.name))
+    idle: dict[str, int] = {}
+    for thread in known:
+        frame = frames.get(thread.ident or 0)
+        if frame is None or thread is threading.current_thread():
+            continue
+        stack = traceback.extract_stack(frame)
+        if any(entry.name == "_take" and entry.filename.endswith("executor.py") for entry in stack):
+            idle[thread.name] = idle.get(thread.name, 0) + 1
+            continue
+        yield f"thread {thread.name} [{thread.native_id}]:"
+        yield from "".join(traceback.format_list(stack)).rstrip().split("\n")
+    for name, count in idle.items():
+        yield f"threads {name}: {count} without work"

@@ -1,0 +1,245 @@
+"""What profilers and traces get to see of a call, at both ends.
+
+Nothing of this runs unless somebody looks, which callers and callees check for
+every call. Owns the spans that ``torch.profiler`` and ``torch.autograd.profiler``
+show: ``rpc_sync#func(worker0 -> worker1)`` at the caller, from the making of a call
+until its result is decoded, and ``rpc_handler#func(...)`` at the callee.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch.autograd import profiler
+
+from rpc.observe import tracing
+from rpc.observe.names import operator_name, span_name
+from rpc.observe.profiler_spans import ProfilerSpan
+from rpc.observe.profiling import followed
+from rpc.observe.trace_records import CallKind, CallRecord, HandlerRecord
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import Decode, FutureSink, Sink, Unpack, WaitingCaller
+from rpc.transports.base import Frame
+from rpc.wire.codec import ImportNeeded
+from rpc.wire.messages import Operation, Reply, Status
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+    from rpc.calls.caller import Call
+
+__all__ = ["WatchedSink", "profiler_enabled", "profiling", "run_handler", "traced", "watching"]
+
+traced = tracing.active
+
+
+def profiling() -> bool:
+    """True if a profiler may be recording this thread."""
+    return profiler._is_profiler_enabled or profiler_enabled()
+
+
+class Observer(Protocol):
+    """Looks at one call."""
+
+    def replied(self) -> None:
+        """The reply arrived, or it is known that none will."""
+
+    def ended(self, failed: bool) -> None:
+        """The result is there."""
+
+
+class WatchedSink:
+    """Passes a call's outcome on, and tells observers before anybody else learns of it."""
+
+    __slots__ = ("_kind", "_observers", "_over", "_sink")
+
+    def __init__(self, sink: Sink, kind: CallKind, observers: Sequence[Observer]) -> None:
+        self._sink = sink
+        self._kind = kind
+        self._observers = observers
+        self._over = False
+
+    def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
+        """The reply arrived. Whoever unpacks it ends the call; nobody does for ``remote``."""
+        for observer in self._observers:
+            observer.replied()
+        if self._kind is CallKind.REMOTE:
+            self.over(reply.status is Status.ERROR)
+            self._sink.replied(reply, frame, unpack)
+        else:
+            self._sink.replied(reply, frame, self._ending(unpack))
+
+    def failed(self, error: Exception) -> None:
+        """There will be no reply."""
+        for observer in self._observers:
+            observer.replied()
+        self.over(failed=True)
+        self._sink.failed(error)
+
+    def over(self, failed: bool) -> None:
+        """Tells the observers, once, that the call is over."""
+        if not self._over:
+            self._over = True
+            for observer in self._observers:
+                observer.ended(failed)
+
+    def _ending(self, unpack: Unpack) -> Unpack:
+        def unpack_and_end(reply: Reply, frame: Frame, decode: Decode) -> Any:
+            try:
+                value = unpack(reply, frame, decode)
+            except ImportNeeded:  # it will be unpacked again, where imports are allowed
+                raise
+            except BaseException:
+                self.over(failed=True)
+                raise
+            self.over(failed=False)
+            return value
+
+        return unpack_and_end
+
+
+def feeds(sink: Sink, future: Future[Any]) -> bool:
+    """True if a call's outcome goes to this future."""
+    sink = _inside(sink)
+    return isinstance(sink, FutureSink) and sink.future is future
+
+
+def leads_to(sink: Sink, wanted: Sink) -> bool:
+    """True if a call's outcome goes to this sink."""
+    return _inside(sink) is wanted
+
+
+def goes_on(sink: Sink) -> bool:
+    """True if a call that failed is tried again."""
+    return getattr(_inside(sink), "goes_on", False) is True
+
+
+def tell_expired(sink: Sink, call: Call) -> None:
+    """Lets a sink that may try again know which request of its is given up."""
+    inside = _inside(sink)
+    if hasattr(inside, "expired"):
+        inside.expired = call
+
+
+def _inside(sink: Sink) -> Sink:
+    while isinstance(sink, WatchedSink):
+        sink = sink._sink
+    return sink
+
+
+@contextlib.contextmanager
+def watching(
+    agent: Agent, operation: Operation, to: WorkerInfo, name: str, sink: Sink
+) -> Iterator[WatchedSink]:
+    """Observes a request that is sent inside the block, and its outcome after it."""
+    kind = _kind_of(operation, sink)
+    observers: list[Observer] = []
+    with contextlib.ExitStack() as scopes:
+        if profiling() and not followed() and kind is not CallKind.MESSAGE:
+            observers.append(_ProfiledCall(span_name(kind.value, name, agent.info.name, to.name)))
+        place = tracing.active()
+        if place is not None and place.recording.of(agent):
+            record = place.recording.begin_call(kind, operator_name(name), to.id)
+            observers.append(_TracedCall(record, place.recording.now))
+            scopes.enter_context(tracing.sending(place, record))
+        watched = WatchedSink(sink, kind, observers)
+        try:
+            yield watched
+        except BaseException:
+            watched.over(failed=True)
+            raise
+
+
+def run_handler(
+    agent: Agent,
+    sender: int,
+    name: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a handler and observes it; returns what it returned."""
+    place = tracing.active()
+    record = place.handler if place is not None else None
+    now = agent.clock.now
+    if record is not None:
+        record.running = now()
+    try:
+        if profiling() and not followed():
+            key = f"rpc_handler#{operator_name(name)}"
+            caller = agent.group.peer(sender).info.name
+            span = ProfilerSpan(f"{key}({caller} -> {agent.info.name})")
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                span.end()
+        else:
+            result = func(*args, **kwargs)
+    finally:
+        if record is not None:
+            record.returned = record.ran = now()
+    return result if record is None else _timed(result, record, now)
+
+
+def _timed(result: Any, record: HandlerRecord, now: Callable[[], float]) -> Any:
+    """The same result; notes when it is there, if that is later."""
+
+    def done(_: object = None) -> None:
+        record.ran = now()
+
+    if isinstance(result, torch._C.Future):
+        result.add_done_callback(done)
+    elif type(result) is CoroutineType:
+        return _awaited(result, done)
+    return result
+
+
+async def _awaited(coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]) -> Any:
+    try:
+        return await coroutine
+    finally:
+        done()
+
+
+class _ProfiledCall:
+    """A call in a profile of the thread that makes it."""
+
+    def __init__(self, key: str) -> None:
+        self._span = ProfilerSpan(key)
+
+    def replied(self) -> None:
+        return
+
+    def ended(self, failed: bool) -> None:
+        self._span.end()
+
+
+class _TracedCall:
+    """A call in a distributed trace."""
+
+    def __init__(self, record: CallRecord, now: Callable[[], float]) -> None:
+        self._record = record
+        self._now = now
+
+    def replied(self) -> None:
+        self._record.replied = self._now()
+
+    def ended(self, failed: bool) -> None:
+        self._record.ended = self._now()
+        self._record.failed = failed
+
+
+def _kind_of(operation: Operation, sink: Sink) -> CallKind:
+    if operation is Operation.CREATE:
+        return CallKind.REMOTE
+    if operation is Operation.FETCH:
+        return CallKind.TO_HERE
+    if operation is Operation.EXTENSION:
+        return CallKind.MESSAGE
+    is_waited_for = isinstance(sink, WaitingCaller) or getattr(sink, "is_waited_for", False)
+    return CallKind.SYNC if is_waited_for else CallKind.ASYNC

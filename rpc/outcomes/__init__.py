@@ -1,0 +1,1 @@
+"""Futures, and the other places where the outcome of a call goes."""

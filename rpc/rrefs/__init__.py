@@ -1,0 +1,1 @@
+"""Remote references: handles, values, and the messages that keep them alive."""

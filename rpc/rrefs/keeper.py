@@ -1,0 +1,603 @@
+"""Carries out what the reference protocol decides: the I/O half of ``references``.
+
+Owns the table's lock, the values of this worker's RRefs and the waiters for
+confirmations. Decisions are made under the lock; messages are sent, values
+freed and waiters told after it was let go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rpc.errors import (
+    FrameError,
+    RpcError,
+    RRefCreationError,
+    RRefDeletedError,
+    StaleRRefError,
+    WorkerLostError,
+)
+from rpc.ids import GlobalId, Life
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import WaitingCaller
+from rpc.outcomes.slot import Slot
+from rpc.protocol.reference_terms import (
+    Carrier,
+    Counts,
+    Effect,
+    Failure,
+    FailureKind,
+    FailValue,
+    FreeValue,
+    Handle,
+    HandleConfirmed,
+    HandleFailed,
+    OwnerHandle,
+    Send,
+    UserHandle,
+)
+from rpc.protocol.references import ReferenceTable
+from rpc.rrefs.creation_sink import CreationSink
+from rpc.rrefs.report import ReferenceReport
+from rpc.rrefs.rref import RRef, _rref_typeof_on_owner
+from rpc.rrefs.transfer import Adopted, Countdown, Holding, Loan, Maker
+from rpc.runtime.reaper import Reaper
+from rpc.runtime.signals import restore, shut_out
+from rpc.runtime.stack_room import require as require_room
+from rpc.runtime.text import text_of
+from rpc.wire.control import (
+    PASSED_BYTES,
+    ControlMessage,
+    Passage,
+    Passed,
+    borrowed_value,
+    decode_passed,
+    encode_passed,
+)
+from rpc.wire.kept_errors import again
+from rpc.wire.messages import Operation
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.agent import Agent
+
+
+_logger = logging.getLogger("rpc")
+
+_NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
+
+
+class ReferenceKeeper:
+    """The references of one agent."""
+
+    def __init__(self, agent: Agent, life: Life) -> None:
+        self.agent = agent
+        self._life = life
+        self._lock = threading.Lock()
+        self._table = ReferenceTable(life.worker, life.incarnation)
+        self._values: dict[GlobalId, Slot] = {}
+        self._settling: dict[GlobalId, list[Callable[[], None]]] = {}
+        self._creations_under_way = 0
+        self.stopped = False
+        """The worker shut down; its handles mean nothing to a later one of its name."""
+        self.report = ReferenceReport(self._lock, self._table, self._values)
+        self._makes_constants: dict[Maker, bool] = {}
+        self.nothing_adopted = Adopted(self)
+        self._reaper: Reaper[Holding] = Reaper(
+            f"rpc-reaper-{agent.info.name}", self._bury, agent.activity_changed
+        )
+
+    def start(self) -> None:
+        """Starts to collect dead handles."""
+        self._reaper.start()
+
+    def stop(self) -> None:
+        """Stops to collect dead handles; frees every value."""
+        self.stopped = True
+        self._reaper.stop()
+        with self._lock:
+            values = list(self._values.values())
+            self._values.clear()
+            settling = [callback for group in self._settling.values() for callback in group]
+            self._settling.clear()
+        for slot in values:
+            slot.fail(RRefDeletedError("the owner of the value shut down"))
+        for callback in settling:
+            callback()
+
+    # --- Making
+
+    def own(self, value: object) -> Holding:
+        """A reference to a value of this worker; nobody else knows of it yet."""
+        with self._lock:
+            handle = self._table.new_value()
+        slot = Slot()
+        slot.fill(value)
+        return Holding(handle, slot)
+
+    def create(
+        self, owner: WorkerInfo, func: Callable[..., Any], limit: float
+    ) -> tuple[RRef[Any], Passed, CreationSink]:
+        """A reference to a value that ``owner`` is about to make.
+
+        Args:
+            owner: of the value.
+            func: what makes it.
+            limit: seconds that may take, 0 for no limit.
+
+        Raises:
+            RecursionError: too little is left of the stack.
+        """
+        require_room()
+        if owner.id == self._life.worker:
+            return self._create_here()
+        life = self.agent.group.life(owner.id)
+        with self._lock:
+            handle, passed = self._table.create_remote(life)
+            self._creations_under_way += 1
+        maker = (owner.id, getattr(func, "__qualname__", ""))
+        ends_at = self.agent.clock.now() + limit if limit else 0.0
+        holding = Holding(handle, None, Slot(), maker, ends_at)
+        return RRef._of(self, holding), passed, CreationSink(self, holding)
+
+    def _create_here(self) -> tuple[RRef[Any], Passed, CreationSink]:
+        slot = Slot()
+        with self._lock:
+            handle = self._table.create_here()
+            self._values[handle.reference.rref] = slot
+            self._creations_under_way += 1
+        holding = Holding(handle, slot, Slot())
+        reference = handle.reference
+        passed = Passed(reference, reference.rref, Passage.LOOPBACK)
+        return RRef._of(self, holding), passed, CreationSink(self, holding)
+
+    def creation_not_sent(self, rref: RRef[Any], passed: Passed, error: BaseException) -> None:
+        """The request of ``remote()`` could not be sent."""
+        with self._lock:
+            self._creations_under_way -= 1
+        if passed.passage is Passage.CREATION:
+            self.unsent(Loan((passed,)), text_of(error))
+        elif rref._holding.value is not None:  # the error itself would keep the handle alive
+            rref._holding.value.fail(RRefCreationError(f"RRef creation failed: {text_of(error)}"))
+
+    def creation_given_up(self, passed: Passed) -> None:
+        """The call of ``remote()`` ended before its request was sent: the owner is told."""
+        if passed.passage is Passage.CREATION:
+            self.unsent(Loan((passed,)), "its call ended before it was sent")
+
+    def creation_replied(self, holding: Holding) -> None:
+        """The owner has run the function that makes the value."""
+        effects: list[Effect] = []
+        with self._lock:
+            self._creations_under_way -= 1
+            if holding.fork is not None:
+                effects = self._table.creation_confirmed(holding.fork)
+        self._perform(effects)
+        if holding.maker is not None:
+            self._makes_constants[holding.maker] = bool(holding.constant)
+        if holding.creation is not None:
+            holding.creation.fill(None)
+
+    def creation_gone(self, holding: Holding, error: Exception) -> None:
+        """The request of ``remote()`` failed or timed out."""
+        fork = holding.fork
+        with self._lock:
+            self._creations_under_way -= 1
+            effects = self._table.creation_failed(fork, text_of(error)) if fork is not None else []
+        self._perform(effects)
+        if fork is None and holding.value is not None:
+            holding.value.fail(RRefCreationError(f"RRef creation failed: {text_of(error)}"))
+        if holding.creation is not None:
+            holding.creation.fail(error)
+        if fork is not None and holding.called_through:
+            self.agent.caller.creation_gone(fork, error)
+        if holding.dropped:
+            self.agent.completions.submit(lambda: self._tell_unread([holding]))
+
+    def creations_under_way(self) -> int:
+        """Calls of ``remote()`` whose outcome is not known yet."""
+        with self._lock:
+            return self._creations_under_way
+
+    # --- The owner's side of remote()
+
+    def creation_arrived(self, sender: Life, target: bytes) -> GlobalId:
+        """A request of ``remote()`` came: makes the place for its value, and names it."""
+        passed = _passed(target)
+        rref = passed.reference.rref
+        if passed.passage is not Passage.LOOPBACK:
+            with self._lock:
+                effects = self._table.creation_arrived(passed, sender)
+                if self._table.is_kept(rref):
+                    self._place(rref)
+            self._perform(effects)
+        return rref
+
+    def created(self, rref: GlobalId, value: object) -> None:
+        """The function of a ``remote()`` returned."""
+        slot = self._slot_of(rref)
+        if slot is not None:
+            slot.fill(value)
+
+    def creation_raised(self, rref: GlobalId, error: BaseException) -> None:
+        """The function of a ``remote()`` raised."""
+        slot = self._slot_of(rref)
+        if slot is not None:
+            slot.fail(error)
+
+    def place_of(self, target: bytes) -> Slot:
+        """The place of the value that a request of its user is made through.
+
+        Raises:
+            StaleRRefError: there is none any more.
+            FrameError: ``target`` is not what :meth:`lend_through` wrote.
+        """
+        rref = borrowed_value(target)
+        if rref is None:
+            raise FrameError("a request can only be made through a borrowed reference")
+        with self._lock:
+            found = self._values.get(rref)
+            if found is not None:
+                return found
+            stale = self._table.look_up(_passed(target).reference)
+            if stale is None:
+                return self._place(rref)
+        raise StaleRRefError(f"{rref} is stale: {stale}")
+
+    def _place(self, rref: GlobalId) -> Slot:
+        """The place of a value that is kept, made if need be. Needs the lock."""
+        slot = self._values.get(rref)
+        if slot is None:
+            slot = self._values[rref] = Slot()
+        return slot
+
+    def _slot_of(self, rref: GlobalId) -> Slot | None:
+        with self._lock:
+            return self._values.get(rref)
+
+    # --- Passing on
+
+    def lend(self, handles: Sequence[RRef[Any]], to: int, *, borrow: bool) -> Loan:
+        """Prepares handles to travel in one message to worker ``to``.
+
+        Raises:
+            RRefError: one of them must not be used any more, or is another worker's.
+        """
+        life = self.agent.group.life(to)
+        carrier = Carrier.REQUEST if borrow else Carrier.REPLY
+        passed: list[Passed] = []
+        try:
+            for rref in handles:
+                passed.append(self._share(rref, life, carrier))
+        except BaseException:
+            self.unsent(Loan(tuple(passed)), "another reference in the message is unusable")
+            raise
+        return Loan(tuple(passed), encode_passed(passed))
+
+    def lend_through(self, rref: RRef[Any], owner: int, loan: Loan) -> tuple[bytes, Loan]:
+        """Prepares the handle that a request to its owner is made through.
+
+        Args:
+            rref: the handle.
+            owner: the worker that the request goes to; not this one.
+            loan: of the references in the request's value.
+
+        Returns:
+            The target of the request, and the loan of all its references.
+
+        Raises:
+            RRefError: the handle must not be used any more, or is another worker's.
+        """
+        try:
+            through = self._share(rref, self.agent.group.life(owner), Carrier.REQUEST)
+        except BaseException:
+            self.unsent(loan, "the reference that the call is made through is unusable")
+            raise
+        both = Loan((through, *loan.passed), loan.table)
+        if through.passage is not Passage.BORROW:
+            self.unsent(both, "the owner of the reference was replaced")
+            raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
+        return encode_passed((through,)), both
+
+    def _share(self, rref: RRef[Any], to: Life, carrier: Carrier) -> Passed:
+        if rref._keeper is not self:  # the same ids may mean something else here
+            raise rref._not_for(self.agent.info)
+        holding = rref._holding
+        _require_created(holding)
+        with self._lock:
+            shared = self._table.share(holding.handle, to, carrier)
+            if not isinstance(shared, Failure) and holding.value is not None:
+                self._values.setdefault(holding.reference.rref, holding.value)
+        if isinstance(shared, Failure):
+            raise self._error(holding, shared, _NOT_SHAREABLE)
+        return shared
+
+    def require_shareable(self, holding: Holding) -> None:
+        """Raises the error of a handle that must not be passed on."""
+        _require_created(holding)
+        with self._lock:
+            failure = self._table.failure(holding.handle)
+        if failure is not None:
+            raise self._error(holding, failure, _NOT_SHAREABLE)
+
+    def unsent(self, loan: Loan, reason: str) -> None:
+        """The message with these references did not leave."""
+        self._each(loan, lambda passed: self._table.not_sent(passed, reason))
+
+    def call_ended(self, loan: Loan) -> None:
+        """Nothing of the call that carried these references is under way any more."""
+        self._each(loan, self._table.call_ended)
+
+    def _each(self, loan: Loan, event: Callable[[Passed], list[Effect]]) -> None:
+        if loan.passed:
+            with self._lock:
+                effects = [effect for passed in loan.passed for effect in event(passed)]
+            self._perform(effects)
+
+    def adopt(self, table: bytes) -> Adopted:
+        """Takes in the references of a message that has some, each as a new handle."""
+        adopted = Adopted(self)
+        effects: list[Effect] = []
+        with self._lock:
+            for passed in decode_passed(table):
+                handle, caused = self._table.receive(passed)
+                effects += caused
+                adopted.handles.append(RRef._of(self, self._holding(handle)))
+                if isinstance(handle, UserHandle) and self._is_pending(handle):
+                    adopted.pending.append(handle)
+        self._perform(effects)
+        return adopted
+
+    def _holding(self, handle: Handle) -> Holding:
+        if isinstance(handle, OwnerHandle):
+            return Holding(handle, self._place(handle.reference.rref))
+        return Holding(handle)
+
+    def _is_pending(self, handle: UserHandle) -> bool:
+        settled = self._table.is_confirmed(handle.fork) or self._table.failure(handle)
+        return not settled
+
+    def when_settled(self, handles: Iterable[UserHandle], callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once each handle is confirmed or has failed."""
+        countdown = Countdown(callback)
+        with self._lock:
+            for handle in handles:
+                if self._is_pending(handle):
+                    countdown.add()
+                    self._settling.setdefault(handle.fork, []).append(countdown.one_less)
+        countdown.one_less()
+
+    # --- Using
+
+    def require_usable(self, holding: Holding) -> None:
+        """Raises the error of a handle that must not be used any more."""
+        with self._lock:
+            failure = self._table.failure(holding.handle)
+        if failure is not None:
+            raise self._error(
+                holding, failure, "has been deleted. Cannot call to_here() on it after deletion."
+            )
+
+    def to_here(self, rref: RRef[Any], timeout: float) -> object:
+        """The value, from wherever it lives."""
+        holding = rref._holding
+        self.require_usable(holding)
+        if holding.value is not None:
+            holding.looked_at = True
+            return holding.value.wait(self.agent.timeout_of(timeout))
+        if not holding.constant:
+            self._await_constant(holding, timeout)
+        if holding.constant:
+            return holding.constant[0]
+        caller = self.agent.caller
+        sink = WaitingCaller()
+        owner = self.owner_of(holding)
+        before = shut_out()
+        try:
+            caller.request(Operation.FETCH, owner, (), timeout, sink, b"", "to_here", through=rref)
+            return caller.sync(sink)
+        finally:
+            restore(before)
+
+    def _await_constant(self, holding: Holding, timeout: float) -> None:
+        """Waits for the news that the value was made if that will likely bring the value.
+
+        It may not be waited for longer than the caller has time.
+        """
+        creation, maker, ends_at = holding.creation, holding.maker, holding.creation_ends_at
+        if creation is None or maker is None or creation.done() or not ends_at:
+            return
+        limit = self.agent.timeout_of(timeout)
+        in_time = not limit or ends_at <= self.agent.clock.now() + limit
+        if in_time and self._makes_constants.get(maker, False):
+            creation.wait_with(self.agent.transport.wait)
+            if not holding.constant:
+                self.require_usable(holding)
+
+    def local_value(self, holding: Holding) -> object:
+        """The value, on its owner; in a handler, its caller's deadline bounds the wait."""
+        if holding.value is None:
+            raise RpcError(
+                f"For UserRRef(rref_id={holding.reference.rref}, fork_id={holding.fork}), "
+                f"can't call localValue() on user {self.agent.info}. "
+                f"Call it on owner {self.owner_of(holding)}"
+            )
+        holding.looked_at = True
+        if holding.value.done():
+            return holding.value.value()
+        return holding.value.wait(self.agent.timeout_of(0.0))
+
+    def await_local(self, holding: Holding) -> Any:
+        """The value that a call through a reference is for; fails if it is not here."""
+        self.require_usable(holding)
+        return self.local_value(holding)
+
+    def owner_of(self, holding: Holding) -> WorkerInfo:
+        """Where the value lives."""
+        return self.agent.group.peer(holding.handle.reference.owner.worker).info
+
+    def is_confirmed(self, holding: Holding) -> bool:
+        """True if the owner is known to keep the value for this handle."""
+        if holding.fork is None:
+            return True
+        with self._lock:
+            return self._table.is_confirmed(holding.fork)
+
+    def creation_of(self, holding: Holding) -> Future[None]:
+        """A future of the ``remote()`` behind a handle; done for handles got otherwise."""
+        future: Future[None] = self.agent.caller.future("the creation of an RRef")
+        if holding.creation is None:
+            future.set_result(None)
+        else:
+            holding.looked_at = True
+            completions = self.agent.completions
+            holding.creation.when_done(
+                lambda slot: completions.submit(lambda: future.complete_from(slot.value))
+            )
+        return future
+
+    def type_of(self, rref: RRef[Any], timeout: float) -> Future[type]:
+        """The type of the value, asked of its owner."""
+        if rref.is_owner():
+            known: Future[type] = Future()
+            known.set_result(_rref_typeof_on_owner(rref))
+            return known
+        self.require_usable(rref._holding)
+        return self.agent.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
+
+    # --- What arrives and who goes
+
+    def dropped(self, holding: Holding) -> None:
+        """A handle was garbage collected; safe in finalizers."""
+        self._reaper.put(holding)
+
+    def do_later(self, task: Callable[[], object]) -> None:
+        """Runs a task soon, on a thread that it must not block; safe in finalizers."""
+        self._reaper.call(task)
+
+    def control_arrived(self, sender: Life, message: ControlMessage) -> None:
+        """A control message about references came."""
+        with self._lock:
+            effects = self._table.message_arrived(sender, message)
+        self._perform(effects)
+
+    def worker_lost(self, life: Life, reason: str) -> None:
+        """A worker is gone."""
+        with self._lock:
+            effects = self._table.worker_lost(life, reason)
+        self._perform(effects)
+
+    def worker_joined(self, life: Life) -> None:
+        """A worker came, perhaps in a new life."""
+        with self._lock:
+            effects = self._table.worker_joined(life)
+        self._perform(effects)
+
+    def release_all_users(self) -> None:
+        """Makes every user handle unusable and tells the owners."""
+        with self._lock:
+            effects = self._table.release_all_users()
+        self._perform(effects)
+
+    def quiet(self) -> bool:
+        """True if no registration is under way and every dead handle was dealt with."""
+        if not self._reaper.quiet():
+            return False
+        with self._lock:
+            return self._table.counts().num_pending_users == 0
+
+    def counts(self) -> Counts:
+        """How many references of each kind there are."""
+        with self._lock:
+            return self._table.counts()
+
+    # --- Shared by the above
+
+    def _bury(self, dead: list[Holding]) -> None:
+        with self._lock:
+            effects = [e for holding in dead for e in self._table.dropped(holding.handle)]
+            for holding in dead:
+                holding.dropped = True
+        self._perform(effects)
+        self._tell_unread(dead)
+
+    def _tell_unread(self, holdings: Iterable[Holding]) -> None:
+        """Logs why ``remote()`` failed for those that were dropped before anybody asked."""
+        with self._lock:
+            unread = [error for holding in holdings if (error := holding.unread())]
+        for error in unread:
+            kind, text = type(error).__name__, text_of(error)  # logs may be kept
+            _logger.error("a remote() failed and nobody looked: %s: %s", kind, text)
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        queued = False
+        freed: list[Slot] = []
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.agent.notices.queue(effect.to, effect.message)
+                    queued = True
+                case FreeValue():
+                    self._free(effect.rref, freed)
+                case FailValue():
+                    self._fail_value(effect.rref, effect.reason)
+                case HandleConfirmed() | HandleFailed():
+                    self._settled(effect.fork)
+        if queued:
+            self.agent.notices.flush()
+        if freed:  # their destructors may make calls, which nobody would deliver here
+            self.agent.completions.submit(freed.clear)
+
+    def _free(self, rref: GlobalId, freed: list[Slot]) -> None:
+        """Lets go of a value, or adds it to ``freed`` if its end may run code."""
+        with self._lock:
+            slot = self._values.pop(rref, None)
+        if slot is None:
+            return
+        if not slot.done():
+            slot.fail(StaleRRefError(f"the value of {rref} was given up before it was made"))
+        elif not slot.runs_no_code():
+            freed.append(slot)
+
+    def _fail_value(self, rref: GlobalId, reason: str) -> None:
+        with self._lock:
+            if not self._table.is_kept(rref):
+                return
+            slot = self._place(rref)
+        slot.fail(RRefCreationError(reason))
+
+    def _settled(self, fork: GlobalId) -> None:
+        with self._lock:
+            callbacks = self._settling.pop(fork, ())
+        for callback in callbacks:
+            callback()
+
+    def _error(self, holding: Holding, failure: Failure, deleted: str) -> Exception:
+        holding.looked_at = True
+        if failure.kind is FailureKind.CREATION:
+            return RRefCreationError(failure.reason)
+        if failure.kind is FailureKind.DELETED:
+            name = f"UserRRef(RRefId = {holding.reference.rref}, ForkId = {holding.fork})"
+            return RRefDeletedError(f"{name} {deleted} ({failure.reason})")
+        owner = holding.reference.owner
+        if failure.kind is FailureKind.OWNER_LOST:
+            name = self.owner_of(holding).name
+            return WorkerLostError(name, owner.incarnation, failure.reason)
+        return StaleRRefError(f"{holding.reference.rref} is stale: {failure.reason}")
+
+
+def _require_created(holding: Holding) -> None:
+    """Raises if the call that should have made this worker's own value never did."""
+    error = None if holding.value is None else holding.value.error()
+    if isinstance(error, RRefCreationError):
+        holding.looked_at = True
+        raise again(error)
+
+
+def _passed(target: bytes) -> Passed:
+    """The reference in the target of a request; that may go on with a request id."""
+    (passed,) = decode_passed(target[:PASSED_BYTES])
+    return passed

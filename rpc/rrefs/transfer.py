@@ -1,0 +1,120 @@
+"""What the reference keeper hands out and takes back: holdings, loans and what was adopted.
+
+Plain data. What becomes of it is decided in ``references`` and carried out by
+``reference_keeper``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rpc.ids import GlobalId, Reference
+from rpc.outcomes.slot import Slot
+from rpc.protocol.reference_terms import Handle, UserHandle
+from rpc.wire.control import Passed
+
+if TYPE_CHECKING:
+    from rpc.rrefs.keeper import ReferenceKeeper
+    from rpc.rrefs.rref import RRef
+
+Maker = tuple[int, str]
+"""A worker, and the name of a function that ``remote()`` ran there."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one ``RRef`` object holds on to.
+
+    Args:
+        handle: how the reference table knows it.
+        value: the place of the value, on its owner.
+        creation: done when ``remote()`` is, at its caller.
+        maker: what makes the value, and where, at the caller of ``remote()``.
+        creation_ends_at: when ``creation`` will be done at the latest; 0 if that is not known.
+        constant: the value, if it came with the news that it was made.
+        dropped: the object is gone.
+        looked_at: whoever used it was told how ``creation`` ended, or will be.
+        called_through: requests that need the value were made through it.
+    """
+
+    handle: Handle
+    value: Slot | None = None
+    creation: Slot | None = None
+    maker: Maker | None = None
+    creation_ends_at: float = 0.0
+    constant: tuple[Any, ...] = ()
+    dropped: bool = False
+    looked_at: bool = False
+    called_through: bool = False
+
+    def unread(self) -> BaseException | None:
+        """Why ``remote()`` failed if nobody can learn of it any more; once."""
+        if not self.dropped or self.looked_at or self.creation is None:
+            return None
+        error = self.creation.error()
+        self.looked_at = error is not None
+        return error
+
+    @property
+    def reference(self) -> Reference:
+        """Which value is meant."""
+        return self.handle.reference
+
+    @property
+    def fork(self) -> GlobalId | None:
+        """The user's fork; None on the owner."""
+        return self.handle.fork if isinstance(self.handle, UserHandle) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """The references inside one message on its way out."""
+
+    passed: tuple[Passed, ...] = ()
+    table: bytes = b""
+
+
+@dataclass(slots=True)
+class Adopted:
+    """The references inside one message that arrived.
+
+    Args:
+        handles: new ``RRef`` objects, in the order of the message's table.
+        pending: forks that their owners have yet to confirm.
+    """
+
+    keeper: ReferenceKeeper
+    handles: list[RRef[Any]] = field(default_factory=list)
+    pending: list[UserHandle] = field(default_factory=list)
+
+    def when_confirmed(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once no fork is pending, whatever became of them."""
+        self.keeper.when_settled(self.pending, callback)
+
+
+NOTHING_LENT = Loan()
+
+
+class Countdown:
+    """Calls back when as many things have happened as were added, and one more."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._left = 1
+        self._callback = callback
+
+    def add(self) -> None:
+        """One thing more has to happen."""
+        with self._lock:
+            self._left += 1
+
+    def one_less(self) -> None:
+        """One of them happened."""
+        with self._lock:
+            self._left -= 1
+            over = self._left == 0
+        if over:
+            self._callback()

@@ -1,0 +1,130 @@
+"""For tests: a whole group in one process, with a network and a clock under control.
+
+Example::
+
+    from rpc.testing import local_group
+
+    def test_add():
+        with local_group("alice", "bob") as (alice, bob):
+            assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
+
+:func:`simulate` goes further: it plays thousands of groups without any threads,
+on a virtual clock and a network where everything goes wrong, from one seed each;
+:func:`simulate_silence` those that watch each other for signs of life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rpc.agent import Agent, AgentOptions
+from rpc.current import enter_agent, leave_agent
+from rpc.group.probes import Prober, StoreProber
+from rpc.runtime.clock import Clock, VirtualClock
+from rpc.testing.memory import MemoryHub, MemoryTransport, NetworkScript
+from rpc.testing.simulation.front import (
+    SimulationError,
+    SimulationReport,
+    simulate,
+    simulate_silence,
+)
+from rpc.testing.simulation.generator import Scenario
+from rpc.testing.simulation.large import GroupReport, simulate_group
+from rpc.testing.simulation.rules import Rule, RuleBrokenError
+from rpc.testing.simulation.worker import Machines
+from rpc.transports.base import Peer, Transport
+from rpc.worker_info import WorkerInfo
+
+__all__ = [
+    "GroupReport",
+    "Machines",
+    "MemoryHub",
+    "MemoryTransport",
+    "NetworkScript",
+    "Rule",
+    "RuleBrokenError",
+    "Scenario",
+    "SimulationError",
+    "SimulationReport",
+    "VirtualClock",
+    "as_worker",
+    "connect",
+    "local_group",
+    "simulate",
+    "simulate_group",
+    "simulate_silence",
+]
+
+
+def connect(
+    *names: str,
+    hub: MemoryHub | None = None,
+    clock: Clock | None = None,
+    options: AgentOptions | None = None,
+    transport: Callable[[], Transport] | None = None,
+) -> list[Agent]:
+    """Starts one agent per name, all connected to each other; see :func:`local_group`."""
+    _require_different(names)
+    if not isinstance(options, AgentOptions | None):
+        raise TypeError(f"options={options!r} are a {type(options).__name__}, not AgentOptions")
+    hub = hub or MemoryHub(clock)
+    make = transport or hub.transport
+    make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
+    agents: list[Agent] = []
+    peers: list[Peer] = []
+    for rank, name in enumerate(names):
+        info = WorkerInfo(name, rank)
+        watches = options is not None and options.liveness_timeout > 0
+        agent = Agent(info, 0, make(), options, clock, make_prober() if watches else None)
+        peers.append(Peer(info, 0, agent.start(), agent.liveness))
+        agents.append(agent)
+    for agent in agents:
+        agent.join(peers)
+    return agents
+
+
+def _require_different(names: tuple[str, ...]) -> None:
+    twice = sorted({repr(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"each worker needs a name of its own, but {', '.join(twice)} is repeated")
+
+
+@contextlib.contextmanager
+def local_group(
+    *names: str,
+    hub: MemoryHub | None = None,
+    clock: Clock | None = None,
+    options: AgentOptions | None = None,
+    transport: Callable[[], Transport] | None = None,
+) -> Iterator[list[Agent]]:
+    """A group of agents for the length of a ``with`` block, shut down at its end.
+
+    Args:
+        names: of the workers, all different; their ids count from 0.
+        hub: the network, if faults are wanted.
+        clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
+        options: of every agent; with a ``liveness_timeout`` they watch each other.
+        transport: makes a transport for each worker, such as ``TensorWireTransport``;
+            default through ``hub``.
+
+    Raises:
+        TypeError: ``options`` are of another kind, such as those of ``init_rpc``.
+        ValueError: a name is given twice.
+    """
+    agents = connect(*names, hub=hub, clock=clock, options=options, transport=transport)
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            agent.shutdown(graceful=False)
+
+
+@contextlib.contextmanager
+def as_worker(agent: Agent) -> Iterator[Agent]:
+    """Makes ``agent`` the current one for module-level functions such as ``rpc.rpc_sync``."""
+    token = enter_agent(agent)
+    try:
+        yield agent
+    finally:
+        leave_agent(token)

@@ -1,0 +1,211 @@
+"""What ``Watch``, ``Accusations`` and ``Losses`` need in a simulated group, of agent and network.
+
+One object is the agent, its clock, threads, timers, store and prober, for one life of one
+worker: it hands everything on to the run and shows it to the vigil. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, cast
+
+from rpc.group.loss_reports import Accusations
+from rpc.group.probes import Answer
+from rpc.group.watch import Watch
+from rpc.group.worker_loss import Losses
+from rpc.ids import Life
+from rpc.protocol.liveness import Effect, Liveness, Silent, Suspicion
+from rpc.testing.simulation.rules import Rule, require
+from rpc.wire.control import Lost
+
+if TYPE_CHECKING:
+    from rpc.testing.simulation.watchers import Watcher, Watchers
+    from rpc.testing.simulation.worker import Machines
+
+
+def address_of(life: Life) -> str:
+    """Where the server of a life answers."""
+    return f"{life.worker} {life.incarnation}"
+
+
+class _Witnessed:
+    """A worker's ``Liveness``, whose every look is shown to the vigil."""
+
+    def __init__(self, liveness: Liveness, lookout: Lookout) -> None:
+        self._liveness = liveness
+        self._lookout = lookout
+        self.due = liveness.due
+        self.answered = liveness.answered
+
+    def tick(self, now: float, watched: Set[Life]) -> Sequence[Effect]:
+        effects = self._liveness.tick(now, watched)
+        self._lookout.ticked(watched, effects)
+        return effects
+
+
+class _Losses(Losses):
+    """What a worker makes of the news that a life is over, by its agent's own decisions."""
+
+    def __init__(self, agent: Any, watcher: Watcher, run: Watchers) -> None:
+        super().__init__(agent)
+        self._watcher = watcher
+        self._run = run
+
+    def lost(self, life: Life, reason: str) -> bool:
+        return self._run.lose(self._watcher, life, reason)
+
+    def expelled(self, reason: str) -> None:
+        self._run.expel(self._watcher, reason)
+
+
+class Lookout:
+    """One agent, as far as it looks after others.
+
+    Args:
+        watcher: the worker.
+        run: its group.
+    """
+
+    def __init__(self, watcher: Watcher, run: Watchers) -> None:
+        self._watcher = watcher
+        self._run = run
+        self._answers: list[Answer] = []
+        self._note: str | None = None
+        self._tasks: deque[Callable[[], None]] = deque()
+        self.life = watcher.life
+        self.info = watcher.info
+        self.group = watcher.group
+        self.caller = self.completions = self.departure = self.pulse = self
+        self.clock = self.timers = self.notices = self
+        self.membership = self if run.plan.dynamic else None
+        self._due = 0.0
+        agent = prober = cast("Any", self)
+        self.watch = Watch(agent, 1.0, prober)
+        self.accusations = Accusations(agent, 1.0)
+        self.losses = _Losses(agent, watcher, run)
+        self._put_to_the_test(run.machines)
+
+    def _put_to_the_test(self, machines: Machines) -> None:
+        if machines.liveness is not Liveness:
+            self.watch._liveness = machines.liveness(1.0)
+        if machines.suspicion is not Suspicion:
+            self.accusations._suspicion = machines.suspicion(self.life.worker, 1.0)
+        self.watch._liveness = cast("Any", _Witnessed(self.watch._liveness, self))
+
+    def ticked(self, watched: Set[Life], effects: Sequence[Effect]) -> None:
+        """The worker looked after those whom it watches."""
+        now = self._run.now
+        require(now >= self._due, Rule.ASKED, self.life, "looks at", now, "not at", self._due)
+        expected = self._run.depended_on(self._watcher)
+        require(watched == expected, Rule.ASKED, self.life, "watches", watched, "not", expected)
+        self._run.vigil.ticked(self._watcher, watched, effects)
+        for effect in effects:
+            if isinstance(effect, Silent):
+                self._run.say(self.life, effect)
+                self.forget(effect.life)
+
+    def beat(self) -> float:
+        """Looks after everybody; returns when to come back."""
+        self._due = self.watch.beat(self._run.now)
+        self._work()
+        return self._due
+
+    # --- The agent
+
+    @property
+    def is_expelled(self) -> bool:
+        return self._watcher.expelled
+
+    def destinations(self) -> set[int]:
+        """As ``Caller.destinations``: also itself, and some that are lost by now."""
+        now = self._run.now
+        called = {life.worker for life, end in self._watcher.calls.items() if end > now}
+        return called | {self.info.id}
+
+    def expects_departures(self) -> bool:
+        return False
+
+    def now(self) -> float:
+        return self._run.now
+
+    def wake(self) -> None:
+        self._run.at(self._run.now, lambda: self._run.awake(self._watcher, self._beat_now))
+
+    def _beat_now(self) -> None:
+        self.beat()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+
+    def _work(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()()
+
+    def at(self, when: float, task: Callable[[], None]) -> None:
+        self._run.at(when, lambda: self._run.awake(self._watcher, task))
+
+    # --- What it tells the others
+
+    def _accuses(self, life: Life) -> None:
+        has_a_say = not self._watcher.expelled
+        require(has_a_say, Rule.NOT_ACCUSED, self.life, "still accuses", life)
+        self._run.vigil.accused(self._watcher, life)
+
+    def remove(self, life: Life) -> None:
+        self._accuses(life)
+        self._run.strike_off(self._watcher, life)
+
+    def tell(self, to: Life, message: Lost) -> None:
+        life = Life(message.worker, message.incarnation)
+        self._accuses(life)
+        self._run.tell(self._watcher, to, life, message.reason)
+
+    # --- The prober
+
+    def ask(self, life: Life, address: str) -> None:
+        self._run.ask(self._watcher, life, address)
+
+    def forget(self, life: Life) -> None:
+        self._watcher.owing.discard(life)
+        self._watcher.lines.discard(life)
+
+    def collect(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def answered(self, answer: Answer) -> None:
+        """What another's server said arrives."""
+        self._watcher.owing.discard(answer.life)
+        self._answers.append(answer)
+
+    def condemn(self, address: str, reason: str) -> None:
+        life = Life(*map(int, address.split()))
+        self._run.say(self.life, "accuses", life)
+        self._run.vigil.accused(self._watcher, life)
+        self._watcher.condemned.add(life)
+        self.forget(life)
+        self._run.leave_note(self._watcher, life, reason)
+
+    def verdict(self) -> str | None:
+        return self._note
+
+    def noted(self, note: str) -> None:
+        """Somebody leaves a note in this worker's server."""
+        self._check_wording(note)
+        self._note = note
+
+    def _check_wording(self, reason: str) -> None:
+        once = reason.count("declared it lost") == 1
+        require(once, Rule.FENCED, self.life, "is told", reason)
+
+    # --- What happens to it
+
+    def connection_closed(self, life: Life) -> None:
+        """The transport cannot reach a worker any more."""
+        self.losses.reported(life, "its connection was closed")
+
+    def told_of_loss(self, life: Life, reason: str) -> None:
+        """Another worker says that a life is over."""
+        self._check_wording(reason)
+        self.losses.told(life, reason)

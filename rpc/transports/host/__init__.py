@@ -1,0 +1,1 @@
+"""Memory that workers on one host share."""

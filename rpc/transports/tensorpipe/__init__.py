@@ -1,0 +1,1 @@
+"""The TENSORPIPE transport: frames carried by torch's own agent."""

@@ -1,0 +1,560 @@
+"""torch's TensorPipe agent as a bus for our frames.
+
+Owns the links to peers and takes what comes from them; ``tensorpipe_sending``
+sends. A frame is one asynchronous Python call of torch's (``tensorpipe_wire``
+makes and takes them, ``tensorpipe_torch`` carries them), and a reply completes
+the call its request came with; but small frames that would only crowd each other
+share a call, and so do the replies (``tensorpipe_links``). Handlers and deadlines
+are the agent's.
+
+How a broken pipe is noticed: each carries one call, its lifeline, that the other
+side answers only when it leaves. A pipe whose lifeline breaks is replaced and all
+goes on (``tensorpipe_mender``), unless the peer is gone or takes too long: then it
+is lost. How a worker leaves: it answers every call and lifeline it holds and parts
+from each peer (``tensorpipe_parting``), so that no pipe closes while someone reads
+from it.
+
+Identity is ours, not torch's (``tensorpipe_roster``): it numbers peers as they
+come, and as it never reopens a pipe that broke, a worker that returns, or whose
+pipe is replaced, is a new peer to it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from rpc.devices import (
+    DeviceMap,
+    local_device_info,
+    moves_host,
+    note_host_moves,
+    reverse,
+    used_devices,
+)
+from rpc.errors import AgentClosedError, BringUpError, FrameError
+from rpc.runtime import streams
+from rpc.runtime.executor import SECONDS_TO_END
+from rpc.transports.base import Frame, FrameKind, Peer, Receiver, Unreceived
+from rpc.transports.late_receipts import LateReceipts
+from rpc.transports.loopback import Loopback
+from rpc.transports.tensorpipe import wire as wire
+from rpc.transports.tensorpipe.address import Address
+from rpc.transports.tensorpipe.answers import Answers
+from rpc.transports.tensorpipe.caller import Caller
+from rpc.transports.tensorpipe.closing import Exit, Handlers, Parting
+from rpc.transports.tensorpipe.device_readiness import make_ready
+from rpc.transports.tensorpipe.ledger import AnswerFuture, Taken, decode_receipt
+from rpc.transports.tensorpipe.links import Link
+from rpc.transports.tensorpipe.peers import REMOVED, SHUT_DOWN, Roster
+from rpc.transports.tensorpipe.reconnect import Mender
+from rpc.transports.tensorpipe.sending import Outgoing
+from rpc.transports.tensorpipe.shared_tensors import HostMemory
+from rpc.transports.tensorpipe.torch_agent import POOL_THREADS, TorchAgent, available
+from rpc.transports.tensorpipe.wire import Answer, Envelope, Sender
+from rpc.wire.messages import Reply, Status
+from rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from rpc.options import TensorPipeRpcBackendOptions
+
+__all__ = ["TensorPipeTransport", "available"]
+
+_log = logging.getLogger(__name__)
+
+_ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
+_ABOUT_SEGMENTS = frozenset({wire.SEGMENT, wire.SEGMENT_ANSWER, wire.VOID})
+_FROM_OURSELVES = frozenset({wire.PRIMER, wire.LET_GO})
+_FAILED = Reply(Status.ERROR).encode()
+"""All that a transport has to say of messages: that of an accepted request nothing will come."""
+
+
+class _State(enum.Enum):
+    NEW = enum.auto()
+    OPEN = enum.auto()
+    CLOSING = enum.auto()
+    CLOSED = enum.auto()
+
+
+class TensorPipeTransport:
+    """One worker's end of torch's TensorPipe; see ``base.Transport``.
+
+    torch allows one per process.
+
+    Args:
+        options: transports, channels and device maps for torch.
+        over_tcp: torch carries frames over TCP unless the options say otherwise. So where
+            peers come and go: what torch takes for a peer in shared memory (two dozen
+            descriptors) it never gives back, and its connections there can fail when another
+            worker is killed. And where workers share cores: torch's thread looks out for
+            what comes through shared memory without a pause.
+    """
+
+    inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free
+    inline_completions: ClassVar[int] = inline_handlers
+    delivers_while_waiting: ClassVar[bool] = True
+
+    _agent: TorchAgent
+    _info: WorkerInfo
+    _incarnation: int
+    _receiver: Receiver
+    _sender: Sender
+    _answers: Answers
+    _caller: Caller
+    _late: LateReceipts
+    _loopback: Loopback
+    _mender: Mender
+    _memory: HostMemory
+    _outgoing: Outgoing
+    _parting: Parting
+
+    def __init__(self, options: TensorPipeRpcBackendOptions, over_tcp: bool = False) -> None:
+        self._options = options
+        self._transports = options._transports or (["uv"] if over_tcp else None)
+        self._lock = threading.Lock()
+        self._exit = Exit(self._lock)
+        self._state = _State.NEW
+        self._life = secrets.token_hex(8)
+        self._roster = Roster(self._life)
+        self.host_moves: set[tuple[int, bool]] = set()
+
+    def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
+        """Starts torch's agent; returns its address and device maps, for the other workers.
+
+        Raises:
+            BringUpError: if this build of torch lacks TensorPipe, or torch already runs
+                an RPC agent in this process.
+        """
+        if not available():
+            raise BringUpError("this build of torch has no TensorPipe; use another backend")
+        self._info, self._incarnation, self._receiver = info, incarnation, receiver
+        devices = local_device_info(self._options.device_maps, self._options.devices)
+        back = reverse(self._options.device_maps.get(info.name, {}))
+        used = used_devices(devices, [back])
+        self._agent = TorchAgent(info.name, self._options, self._transports, used, back)
+        self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
+        self._loopback = Loopback(f"tensorpipe-loopback-{info.name}", self._take_own)
+        sender = self._sender = Sender(info.id, incarnation)
+        self._answers = Answers(sender)
+        self._memory = HostMemory(f"tensorpipe-{info.name}", self._options.shared_memory)
+        self._caller = Caller(sender, self._lock, self._agent, self._broke, self._failed)
+        mending = f"tensorpipe-mend-{info.name}"
+        self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
+        self._outgoing = Outgoing(
+            info,
+            self._lock,
+            self._exit,
+            self._roster,
+            self._agent,
+            self._caller,
+            self._answers,
+            self._loopback,
+            lambda correlation: receiver.patience(correlation),
+            self._broke,
+        )
+        self._parting = Parting(
+            info.id, self._lock, self._exit, self._answers, self._caller, self._report
+        )
+        wire.attach(self, self._agent.tensor_tables)
+        self._state = _State.OPEN
+        self._process = os.getpid()
+        self._at_exit = weakref.finalize(self, _abandon, weakref.ref(self))
+        try:
+            self._agent.prime(self._caller.pickle(sender.envelope(wire.PRIMER)))
+        except BaseException:
+            self.close(0.0)
+            raise
+        life = self._life if self._options.link_resume_timeout else ""
+        return Address(self._agent.url.decode(), devices, life, self._memory.host).encode()
+
+    def add_peer(self, peer: Peer) -> None:
+        """Makes ``peer`` known, and takes what it sent before that."""
+        if self._state is not _State.OPEN:
+            raise AgentClosedError("this worker's TensorPipe transport is not running")
+        known = self._roster.links.get(peer.info.id)
+        if known is not None and known.lost is None and known.peer == peer:
+            return
+        link = self._caller.link_to(
+            peer, self._info.name, self._options, self._memory, self._loopback
+        )
+        note_host_moves(
+            self.host_moves,
+            peer.info.id,
+            in_requests=moves_host(link.requests),
+            in_replies=moves_host(link.replies),
+        )
+        with self._lock:
+            early = self._roster.add(link)
+        for envelope, frame, future in early:
+            self._take(envelope, frame, future, in_batch=True)
+
+    def remove_peer(self, worker_id: int) -> None:
+        """Forgets a peer; what it still sends is refused."""
+        with self._lock:
+            link = self._roster.links.get(worker_id)
+            if link is None or self._state is not _State.OPEN:
+                self._roster.links.pop(worker_id, None)
+                return
+            self._roster.remove(worker_id)
+            link.forget_contents()
+            asked, lifelines = link.take_asked(), link.take_lifelines()
+            route = link.route if link.watched and not link.broken else None
+            self._exit.hold()
+        try:
+            if route is not None:
+                self._agent.abandon(route)
+            self._answers.turn_away(asked, lifelines, REMOVED)
+        finally:
+            link.shared.close()
+            self._exit.release()
+
+    def device_map(self, worker_id: int) -> DeviceMap:
+        """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
+        with self._lock:
+            link = self._roster.links.get(worker_id)
+        return {} if link is None else dict(link.requests)
+
+    def send(self, to: int, frame: Frame) -> None:
+        """Hands ``frame`` to torch; see ``base.Transport.send``.
+
+        A reply to a worker that is gone is dropped.
+        """
+        self._outgoing.send(to, frame)
+
+    def look_again(self, to: int) -> None:
+        """See ``base.Transport.look_again``."""
+        link = self._roster.links.get(to)
+        if link is not None:
+            link.window.look_again()
+
+    def watch(self, worker_id: int) -> None:
+        """Connects to a peer, if need be, so that its loss is noticed without traffic.
+
+        Raises:
+            WorkerLostError: the peer was lost.
+            UnknownWorkerError: the peer was never added.
+        """
+        self._outgoing.watch(worker_id)
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Sleeps; torch's threads deliver meanwhile."""
+        block()
+
+    def wake(self) -> None:
+        """Nothing to do: who waits sleeps in a way of its own."""
+
+    def close(self, flush_seconds: float, handler_seconds: float = SECONDS_TO_END) -> None:
+        """Leaves the group and joins torch's threads. Requests not replied to are dropped.
+
+        Args:
+            flush_seconds: how long to wait for peers to take what was sent, and to part.
+            handler_seconds: what handlers that run on torch's threads get to end in; they
+                are abandoned then.
+        """
+        began = time.monotonic()
+        deadline = began + flush_seconds
+        with self._lock:
+            if self._state is not _State.OPEN:
+                return
+            handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
+            self._state = _State.CLOSING
+            self._roster.open = False
+            for link in self._roster.everyone():
+                link.close_windows()
+            self._exit.wait_for_senders()
+            self._exit.wait_until(self._roster.is_flushed, deadline)
+        self._loopback.close(deadline)
+        self._late.close()
+        self._mender.close()
+        self._parting.leave(self._roster, deadline, handlers)
+        if flush_seconds:  # otherwise the process ends, or never began to take calls
+            self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
+        self._agent.stop(handlers.until)
+        wire.detach(self)
+        with self._lock:
+            self._state = _State.CLOSED
+            links = self._roster.clear()
+        for link in links:
+            link.shared.close()
+        self._memory.close()
+        self._at_exit.detach()
+
+    # Receiving: torch's threads come in here, through ``tensorpipe_wire``.
+
+    def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | Answer:
+        """Takes a peer's call."""
+        self._agent.threads.keep()
+        if frame.tensors:
+            streams.leave_tensors(frame.tensors)  # torch copies them on streams of its own
+        kind = envelope.kind
+        if kind in _ANSWERED_LATER:
+            future: AnswerFuture = self._agent.future()
+            self._take(envelope, frame, future)
+            return future
+        if kind == wire.RESUME:
+            return self._resume(envelope, frame)
+        if kind == wire.LET_GO:
+            self._agent.threads.let_go()
+        refusal = None if kind in _FROM_OURSELVES else self._take(envelope, frame, None)
+        if refusal is not None:
+            return self._answers.make(wire.REFUSED, refusal, envelope.number)
+        if kind == wire.DEVICES:
+            problem = make_ready(self._agent, frame.payload)
+            return self._answers.make(wire.READY, problem, envelope.number)
+        done = wire.BATCH if kind == wire.BATCH else wire.DONE
+        return self._answers.make(done, b"", envelope.number)
+
+    def answer(self, envelope: Envelope, frame: Frame) -> None:
+        """Takes what came back from one of our calls."""
+        self._agent.threads.keep()
+        if frame.tensors:
+            streams.leave_tensors(frame.tensors)
+        link = self._roster.of_sender(envelope)
+        if link is None or link.broken:
+            return
+        if not envelope.number:
+            self._take_uncounted(link, envelope, bytes(frame.payload))
+        elif (call := link.calls.came_back(envelope.number)) is not None:
+            link.took(call)
+            kind = envelope.kind
+            if kind == FrameKind.REPLY:
+                self._deliver(link, frame)
+            elif kind == wire.REFUSED:
+                self._refused(link, bytes(frame.payload).decode())
+            elif kind == wire.FORGOTTEN:
+                self.give_up(link, "its connection broke, and a reply is not kept any more")
+            elif kind == wire.READY:
+                link.readiness.answered(bytes(frame.payload).decode())
+            self._came_back(link, envelope, frame)
+
+    def _take_uncounted(self, link: Link, envelope: Envelope, payload: bytes) -> None:
+        """Takes what came back from a call that carried no frame."""
+        kind, lifeline = envelope.kind, envelope.kind in (wire.LIFELINE, wire.LEFT)
+        with self._lock:
+            if lifeline:
+                link.lifeline_ended(payload.decode())
+                link.left |= kind == wire.LEFT
+            elif link.mending is not None and kind == wire.RESUMED:
+                link.mending.agree(envelope.attempt, Taken.decode(payload))
+            elif link.mending is not None and kind == wire.REFUSED:
+                link.mending.end(payload.decode())
+            self._mender.look()
+            self._exit.look()
+        if lifeline:
+            self._report(link)
+        elif kind == wire.FAREWELL:
+            self._parting.confirmed(link, payload)
+
+    def came_back(self, link: Link, kind: int, frame: Frame) -> None:
+        """A call was taken, but its answer was lost with the pipe."""
+        link.took((kind, frame))
+        if kind == wire.DEVICES:
+            self._caller.ask_for_devices(link)
+        self._came_back(link, self._sender.envelope(kind), frame)
+
+    def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:
+        batch: list[Frame] = []
+        reply = envelope.kind == FrameKind.REPLY and link.calls.remembers
+        with self._lock:
+            link.calls.under_way -= 1
+            due = reply and link.calls.received(envelope.number, frame)
+            if envelope.kind == wire.BATCH:
+                link.batch_under_way = False
+                batch = link.take_batch()
+            parting = link.farewell is not None
+            self._exit.look()
+        if batch:
+            self._caller.send_batch(link, batch)
+        if parting:
+            self._parting.settle(link)
+        if due:
+            self._outgoing.send_receipt(link)
+        elif reply:
+            self._late.add(self._outgoing)
+
+    def _take(
+        self,
+        envelope: Envelope,
+        frame: Frame,
+        future: AnswerFuture | None,
+        in_batch: bool = False,
+    ) -> str | None:
+        """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
+        if envelope.kind == wire.FAREWELL and future is not None:
+            with self._lock:
+                leaver = self._roster.of_sender(envelope)
+            self._parting.take_farewell(leaver, int(bytes(frame.payload)), future)
+            return None
+        fresh, refusal = False, None
+        with self._lock:
+            link = self._roster.member(envelope)
+            if link is None or self._state is not _State.OPEN:
+                refusal = self._roster.refusal(envelope)
+            if refusal is not None:
+                link = None
+            elif link is None:
+                self._roster.early.append((envelope, frame, future))
+            else:
+                fresh = link.take(envelope, frame, future)
+        if link is not None and fresh:
+            self._act(link, envelope, frame, in_batch)
+        elif link is not None and future is not None:
+            with self._lock:
+                again, reply = link.served.ask_again(envelope, future)
+            self._answers.give_again(link, envelope, future, again, reply)
+        elif refusal is not None and future is not None:
+            kind = wire.LIFELINE if envelope.kind == wire.LIFELINE else wire.REFUSED
+            self._answers.give_asked([(envelope, future)], kind, refusal)
+        return refusal
+
+    def _act(self, link: Link, envelope: Envelope, frame: Frame, in_batch: bool) -> None:
+        """Acts on a call that was taken."""
+        kind = envelope.kind
+        if kind < wire.LIFELINE:
+            self._deliver(link, frame, in_batch)
+        elif kind == wire.LIFELINE:
+            self._outgoing.open_lifeline(link)
+            return
+        elif kind == wire.BATCH:
+            batch = wire.split(frame.payload)
+            with self._lock:
+                link.loose.update(f.correlation for f in batch if f.kind is FrameKind.REQUEST)
+            for each in batch:
+                self._deliver(link, each, in_batch=True)
+        elif kind in _ABOUT_SEGMENTS:
+            self._take_segment(link, kind, frame.payload)
+        elif kind == wire.RECEIPT:
+            received, arrived = decode_receipt(frame.payload)
+            with self._lock:
+                link.served.acknowledged(received)
+                link.calls.arrived(arrived)
+            link.reply_window.release_all(received)
+        with self._lock:
+            link.served.delivered += 1
+            parting = link.farewell is not None
+        if parting:
+            self._parting.settle(link)
+        if link.served.arrived:
+            self._late.add(self._outgoing)
+
+    def _take_own(self, frame: Frame) -> None:
+        """Takes a frame that this worker sent to itself."""
+        link = self._roster.links.get(self._info.id)
+        if link is not None and (self._roster.open or frame.kind is FrameKind.REPLY):
+            self._deliver(link, frame, in_batch=True)
+
+    def _resume(self, envelope: Envelope, frame: Frame) -> Answer:
+        """A peer's pipe to us broke, and it asks to go on over this one."""
+        with self._lock:
+            outcome = self._roster.resume(envelope, bytes(frame.payload).decode())
+            if isinstance(outcome, str):
+                return self._answers.make(wire.REFUSED, outcome, attempt=envelope.attempt)
+            taken = outcome.encode()
+        return self._answers.make(wire.RESUMED, taken, attempt=envelope.attempt)
+
+    def _take_segment(self, link: Link, kind: int, payload: wire.Payload) -> None:
+        with self._lock:
+            if self._state is not _State.OPEN:
+                return
+            self._exit.hold()
+        try:
+            if kind == wire.SEGMENT:
+                self._caller.answer_offer(link, payload)
+            elif kind == wire.SEGMENT_ANSWER:
+                link.shared.answered(payload)
+            else:
+                link.shared.give_back(bytes(payload))
+        except FrameError as error:
+            self._refuse(link, error)
+        finally:
+            self._exit.release()
+
+    def _deliver(self, link: Link, frame: Frame, in_batch: bool = False) -> None:
+        if type(frame) is wire.PlacedFrame:
+            try:
+                frame = link.shared.open(frame)
+            except FrameError as error:
+                if self._roster.links.get(link.peer.info.id) is link:  # else it was removed
+                    self._refuse(link, error)
+                return
+        if frame.kind is FrameKind.REPLY:
+            link.window.release(frame.correlation)
+        try:
+            self._receiver.deliver(link.life, frame, in_batch)
+        except Exception:
+            _log.exception("%r could not take a frame from %s", self._info, link.life)
+
+    # Losing peers, and leaving
+
+    def _failed(self, link: Link, correlation: int, problem: str) -> None:
+        """To a request of ours no reply will come."""
+        if link.calls.remembers:
+            self._late.add(self._outgoing)
+        why = Unreceived(f"worker {link.name!r} answered with an error: {problem}".encode())
+        self._deliver(link, Frame(FrameKind.REPLY, correlation, _FAILED, why))
+
+    def _refuse(self, link: Link, error: FrameError) -> None:
+        """Gives up a peer that sent what cannot be read, and tells it why."""
+        with self._lock:
+            asked, lifelines = link.take_asked(), link.take_lifelines()
+            self._exit.hold()
+        try:
+            reason = f"it cannot read what this worker sent: {error}"
+            self._answers.turn_away(asked, lifelines, reason)
+        finally:
+            self._exit.release()
+            self.give_up(link, f"what it sent cannot be read: {error}")
+
+    def _refused(self, link: Link, reason: str) -> None:
+        """A peer that leaves is reported when it says so, after the frames that it sent."""
+        leaving = reason == SHUT_DOWN
+        with self._lock:
+            link.lose(reason)
+            link.will_say_farewell = leaving
+        if not leaving:
+            self._report(link)
+
+    def _broke(self, link: Link, attempt: int, reason: str) -> None:
+        self._mender.broke(link, attempt, reason)
+
+    def give_up(self, link: Link, reason: str) -> None:
+        """A pipe broke and is not replaced."""
+        with self._lock:
+            link.break_off(reason)
+            self._exit.look()
+        self._report(link)
+
+    def mended(self) -> None:
+        """A pipe was replaced. Needs the lock."""
+        self._exit.look()
+
+    def _report(self, link: Link) -> None:
+        life = link.life
+        with self._lock:
+            current = self._roster.links.get(life.worker) is link and self._state is _State.OPEN
+            if link.reported or not current:
+                return
+            link.reported = True
+        try:
+            self._receiver.peer_lost(life, link.lost or "")
+        except Exception:
+            _log.exception("%r could not take the loss of %r", self._info, link.peer.info)
+
+
+def _abandon(transport: weakref.ref[TensorPipeTransport]) -> None:
+    """The process ends without ``close``.
+
+    A finalizer, as these run where the first one of the process was made, by torch's
+    import: after the program's own exit hooks, which may still call and shut down. What a
+    forked child has of torch is not its to end.
+    """
+    open_still = transport()
+    if open_still is not None and open_still._process == os.getpid():
+        open_still.close(0.0)

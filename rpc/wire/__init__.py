@@ -1,0 +1,1 @@
+"""Values and headers as bytes: messages, control messages, the codec, tensors and errors."""

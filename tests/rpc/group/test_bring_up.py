@@ -1,0 +1,138 @@
+"""What is known of a group before its workers have met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from rpc import builtin_backends
+from rpc._testing import FaultyTensorPipeRpcBackendOptions
+from rpc._testing import backend as faulty_backends
+from rpc.agent import Agent
+from rpc.group import bring_up, member_list
+from rpc.group.bring_up import address_towards, is_crowded
+from rpc.group.store import Record
+from rpc.transports.tensorwire import TensorWireRpcBackendOptions
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bring_up, "usable_cores", lambda: 2)
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "init_method",
+    [
+        "tcp://127.0.0.1:29500",
+        "tcp://localhost:29500",
+        "tcp://[::1]:29500",
+        "env://",
+        "file:///tmp/store",
+    ],
+)
+def test_more_workers_than_cores_at_a_loopback_address_or_a_file_crowd(
+    init_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert not is_crowded(init_method, 2)
+    assert is_crowded(init_method, 3)
+    assert address_towards(init_method) is None
+
+
+@pytest.mark.parametrize("init_method", ["env://", "tcp://nowhere.invalid:1"])
+def test_workers_that_may_be_on_several_hosts_do_not(init_method: str) -> None:
+    assert not is_crowded(init_method, 300)
+    assert address_towards(init_method) is None
+
+
+def test_the_stores_other_host_says_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bring_up, "_address_towards", lambda host: "192.0.2.7")
+    assert not is_crowded("tcp://192.0.2.1:29500", 300)
+    assert address_towards("tcp://192.0.2.1:29500") == "192.0.2.7"
+
+
+def test_what_torchrun_says_counts_where_it_says_where_the_store_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert is_crowded("env://", 30)
+    assert not is_crowded("tcp://127.0.0.1:29500", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not is_crowded("env://", 30)
+
+
+class _MadeError(Exception):
+    """A transport was asked for."""
+
+
+@pytest.mark.parametrize("backends", [builtin_backends, faulty_backends])
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("world_size", [2, None])
+def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
+    crowded: bool, world_size: int | None, backends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+
+    def make(options: object, over_tcp: bool) -> None:
+        taken.append(over_tcp)
+        raise _MadeError
+
+    monkeypatch.setattr(backends, "TensorPipeTransport", make)
+    monkeypatch.setattr(bring_up, "is_crowded", lambda *_: crowded)
+    options = FaultyTensorPipeRpcBackendOptions()
+    with pytest.raises(_MadeError):
+        backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
+    assert taken == [crowded or world_size is None]
+
+
+Maps = dict[str, dict[str, int]]
+"""By destination worker, from this worker's devices to the numbers of GPUs."""
+
+
+class TestDeviceMapsOfADynamicGroup:
+    @pytest.fixture
+    def store(self) -> HashStore:
+        return HashStore()
+
+    @pytest.fixture
+    def join(self, store: HashStore) -> Iterator[Callable[[str, Maps], Agent]]:
+        """Brings a worker into one group; no host has so many GPUs as its map may name."""
+        agents: list[Agent] = []
+
+        def join(name: str, maps: Maps) -> Agent:
+            options = TensorWireRpcBackendOptions(
+                init_method="tcp://127.0.0.1:1", device_maps=maps, liveness_timeout=0
+            )
+            rank = len(agents)
+            agents.append(builtin_backends._init_tensorwire(store, name, rank, None, options))
+            return agents[-1]
+
+        yield join
+        for agent in agents:
+            agent.shutdown(graceful=False)
+
+    def names(self, store: HashStore) -> list[str]:
+        members: list[Record] = member_list.members(store)
+        return [member.name for member in members]
+
+    def test_who_joins_with_one_that_leads_nowhere_is_refused(
+        self, store: HashStore, join: Callable[[str, Maps], Agent]
+    ) -> None:
+        join("alice", {})
+        with pytest.raises(ValueError, match="Node bob has target devices with invalid indices"):
+            join("bob", {"alice": {"cpu": 99}})
+        assert self.names(store) == ["alice"]
+
+    def test_so_is_one_to_whom_a_members_leads_nowhere(
+        self, store: HashStore, join: Callable[[str, Maps], Agent]
+    ) -> None:
+        join("alice", {"bob": {"cpu": 99}})
+        with pytest.raises(ValueError, match="Node alice has target devices with invalid indices"):
+            join("bob", {})
+        join("carol", {"dave": {"cpu": 0}})
+        assert self.names(store) == ["alice", "carol"]

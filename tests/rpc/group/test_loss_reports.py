@@ -1,0 +1,107 @@
+"""Who tells the others of a loss: what an agent in which condition says, and what it leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpc.group.loss_reports import Accusations
+from rpc.group.members import Group
+from rpc.ids import Life
+from rpc.protocol.liveness import Evidence
+from rpc.transports.base import Peer
+from rpc.wire.control import ControlMessage
+from rpc.worker_info import WorkerInfo
+
+ME, OTHER, GONE = Life(0, 0), Life(1, 0), Life(2, 1)
+
+
+class Agent:
+    """Notes what it is made to do; its clock stands still."""
+
+    def __init__(self) -> None:
+        self.info = WorkerInfo("w0", 0)
+        self.group = Group()
+        for life in (ME, OTHER, GONE):
+            self.group.add(Peer(WorkerInfo(f"w{life.worker}", life.worker), life.incarnation, b""))
+        self.group.lose(GONE, "it was silent")
+        self.is_expelled = False
+        self.departs = False
+        self.departure = SimpleNamespace(expects_departures=lambda: self.departs)
+        self.clock = SimpleNamespace(now=lambda: 100.0)
+        self.removed: list[Life] = []
+        self.told: list[tuple[Life, ControlMessage]] = []
+        self.noted: list[Life] = []
+        self.later: list[tuple[float, Any]] = []
+        self.membership = SimpleNamespace(remove=self.removed.append)
+        self.notices = SimpleNamespace(tell=lambda to, message: self.told.append((to, message)))
+        self.timers = SimpleNamespace(at=lambda when, task: self.later.append((when, task)))
+        self.watch: Any = SimpleNamespace(tell_lost=lambda life, _: self.noted.append(life))
+
+    def did(self) -> tuple[list[Life], list[Life], list[Life]]:
+        """Whom it took off the list, whom it told, for whom it left a note."""
+        return self.removed, [to for to, _ in self.told], self.noted
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent()
+
+
+def lose(agent: Agent, life: Life = GONE, evidence: Evidence = Evidence.TOLD) -> None:
+    Accusations(agent, 10.0).lost(life, "it was silent", evidence)  # type: ignore[arg-type]
+
+
+def test_what_others_said_is_passed_on_at_once(agent: Agent) -> None:
+    lose(agent)
+    assert agent.did() == ([GONE], [OTHER], [GONE])
+    assert not agent.later
+
+
+def test_what_was_noticed_here_is_told_after_a_moment(agent: Agent) -> None:
+    lose(agent, evidence=Evidence.SILENT)
+    assert agent.did() == ([], [], [])
+    ((when, task),) = agent.later
+    assert when == 101.0
+    task()
+    assert agent.did() == ([GONE], [OTHER], [GONE])
+
+
+def test_without_a_watch_a_loss_is_only_taken_off_the_list(agent: Agent) -> None:
+    agent.watch = None
+    lose(agent, evidence=Evidence.CLOSED)
+    assert agent.did() == ([GONE], [], [])
+    assert not agent.later
+
+
+@pytest.mark.parametrize("watches", [True, False])
+@pytest.mark.parametrize("evidence", [Evidence.TOLD, Evidence.CLOSED])
+def test_nobody_is_told_of_workers_that_are_expected_to_go(
+    agent: Agent, watches: bool, evidence: Evidence
+) -> None:
+    agent.departs = True
+    agent.watch = agent.watch if watches else None
+    lose(agent, evidence=evidence)
+    assert agent.did() == ([], [], [])
+    assert not agent.later
+
+
+def test_a_shutdown_that_begins_meanwhile_keeps_it_from_being_told(agent: Agent) -> None:
+    lose(agent, evidence=Evidence.SILENT)
+    agent.departs = True
+    agent.later[0][1]()
+    assert agent.did() == ([], [], [])
+
+
+def test_a_life_that_was_replaced_or_never_known_is_nobodys_business(agent: Agent) -> None:
+    lose(agent, Life(GONE.worker, 0))
+    lose(agent, Life(9, 0))
+    assert agent.did() == ([], [], [])
+
+
+def test_one_that_is_expelled_has_no_say(agent: Agent) -> None:
+    agent.is_expelled = True
+    lose(agent)
+    assert agent.did() == ([], [], [])

@@ -1,0 +1,84 @@
+"""What comes over TENSORPIPE is left on the streams of torch's threads, for whoever takes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+import rpc
+from rpc.runtime import streams
+from rpc.transports.tensorpipe.transport import available
+from tests.free_ports import free_port
+from tests.rpc.worker_processes import WorkerProcess, join, leave
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(not available(), reason="this torch has no TensorPipe"),
+]
+
+ELEMENTS = 1 << 18
+
+
+class Arrivals:
+    """First elements of tensors left on threads that Python did not start: torch's."""
+
+    def __init__(self) -> None:
+        self.seen: set[float] = set()
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            self.seen.update(float(each[0]) for each in tensors)
+
+
+_arrivals = Arrivals()
+
+
+def watch() -> None:
+    streams.leave_tensors = _arrivals.leave
+
+
+def arrived() -> set[float]:
+    return _arrivals.seen
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mul(2)
+
+
+def call_double() -> float:
+    return float(rpc.rpc_sync("worker1", double, args=(torch.ones(ELEMENTS),)).sum())
+
+
+@pytest.fixture
+def pair() -> Iterator[list[WorkerProcess]]:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    workers = [WorkerProcess(), WorkerProcess()]
+    try:
+        for rank, worker in enumerate(workers):
+            worker.begin(join, "TENSORPIPE", url, f"worker{rank}", rank, 2)
+        for worker in workers:
+            worker.result()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def test_tensors_of_requests_and_replies_are_left_where_torch_delivers_them(
+    pair: list[WorkerProcess],
+) -> None:
+    for worker in pair:
+        worker.do(watch)
+    assert pair[0].do(call_double) == 2 * ELEMENTS
+    caller, callee = pair
+    assert 2.0 in caller.do(arrived)
+    assert 1.0 in callee.do(arrived)
+    for worker in pair:
+        worker.begin(leave, timeout=30)
+    for worker in pair:
+        worker.result()
