@@ -25,7 +25,7 @@ MODULES: Mapping[str, str] = {
     "torch.distributed.rpc.constants": "rpc.constants",
     "torch.distributed.rpc.internal": "rpc.internal",
     "torch.distributed.rpc.options": "rpc.options",
-    "torch.distributed.rpc.rrefs.rref_proxy": "rpc.rrefs.rref_proxy",
+    "torch.distributed.rpc.rref_proxy": "rpc.rref_proxy",
     "torch.distributed.rpc._testing": "rpc._testing",
     "torch.distributed.autograd": "autograd_dist",
     "torch.distributed.nn.api.remote_module": "remote_module",
@@ -75,7 +75,7 @@ class Redirection:
 class _NothingElse(importlib.abc.MetaPathFinder):
     """Refuses submodules that we have no counterpart of.
 
-    Without it ``import torch.distributed.rpc.protocol.calls`` would load a second copy of
+    Without it ``import torch.distributed.rpc.calls`` would load a second copy of
     ``rpc.protocol.calls``, because the package it is looked for in is ours.
     """
 

@@ -129,7 +129,7 @@ def test_a_process_ends_with_its_own_status_without_a_shutdown(
 ) -> None:
     program = (
         "import sys, time, rpc\n"
-        "from rpc import group_store, membership, watch\n"
+        "from rpc.group import membership, store as group_store, watch\n"
         f"url = 'tcp://127.0.0.1:{free_port()}'\n"
         f"options = rpc.{backend}RpcBackendOptions(init_method=url)\n"
         f"{busy}\n{last_line}\n"

@@ -559,7 +559,7 @@ def test_an_error_in_setstate_is_the_cause_of_the_decode_error() -> None:
 
 
 def test_payloads_mean_nothing_to_plain_pickle() -> None:
-    with pytest.raises(pickle.UnpicklingError, match=r"outside rpc\.codec\.decode"):
+    with pytest.raises(pickle.UnpicklingError, match=r"outside rpc\.wire\.codec\.decode"):
         pickle.loads(encode([torch.ones(1)]).payload)
 
 
