@@ -72,6 +72,8 @@ from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
 
+__version__ = "0.2.0"
+
 PyRRef = RRef
 RpcAgent = Agent
 
