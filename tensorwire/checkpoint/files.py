@@ -1,0 +1,441 @@
+"""A checkpoint on disk: safetensors shards that several processes write, one JSON manifest.
+
+The coordinator makes a :class:`Draft`, a folder beside the place of the checkpoint. Each
+process writes its own part there with a :class:`PartWriter`. When all are done, the
+coordinator commits: it checks the parts, merges their manifests, forces everything to disk
+and renames the folder. So a checkpoint is either not there or whole, whoever is killed and
+when. :class:`Checkpoint` reads one; no pickles are involved in either direction.
+
+::
+
+    draft = Draft.create("checkpoints/1000")            # at the coordinator
+    with PartWriter(draft.folder, "server0") as part:   # in each process
+        part.add("rows", rows)
+        part.finish({"clock": 7})
+    draft.commit(["server0", "server1"], {"step": 1000})
+
+    saved = latest("checkpoints")                       # later, anywhere
+    rows = saved.tensor("server0", "rows")
+
+The folder must be on a file system that all of these processes see under one path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import torch
+
+from tensorwire.checkpoint import manifest as manifests
+from tensorwire.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnsafeCheckpointError,
+)
+from tensorwire.checkpoint.manifest import Manifest, Meta, PartManifest, TensorEntry
+from tensorwire.checkpoint.shard_file import ShardFile, dtype_name, require_safetensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MANIFEST: Final = "manifest.json"
+SHARD_BYTES: Final = 2 << 30
+_DRAFT: Final = ".tmp-"
+_LOCK: Final = "lock"
+_PICKLES: Final = (b"\x80", b"PK\x03\x04")  # a pickle, and the zip archive of torch.save
+
+
+class PartWriter:
+    """Writes one process's tensors into a draft, each as it is added.
+
+    Used as a context manager, it closes its files however the block ends.
+
+    Args:
+        folder: of the draft, ``Draft.folder``.
+        part: names this process's part; no other process may use the name.
+        shard_bytes: a file that has grown to this many bytes is followed by another.
+
+    Raises:
+        CheckpointError: safetensors is not installed.
+        FileNotFoundError: there is no such draft, or not on this machine.
+    """
+
+    def __init__(self, folder: str | Path, part: str, shard_bytes: int = SHARD_BYTES) -> None:
+        require_safetensors()
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise FileNotFoundError(
+                f"there is no draft {str(folder)!r} on this machine; a checkpoint's path must lie "
+                "on a file system that all of its writers share"
+            )
+        self._part = part
+        self._stem = quote(part, safe="")
+        self._shard_bytes = shard_bytes
+        self._open: dict[int, ShardFile] = {}  # by item size, so that each tensor lies aligned
+        self._shards: dict[str, int] = {}
+        self._tensors: dict[str, TensorEntry] = {}
+        self._count = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes one tensor. It may change as soon as this returns.
+
+        Raises:
+            UnsavableValueError: it is sparse or of a dtype that safetensors cannot hold.
+            ValueError: this part has a tensor of that name.
+        """
+        if name in self._tensors:
+            raise ValueError(f"part {self._part!r} has two tensors with the name {name!r}")
+        dtype = dtype_name(name, tensor)
+        shard = self._shard_for(name, tensor)
+        shard.append(name, tensor)
+        self._tensors[name] = TensorEntry(shard.path.name, dtype, tuple(tensor.shape))
+
+    def finish(self, meta: Meta | None = None) -> None:
+        """Forces the part to disk; from here it can be committed.
+
+        Args:
+            meta: plain JSON data that is kept with the part.
+        """
+        for shard in self._open.values():
+            self._shards[shard.path.name] = shard.finish()
+        self._open.clear()
+        part = PartManifest(meta or {}, self._shards, self._tensors)
+        _write_durably(self._folder / f"{self._stem}.part.json", manifests.dump_part(part))
+
+    def close(self) -> None:
+        """Closes what is open; a part that was not finished stays unfinished."""
+        for shard in self._open.values():
+            shard.abandon()
+        self._open.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _shard_for(self, name: str, tensor: torch.Tensor) -> ShardFile:
+        item = tensor.element_size()
+        shard = self._open.get(item)
+        if shard and not (shard.bytes < self._shard_bytes and shard.fits(name, tensor)):
+            self._shards[shard.path.name] = shard.finish()
+            shard = None
+        if shard is None:
+            shard = ShardFile(self._folder / f"{self._stem}-{self._count:05}.safetensors")
+            self._open[item] = shard
+            self._count += 1
+        return shard
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written, held by its coordinator.
+
+    Attributes:
+        path: where the checkpoint will be.
+        folder: where the parts are written until then.
+        lock: a descriptor whose lock says, until it is closed, that the draft is in use.
+    """
+
+    path: Path
+    folder: Path
+    lock: int
+
+    @classmethod
+    def create(cls, path: str | Path) -> Draft:
+        """Makes the folder of a draft for a checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: safetensors is not installed.
+            FileExistsError: something is at ``path``.
+            ValueError: ``path`` has the name of a draft.
+        """
+        require_safetensors()
+        path = Path(path).absolute()
+        if _DRAFT in path.name:
+            raise ValueError(f"{str(path)!r}: names with {_DRAFT!r} in them are those of drafts")
+        _require_free(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        token = uuid.uuid4().hex[:12]
+        unlocked = path.with_name(f".{token}")
+        unlocked.mkdir()
+        lock = os.open(unlocked / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = path.with_name(f"{path.name}{_DRAFT}{token}")
+        unlocked.rename(folder)  # only now may retain() find it, and it finds it locked
+        return cls(path, folder, lock)
+
+    def commit(self, parts: Sequence[str], meta: Meta | None = None) -> Checkpoint:
+        """Makes the draft the checkpoint at its path, durably and at once.
+
+        Args:
+            parts: the names of all parts.
+            meta: plain JSON data that is kept with the checkpoint.
+
+        Raises:
+            DamagedCheckpointError: a part is not finished, or not visible on this machine.
+            FileExistsError: another checkpoint has been put at the path meanwhile.
+            UnsavableValueError: ``meta`` is not plain JSON data.
+        """
+        found = {name: self._part(name) for name in parts}
+        whole = Manifest(_next_sequence(self.path.parent), meta or {}, found)
+        _write_durably(self.folder / MANIFEST, manifests.dump(whole))
+        for merged in self.folder.glob("*.part.json"):
+            merged.unlink()
+        _sync_folder(self.folder)
+        _require_free(self.path)
+        self.folder.rename(self.path)
+        _sync_folder(self.path.parent)
+        (self.path / _LOCK).unlink()
+        os.close(self.lock)
+        return Checkpoint(self.path, whole)
+
+    def discard(self) -> None:
+        """Removes the draft with all that was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+    def _part(self, name: str) -> PartManifest:
+        path = self.folder / f"{quote(name, safe='')}.part.json"
+        try:
+            part = manifests.load_part(path.read_text(), str(path))
+        except FileNotFoundError:
+            raise DamagedCheckpointError(
+                f"part {name!r} of {str(self.path)!r} is not finished, or was written where this "
+                "machine does not see it: all writers must share the path's file system"
+            ) from None
+        _require_shards(self.folder, part)
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, ready to be read.
+
+    Attributes:
+        path: its folder.
+        manifest: what it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Reads the manifest at ``path`` and checks that every shard is there, whole.
+
+        Raises:
+            CheckpointError: safetensors is not installed.
+            DamagedCheckpointError: the manifest or a shard is missing or cut short.
+            FileNotFoundError: nothing is at ``path``.
+            UnsafeCheckpointError: a pickle is at ``path``.
+        """
+        require_safetensors()
+        path = Path(path).absolute()
+        if not path.exists():
+            raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
+        _refuse_pickles(path)
+        text = _read_manifest(path)
+        manifest = manifests.load(text, str(path / MANIFEST))
+        for part in manifest.parts.values():
+            _require_shards(path, part)
+        return cls(path, manifest)
+
+    @property
+    def meta(self) -> Meta:
+        """The plain data that was kept with the checkpoint."""
+        return self.manifest.meta
+
+    @property
+    def parts(self) -> Mapping[str, PartManifest]:
+        """What each process wrote, by the part's name."""
+        return self.manifest.parts
+
+    def tensor(self, part: str, name: str) -> torch.Tensor:
+        """Reads one tensor, mapped from the file: only what is looked at takes memory.
+
+        Raises:
+            KeyError: there is no such part or tensor.
+        """
+        with self._shard(self._entry(part, name).shard) as shard:
+            read: torch.Tensor = shard.get_tensor(name)
+        return read
+
+    def rows(self, part: str, name: str, start: int, stop: int) -> torch.Tensor:
+        """Reads ``tensor[start:stop]``.
+
+        Raises:
+            KeyError: there is no such part or tensor.
+        """
+        with self._shard(self._entry(part, name).shard) as shard:
+            read: torch.Tensor = shard.get_slice(name)[start:stop]
+        return read
+
+    def tensors(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads all tensors of a part, one after the other, by name."""
+        by_shard: dict[str, list[str]] = {}
+        for name, entry in self.parts[part].tensors.items():
+            by_shard.setdefault(entry.shard, []).append(name)
+        for shard_name, names in by_shard.items():
+            with self._shard(shard_name) as shard:
+                for name in names:
+                    yield name, shard.get_tensor(name)
+
+    def _entry(self, part: str, name: str) -> TensorEntry:
+        if part not in self.parts:
+            raise KeyError(f"no part {part!r} in {self.path}; it has {sorted(self.parts)}")
+        tensors = self.parts[part].tensors
+        if name not in tensors:
+            raise KeyError(f"no tensor {name!r} in part {part!r} of {self.path}")
+        return tensors[name]
+
+    @contextlib.contextmanager
+    def _shard(self, name: str) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / name, framework="pt") as shard:
+                yield shard
+        except SafetensorError as error:
+            raise DamagedCheckpointError(f"{self.path / name}: {error}") from error
+
+
+def complete(folder: str | Path) -> list[Checkpoint]:
+    """The complete checkpoints in a folder, the oldest first.
+
+    What is damaged, half written or something else is left out.
+    """
+    found = []
+    for path in Path(folder).glob(f"*/{MANIFEST}"):
+        if _DRAFT not in path.parent.name:
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                found.append(Checkpoint.open(path.parent))
+    return sorted(found, key=lambda each: (each.manifest.sequence, each.path.name))
+
+
+def latest(folder: str | Path) -> Checkpoint | None:
+    """The complete checkpoint in a folder that was committed last; None if there is none.
+
+    Raises:
+        CheckpointError: safetensors is not installed.
+    """
+    require_safetensors()
+    found = complete(folder)
+    return found[-1] if found else None
+
+
+def retain(folder: str | Path, last: int) -> list[Path]:
+    """Removes all but the ``last`` complete checkpoints, and drafts whose writer is gone.
+
+    Args:
+        folder: what :func:`latest` looks through.
+        last: how many stay, at least 1.
+
+    Returns:
+        The paths of the checkpoints that were removed.
+
+    Raises:
+        ValueError: ``last`` is less than 1.
+    """
+    if last < 1:
+        raise ValueError(f"last={last!r}: at least one checkpoint must stay")
+    removed = [each.path for each in complete(folder)[:-last]]
+    for path in removed:
+        _remove(path)
+    for draft in Path(folder).glob(f"*{_DRAFT}*"):
+        if not _in_use(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    """Takes a checkpoint out of sight at once, then removes it file by file."""
+    unseen = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:12]}")
+    path.rename(unseen)
+    shutil.rmtree(unseen, ignore_errors=True)
+
+
+def _in_use(draft: Path) -> bool:
+    """Says whether the process that made a draft still holds it."""
+    try:
+        lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # being removed, or committed a moment ago
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _next_sequence(folder: Path) -> int:
+    return max((each.manifest.sequence for each in complete(folder)), default=0) + 1
+
+
+def _require_free(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(
+            f"{str(path)!r} exists, and a checkpoint is never overwritten: save under a new name, "
+            "for example with the step in it"
+        )
+
+
+def _require_shards(folder: Path, part: PartManifest) -> None:
+    for name, size in part.shards.items():
+        path = folder / name
+        there = path.stat().st_size if path.exists() else 0
+        if there != size:
+            raise DamagedCheckpointError(f"{path} has {there} bytes of {size}")
+
+
+def _read_manifest(path: Path) -> str:
+    try:
+        return (path / MANIFEST).read_text()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        raise DamagedCheckpointError(
+            f"{str(path)!r} is not a checkpoint: it has no readable {MANIFEST}"
+        ) from None
+
+
+def _refuse_pickles(path: Path) -> None:
+    """Names what is not ours but a pickle, such as a file of ``torch.save``."""
+    suspect = path / ".metadata" if path.is_dir() else path  # of torch.distributed.checkpoint
+    if not suspect.is_file():
+        return
+    with open(suspect, "rb") as file:
+        start = file.read(4)
+    if start.startswith(_PICKLES):
+        raise UnsafeCheckpointError(
+            f"{str(suspect)!r} is a pickle, and reading a pickle can run any code. "
+            "Load it with torch.load(..., weights_only=True) if you trust where it comes from, "
+            "and save it anew"
+        )
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Writes a file such that it is there whole or not at all."""
+    beside = path.with_name(path.name + _DRAFT)
+    with open(beside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
