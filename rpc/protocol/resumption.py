@@ -7,7 +7,7 @@ connection breaks and another takes its place, each end says how many messages i
 has received whole, and the other sends again what comes after them: nothing is
 lost, and as the numbers go on, nothing can be taken twice.
 
-:class:`Seam` decides which connection takes the place of which. Only the end that
+:class:`ReconnectEpoch` decides which connection takes the place of which. Only the end that
 opened the first one opens others, and numbers its attempts: an attempt that comes
 late, behind a newer one, changes nothing.
 
@@ -145,7 +145,7 @@ class Receipts:
         self.limit = self._soon
 
 
-class Offer(enum.Enum):
+class Replacement(enum.Enum):
     """What becomes of a new connection."""
 
     TAKE = enum.auto()
@@ -157,7 +157,7 @@ class Offer(enum.Enum):
 
 
 @dataclass(slots=True)
-class Seam:
+class ReconnectEpoch:
     """One connection of a link, and those that take its place one after the other.
 
     Attributes:
@@ -182,12 +182,12 @@ class Seam:
         self._newest += 1
         return self._newest
 
-    def offered(self, attempt: int) -> Offer:
+    def offered(self, attempt: int) -> Replacement:
         """The other end opened a connection."""
         if attempt <= self._newest:
-            return Offer.STALE
+            return Replacement.STALE
         self._newest = attempt
-        return Offer.BREAK_FIRST if self.since is None else Offer.TAKE
+        return Replacement.BREAK_FIRST if self.since is None else Replacement.TAKE
 
     def joined(self, attempt: int) -> None:
         """A new connection is in place."""
@@ -195,7 +195,7 @@ class Seam:
         self.since = None
         self.reason = ""
 
-    def knocked(self, attempt: int) -> bool:
+    def reconnect_requested(self, attempt: int) -> bool:
         """The other end asks for a new connection; True if the present one is to be broken.
 
         It is not if it is broken already, or is not the one that the other end lost.

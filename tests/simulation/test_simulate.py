@@ -19,7 +19,7 @@ from rpc.ids import Life
 from rpc.protocol.calls import CallTable, Ended
 from rpc.protocol.reference_terms import Effect
 from rpc.protocol.references import ReferenceTable
-from rpc.protocol.resumption import Offer, Seam, SentMessages
+from rpc.protocol.resumption import ReconnectEpoch, Replacement, SentMessages
 from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
 from rpc.testing.simulation.runs import draw, replay
 from rpc.testing.simulation.steps import Act, Break, Greet, Mend
@@ -110,10 +110,10 @@ class ForgetsTheLast(SentMessages):  # type: ignore[type-arg]
         return super().missing(sent, received)[:-1]
 
 
-class TakesWhateverComes(Seam):
-    def offered(self, attempt: int) -> Offer:
+class TakesWhateverComes(ReconnectEpoch):
+    def offered(self, attempt: int) -> Replacement:
         super().offered(attempt)
-        return Offer.TAKE
+        return Replacement.TAKE
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ class TakesWhateverComes(Seam):
         (Machines(duplicates=TakesEverythingTwice), {Rule.DUPLICATES}),
         (Machines(group=NeverMeetsTheReturned), {Rule.MEMBERS}),
         (Machines(sent_messages=ForgetsTheLast), {Rule.LINKS}),
-        (Machines(seam=TakesWhateverComes), {Rule.LINKS}),
+        (Machines(epoch=TakesWhateverComes), {Rule.LINKS}),
     ],
 )
 def test_a_broken_decision_is_found_and_told_in_a_few_lines(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from rpc.ids import Life
-from rpc.protocol.resumption import Offer
+from rpc.protocol.resumption import Replacement
 from rpc.testing.simulation import steps
 from rpc.testing.simulation.packets import Frame, Packet
 from rpc.testing.simulation.rules import Rule, require
@@ -77,7 +77,7 @@ class _End:
         self.received = 0
         self.memory = machines.sent_messages()
         self.receipts = machines.receipts(_SOON, _NOW, self._will_pay)
-        self.seam = machines.seam()
+        self.epoch = machines.epoch()
         self.guest: _Said | None = None
         self.acknowledged = 0
         self.unpaid = 0
@@ -124,7 +124,7 @@ class _End:
 
     def is_out_of_time(self, now: float, patience: float) -> bool:
         """True if its connection is to be given up."""
-        left = self.seam.left(now, patience)
+        left = self.epoch.left(now, patience)
         expected = patience
         if self.broke_at is not None:
             expected = max(0.0, self.broke_at + patience - now)
@@ -135,23 +135,23 @@ class _End:
     def broke(self, now: float) -> None:
         """Its connection was read to its end; whoever writes to it may see it, too, later."""
         self.broke_at = now
-        self.seam.broke(now, _REASON)
-        self.seam.broke(now + 1.0, "it was seen again")
-        require(self.seam.reason == _REASON, Rule.LINKS, self.me, self.seam.reason)
+        self.epoch.broke(now, _REASON)
+        self.epoch.broke(now + 1.0, "it was seen again")
+        require(self.epoch.reason == _REASON, Rule.LINKS, self.me, self.epoch.reason)
 
     def joined(self, connection: _Connection) -> None:
         """It goes on with another connection."""
         self.connection = connection
         self.broke_at = None
-        self.seam.joined(connection.attempt)
-        require(not self.seam.reason, Rule.LINKS, self.me, self.seam.reason)
+        self.epoch.joined(connection.attempt)
+        require(not self.epoch.reason, Rule.LINKS, self.me, self.epoch.reason)
 
-    def offered(self, attempt: int) -> Offer:
+    def offered(self, attempt: int) -> Replacement:
         """The other end opened a connection; what becomes of it."""
-        offer = self.seam.offered(attempt)
-        expected = Offer.BREAK_FIRST if self.broke_at is None else Offer.TAKE
+        offer = self.epoch.offered(attempt)
+        expected = Replacement.BREAK_FIRST if self.broke_at is None else Replacement.TAKE
         if attempt <= self.newest:
-            expected = Offer.STALE
+            expected = Replacement.STALE
         require(offer is expected, Rule.LINKS, self.me, offer, "of attempt", attempt)
         self.newest = max(self.newest, attempt)
         return offer
@@ -272,7 +272,7 @@ class _Link:
 
     def open(self, end: _End) -> None:
         """The opener opens another connection, and gives up what it opened before."""
-        attempt = end.seam.next_attempt()
+        attempt = end.epoch.next_attempt()
         end.newest += 1
         require(attempt == end.newest, Rule.LINKS, end.me, "opens", attempt)
         if self._tried is not None:
@@ -300,9 +300,9 @@ class _Link:
 
     def _offered(self, end: _End, hello: _Said) -> None:
         offer = end.offered(hello.connection.attempt)
-        if offer is Offer.TAKE:
+        if offer is Replacement.TAKE:
             self._take_in(end, hello)
-        elif offer is Offer.BREAK_FIRST:
+        elif offer is Replacement.BREAK_FIRST:
             end.guest = hello
             end.connection.whole = False
 
@@ -321,7 +321,7 @@ class _Link:
             end.memory.sent_again()
 
     def _knocked(self, end: _End, attempt: int) -> None:
-        breaks = end.seam.knocked(attempt)
+        breaks = end.epoch.reconnect_requested(attempt)
         expected = end.broke_at is None and end.connection.attempt == attempt
         require(breaks == expected, Rule.LINKS, end.me, "is knocked at for", attempt)
         if breaks:

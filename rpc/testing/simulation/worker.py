@@ -31,7 +31,7 @@ from rpc.protocol.reference_terms import (
     Send,
 )
 from rpc.protocol.references import ReferenceTable
-from rpc.protocol.resumption import Receipts, Seam, SentMessages
+from rpc.protocol.resumption import Receipts, ReconnectEpoch, SentMessages
 from rpc.protocol.retry import OnceTable, RequestId, Verdict
 from rpc.protocol.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.protocol.termination import Effect as TerminationEffect
@@ -85,7 +85,7 @@ class Machines:
         suspicion: who may tell the others of a loss.
         sent_messages: what is sent again when a connection takes another's place.
         receipts: when what arrived is acknowledged.
-        seam: which connection takes the place of which.
+        epoch: which connection takes the place of which.
     """
 
     references: type[ReferenceTable] = ReferenceTable
@@ -99,7 +99,7 @@ class Machines:
     suspicion: type[Suspicion] = Suspicion
     sent_messages: type[SentMessages[Frame]] = SentMessages
     receipts: type[Receipts] = Receipts
-    seam: type[Seam] = Seam
+    epoch: type[ReconnectEpoch] = ReconnectEpoch
 
 
 class Worker:

@@ -36,7 +36,7 @@ class Refusals:
         return number, is_new
 
 
-class Setbacks:
+class Backoff:
     """The failures of one thing that is tried at times. Not thread-safe.
 
     Args:

@@ -50,7 +50,7 @@ class _Share:
             raise
 
 
-class CopyCrew:
+class CopyThreads:
     """The helpers of one worker; they start with the first copy that is worth it.
 
     Args:

@@ -44,7 +44,7 @@ _LAYOUTS_KEPT = 256
 """A program's tensors look the same again and again."""
 
 
-class Place(enum.IntEnum):
+class Placement(enum.IntEnum):
     """Which road the bytes of an item take."""
 
     INLINE = 0
@@ -58,15 +58,15 @@ class Place(enum.IntEnum):
     to get there. Tensors that arrive on a device only, and not over every transport."""
 
 
-_PLACES = tuple(Place)
-_LENT = int(Place.LENT)
-HOST_PLACES = _PLACES[: Place.LENT]
+_PLACEMENTS = tuple(Placement)
+_LENT = int(Placement.LENT)
+HOST_PLACEMENTS = _PLACEMENTS[: Placement.LENT]
 
 
 class Item(NamedTuple):
     """One row of the table; the payload has ``dtype`` None and no shape."""
 
-    place: Place
+    place: Placement
     segment: int
     position: int
     nbytes: int
@@ -118,12 +118,14 @@ def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | N
     return elements if reach == elements or not elements else None
 
 
-def payload_row(place: Place, segment: int, position: int, nbytes: int) -> bytes:
+def payload_row(place: Placement, segment: int, position: int, nbytes: int) -> bytes:
     """The row of a payload."""
     return _ROW.pack(place, _BYTES, 0, segment, position, nbytes)
 
 
-def tensor_row(place: Place, segment: int, position: int, look: Look, device: str = "") -> bytes:
+def tensor_row(
+    place: Placement, segment: int, position: int, look: Look, device: str = ""
+) -> bytes:
     """The row of a tensor."""
     code, shape, strides, nbytes = look
     row = _ROW.pack(place, code, len(shape), segment, position, nbytes)
@@ -142,7 +144,7 @@ def join_rows(rows: list[bytes]) -> bytes:
 
 
 def unpack_table(
-    table: bytes, inline_bytes: int, max_bytes: int, places: tuple[Place, ...] = HOST_PLACES
+    table: bytes, inline_bytes: int, max_bytes: int, places: tuple[Placement, ...] = HOST_PLACEMENTS
 ) -> list[Item]:
     """Parses and checks a table.
 
@@ -177,7 +179,7 @@ def unpack_table(
             if place == _LENT and (at + segment > inline_bytes or not layout[3]):
                 raise FrameError("a table row for lent memory without a handle or a device")
             total += nbytes
-            items.append(new_tuple(Item, (_PLACES[place], segment, at, nbytes, *layout)))
+            items.append(new_tuple(Item, (_PLACEMENTS[place], segment, at, nbytes, *layout)))
     except (struct.error, IndexError, UnicodeDecodeError):
         raise FrameError("a frame's table ends early") from None
     if not items or position != len(table):

@@ -73,7 +73,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-class _Lent(_ENDLESS):  # type: ignore[misc, valid-type]
+class _RegionArray(_ENDLESS):  # type: ignore[misc, valid-type]
     """Memory of a region, which hears when nobody refers to it any more.
 
     It holds its region, which often nothing else does: a region that only knew its arrays
@@ -162,7 +162,7 @@ class Region(process_forks.Member):
         """
         with self._lock:
             if not (_forking and self._shared):
-                array = _Lent.from_address(self.address + offset)
+                array = _RegionArray.from_address(self.address + offset)
                 array.region = self
                 array.released = released
                 self._lent[id(array)] = (offset, length)
@@ -183,7 +183,7 @@ class Region(process_forks.Member):
         private.retire()
         return array
 
-    def _array_died(self, array: _Lent) -> None:
+    def _array_died(self, array: _RegionArray) -> None:
         if _forking:  # perhaps this is the child already: no locks, nothing shared
             self._late.append(array.released)
             self._lent.pop(id(array), None)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.ids import new_tuple
-from rpc.transports.host.backoff import Refusals, Setbacks, number_of
+from rpc.transports.host.backoff import Backoff, Refusals, number_of
 from rpc.transports.host.regions import Array, Region, array_at, view_of
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class _Segment:
         gaps.insert(index, (start, length))
 
 
-class Slot(NamedTuple):
+class SharedSlot(NamedTuple):
     """A place that was filled: which segment, and where in it."""
 
     segment: int
@@ -179,7 +179,7 @@ class Budget:
             self._left += size
 
 
-class Offer(NamedTuple):
+class SegmentOffer(NamedTuple):
     """A new segment that the peer must map before it can be used.
 
     The descriptor is the offer's: close it when it has been passed on. The token
@@ -222,9 +222,9 @@ class SendPool:
         self._parting: list[_Segment] = []
         self._copying = 0
         self._closed = False
-        self._setbacks = Setbacks(clock)
+        self._backoff = Backoff(clock)
 
-    def put(self, address: int, length: int, copy: Copy | None = None) -> Slot | None:
+    def put(self, address: int, length: int, copy: Copy | None = None) -> SharedSlot | None:
         """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
 
         With ``copy``, that copies them.
@@ -245,9 +245,9 @@ class SendPool:
                 ended = self._closed and not self._copying
             if ended:
                 self._part()
-        return new_tuple(Slot, (segment.number, position))
+        return new_tuple(SharedSlot, (segment.number, position))
 
-    def take_back(self, slots: Iterable[Slot]) -> None:
+    def take_back(self, slots: Iterable[SharedSlot]) -> None:
         """Frees slots that were filled for a message that is not sent, after all."""
         with self._lock:
             for slot in slots:
@@ -278,7 +278,7 @@ class SendPool:
                     return segment, position
         return None, 0
 
-    def offer(self, length: int) -> Offer | None:
+    def offer(self, length: int) -> SegmentOffer | None:
         """Creates a segment with room for ``length`` bytes; None if there may be none.
 
         One offer at a time: there is none while another awaits its answer, nor for a while
@@ -286,7 +286,7 @@ class SendPool:
         """
         with self._lock:
             waiting = any(not s.usable for s in self._segments.values())
-            if self._closed or waiting or not self._setbacks.may_try():
+            if self._closed or waiting or not self._backoff.may_try():
                 return None
             held = sum(s.region.size for s in self._segments.values())
             number, self._next = self._next, self._next + 1
@@ -298,7 +298,7 @@ class SendPool:
                 return self._create(number, size)
         return None
 
-    def _create(self, number: int, size: int) -> Offer | None:
+    def _create(self, number: int, size: int) -> SegmentOffer | None:
         try:
             descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -317,7 +317,7 @@ class SendPool:
         with self._lock:
             if not self._closed:
                 self._segments[number] = segment
-                return Offer(number, size, descriptor, token)
+                return SegmentOffer(number, size, descriptor, token)
         os.close(descriptor)
         self._discard(segment)
         return None
@@ -325,7 +325,7 @@ class SendPool:
     def _fail(self, size: int, error: OSError) -> None:
         self._budget.give_back(size)
         with self._lock:
-            until = self._setbacks.failed(number_of(error))
+            until = self._backoff.failed(number_of(error))
         if until:
             _log.warning("no memory to share (%s): large tensors go without, %s", error, until)
 
@@ -349,10 +349,10 @@ class SendPool:
                 raise FrameError(f"an answer about segment {number}, which was not offered")
             if usable:
                 segment.usable = True
-                self._setbacks.worked()
+                self._backoff.worked()
                 self._usable.append(segment)
                 return
-            until = self._setbacks.failed(error)
+            until = self._backoff.failed(error)
             del self._segments[number]
         self._discard(segment)
         if until:

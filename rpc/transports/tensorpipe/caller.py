@@ -120,7 +120,7 @@ class Caller:
         """Gives a call its number. Needs the lock; :meth:`carry` comes next, without it."""
         number = link.calls.begin(kind, frame)
         me, life = self._sender
-        return Envelope(kind, me, life, frame.correlation, number, link.seam.attempt), link.route
+        return Envelope(kind, me, life, frame.correlation, number, link.epoch.attempt), link.route
 
     def carry(self, link: Link, begun: Begun, frame: Frame) -> None:
         """Makes a call that has its number.
@@ -155,7 +155,7 @@ class Caller:
         with self._lock:
             if not link.calls.failed(envelope.number, instead):
                 return
-            nothing = envelope._replace(kind=wire.VOID, attempt=link.seam.attempt)
+            nothing = envelope._replace(kind=wire.VOID, attempt=link.epoch.attempt)
             begun = nothing, link.route
         self.carry_or_break(link, begun, instead)
         self._failed(link, envelope.correlation, problem)
@@ -177,7 +177,7 @@ class Caller:
         with self._lock:
             if not link.calls.void(envelope.number):
                 return
-            unsent = route is not None and link.seam.attempt == envelope.attempt
+            unsent = route is not None and link.epoch.attempt == envelope.attempt
         if unsent:
             link.shared.take_back(frame)
         nothing = envelope._replace(kind=wire.VOID)
@@ -257,7 +257,7 @@ class Caller:
 
     def say_farewell(self, link: Link) -> None:
         """Tells a peer that this worker leaves, and how many calls it made."""
-        farewell = self._sender.envelope(wire.FAREWELL, attempt=link.seam.attempt)
+        farewell = self._sender.envelope(wire.FAREWELL, attempt=link.epoch.attempt)
         if link.route is not None:
             self.ask(link, link.route, farewell, str(link.calls.sent).encode())
 

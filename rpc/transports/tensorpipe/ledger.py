@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rpc.protocol.resumption import Seam
+from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe.wire import AGAIN, VOID, Answer, Envelope, Payload
 
@@ -363,7 +363,7 @@ class Mending:
     """Attempts to replace a broken pipe.
 
     Args:
-        seam: which attempt is in place, and since when it is broken.
+        epoch: which attempt is in place, and since when it is broken.
         seconds: how long it may stay broken.
         due: when to try next, in seconds on the owner's clock.
 
@@ -372,7 +372,7 @@ class Mending:
         agreed: the attempt that the peer agreed to, and what it had taken then.
     """
 
-    seam: Seam
+    epoch: ReconnectEpoch
     seconds: float
     due: float
     hopeless: str = ""
@@ -387,7 +387,7 @@ class Mending:
             return Step.GIVE_UP
         if self.agreed is not None:
             return Step.GO_ON
-        if self.seam.left(now, self.seconds) <= 0:
+        if self.epoch.left(now, self.seconds) <= 0:
             problem = f": {self._problem}" if self._problem else ""
             self.hopeless = f"it was not opened again within {self.seconds:g} s{problem}"
             return Step.GIVE_UP
@@ -395,11 +395,11 @@ class Mending:
 
     def patience(self, now: float) -> float:
         """How long to wait for something to happen, in seconds."""
-        return max(0.0, min(self.due - now, self.seam.left(now, self.seconds)))
+        return max(0.0, min(self.due - now, self.epoch.left(now, self.seconds)))
 
     def begin(self, now: float) -> int:
         """An attempt is made; returns its number."""
-        attempt = self.seam.next_attempt()
+        attempt = self.epoch.next_attempt()
         self._pending.add(attempt)
         self.due = now + PATIENCE_SECONDS
         return attempt

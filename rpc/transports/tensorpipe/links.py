@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
 from rpc.ids import Life
-from rpc.protocol.resumption import Seam
+from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
@@ -96,7 +96,7 @@ class Link:
     """Our lifeline to it was opened."""
     lifeline_open: bool = False
     """And it did not end yet."""
-    seam: Seam = field(default_factory=Seam)
+    epoch: ReconnectEpoch = field(default_factory=ReconnectEpoch)
     """Which attempt at a pipe is in place."""
     mending: Mending | None = None
     """How its broken pipe is being replaced."""
@@ -245,19 +245,19 @@ class Link:
         """Its pipe broke; returns how it is to be replaced, if it may be."""
         if not self.seconds or self.lost is not None or self.said_farewell:
             return None
-        self.seam.broke(now, reason)
+        self.epoch.broke(now, reason)
         self.route = None
         self.lifeline_open = False
-        self.mending = Mending(self.seam, self.seconds, now)
+        self.mending = Mending(self.epoch, self.seconds, now)
         return self.mending
 
     def is_whole(self, attempt: int) -> bool:
         """Whether that attempt's pipe is in place."""
-        return self.seam.attempt == attempt and self.seam.since is None
+        return self.epoch.attempt == attempt and self.epoch.since is None
 
     def begin_pipe(self, attempt: int) -> None:
         """Another pipe is in place; calls wait until those before them have been made on it."""
-        self.seam.joined(attempt)
+        self.epoch.joined(attempt)
         self.mending = None
         self.watched = self.lifeline_open = True
 

@@ -147,7 +147,7 @@ class Mender:
             return case.mending.begin(now)
         if case.mending.agreed is not None:
             return case.mending.agreed[0]
-        return case.link.seam.attempt
+        return case.link.epoch.attempt
 
     def _try(self, case: _Case, attempt: int) -> None:
         link = case.link
@@ -209,7 +209,7 @@ class Mender:
             done = calls[-1][0]
 
     def _give_up(self, case: _Case) -> None:
-        reason = f"its connection broke: {case.link.seam.reason}, and {case.mending.hopeless}"
+        reason = f"its connection broke: {case.link.epoch.reason}, and {case.mending.hopeless}"
         self._hands.give_up(case.link, reason)
 
     def close(self) -> None:

@@ -282,7 +282,7 @@ class Outgoing:
             if link.watched or link.lost is not None or not self._roster.open:
                 return
             link.watched = link.lifeline_open = True
-            route, attempt = link.route, link.seam.attempt
+            route, attempt = link.route, link.epoch.attempt
         if route is not None:
             self._caller.open_lifeline(link, route, attempt)
 

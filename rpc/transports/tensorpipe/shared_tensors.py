@@ -24,11 +24,11 @@ import torch
 
 from rpc.errors import EncodeError, FrameError
 from rpc.transports.base import Frame, FrameKind, unreceived
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.frame_table import (
     Item,
     Look,
-    Place,
+    Placement,
     join_rows,
     look_at,
     payload_row,
@@ -42,10 +42,10 @@ from rpc.transports.host.regions import Array, view_of
 from rpc.transports.host.segments import (
     SHARED_FROM,
     Budget,
-    Offer,
     ReceivedSegments,
+    SegmentOffer,
     SendPool,
-    Slot,
+    SharedSlot,
 )
 from rpc.transports.tensorpipe.wire import Payload, PlacedFrame
 
@@ -67,17 +67,17 @@ class HostMemory:
     def __init__(self, name: str, limit: int) -> None:
         self.host = host_identity("pid") if limit else ""
         self._budget = Budget(limit)
-        self._crew = CopyCrew(name)
+        self._copier = CopyThreads(name)
 
     def shared_with(self, peer_name: str, host: str) -> SharedTensors:
         """What is shared with a peer, given the host that it published."""
         same = bool(host) and host == self.host
-        pool = SendPool(self._budget, self._crew.copy, peer_name, _INSTEAD) if same else None
+        pool = SendPool(self._budget, self._copier.copy, peer_name, _INSTEAD) if same else None
         return SharedTensors(peer_name, pool)
 
     def close(self) -> None:
         """Ends its threads."""
-        self._crew.close()
+        self._copier.close()
 
 
 class SharedTensors:
@@ -93,7 +93,7 @@ class SharedTensors:
         self._pool = pool
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._lock = threading.Lock()
-        self._offered: Offer | None = None
+        self._offered: SegmentOffer | None = None
         self._untold: Frame | None = None
 
     # Sending
@@ -106,7 +106,7 @@ class SharedTensors:
         looks = _looks(frame.tensors)
         if looks is None:
             return frame
-        rows, slots = list[bytes](), list[Slot]()
+        rows, slots = list[bytes](), list[SharedSlot]()
         try:
             payload, beside = self._place_parts(pool, frame, looks, rows, slots)
         except BaseException:  # a tensor without memory, for instance
@@ -123,7 +123,7 @@ class SharedTensors:
         frame: Frame,
         looks: list[Look],
         rows: list[bytes],
-        slots: list[Slot],
+        slots: list[SharedSlot],
     ) -> tuple[Payload, list[torch.Tensor]]:
         """Adds to ``rows`` where each part is, to ``slots`` what it filled.
 
@@ -134,24 +134,24 @@ class SharedTensors:
         if size >= SHARED_FROM:
             slot = self._put(pool, *source_of_payload(payload)[:2])
         if slot is None:
-            rows.append(payload_row(Place.INLINE, 0, 0, size))
+            rows.append(payload_row(Placement.INLINE, 0, 0, size))
         else:
             slots.append(slot)
-            rows.append(payload_row(Place.SHARED, *slot, size))
+            rows.append(payload_row(Placement.SHARED, *slot, size))
             payload = b""
         for tensor, look in zip(frame.tensors, looks, strict=True):
             slot = None
             if look.nbytes >= SHARED_FROM:
                 slot = self._put(pool, tensor.data_ptr(), look.nbytes)
             if slot is None:
-                rows.append(tensor_row(Place.STREAM, 0, len(beside), look))
+                rows.append(tensor_row(Placement.STREAM, 0, len(beside), look))
                 beside.append(tensor)
             else:
                 slots.append(slot)
-                rows.append(tensor_row(Place.SHARED, *slot, look))
+                rows.append(tensor_row(Placement.SHARED, *slot, look))
         return payload, beside
 
-    def _put(self, pool: SendPool, address: int, size: int) -> Slot | None:
+    def _put(self, pool: SendPool, address: int, size: int) -> SharedSlot | None:
         slot = pool.put(address, size)
         if slot is not None:
             return slot
@@ -172,7 +172,7 @@ class SharedTensors:
         """
         if self._pool is not None and type(frame) is PlacedFrame:
             filled = _filled(frame.split()[0])
-            self._pool.take_back(Slot(item.segment, item.position) for item in filled)
+            self._pool.take_back(SharedSlot(item.segment, item.position) for item in filled)
 
     @property
     def has_offer(self) -> bool:
@@ -197,7 +197,7 @@ class SharedTensors:
             return
         pool.answered(number, usable, error)
 
-    def _take_back(self) -> Offer | None:
+    def _take_back(self) -> SegmentOffer | None:
         """Ends an offer, whose descriptor is needed no more."""
         with self._lock:
             offer, self._offered = self._offered, None
@@ -244,7 +244,7 @@ class SharedTensors:
         else:
             return Frame(frame.kind, frame.correlation, header, payload, tensors)
         for item in left:
-            if item.place is Place.SHARED:
+            if item.place is Placement.SHARED:
                 self._array(item)  # dies at once, which gives its slot back
         size = sum(item.nbytes for item in items)
         return unreceived(frame._replace(header=header), size, self._peer_name, problem)
@@ -254,12 +254,12 @@ class SharedTensors:
     ) -> tuple[Payload, tuple[torch.Tensor, ...]]:
         """Payload and tensors of a frame; what has been claimed is not ``left``."""
         first, payload = next(left), frame.payload
-        if first.place is Place.SHARED:
+        if first.place is Placement.SHARED:
             payload = view_of(self._array(first), first.nbytes)
         return payload, tuple([self._tensor(item, frame.tensors) for item in left])
 
     def _tensor(self, item: Item, beside: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        if item.place is Place.SHARED:
+        if item.place is Placement.SHARED:
             return tensor_over(self._array(item), item)
         if item.position >= len(beside):
             raise FrameError(f"tensor {item.position} of {len(beside)} that came beside a frame")
@@ -296,7 +296,7 @@ class SharedTensors:
 
 def _filled(table: bytes) -> list[Item]:
     items = unpack_table(table, _ANY_SIZE, _ANY_SIZE)
-    return [item for item in items if item.place is Place.SHARED]
+    return [item for item in items if item.place is Placement.SHARED]
 
 
 def nothing_shared() -> SharedTensors:

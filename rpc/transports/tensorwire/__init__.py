@@ -3,8 +3,7 @@
 ``framing`` and ``handshake`` decide what bytes mean and do no I/O;
 ``channel`` moves bytes over one socket; ``link`` joins the channels of one
 direction between two workers; ``replies``, ``requests`` and ``bulk`` are the
-threads that read; ``mender`` replaces connections that break, ``strand`` by
-``strand``; ``transport`` puts them together.
+threads that read; ``reconnect`` replaces connections that break; ``transport`` puts them together.
 """
 
 from rpc.transports.tensorwire.options import TensorWireRpcBackendOptions

@@ -26,11 +26,11 @@ from rpc.transports.tensorwire.handshake import (
     Identity,
 )
 from rpc.transports.tensorwire.requests import RequestSide
-from rpc.transports.tensorwire.unauthenticated import WaitingRoom
+from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 
 _MOST_SILENT = 128
 """Of each listener, so that strangers on the network keep nobody on this host out."""
-_MOST_HEARD = 256
+_MOST_IDENTIFIED = 256
 _PATIENCE_SECONDS = 1.0
 """A guest that said whom it wants, but proved nothing for so long, makes room for another."""
 _SILENCE_SECONDS = 5.0
@@ -39,7 +39,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class AuthenticatedConnection:
     """A connection that showed who it is; the holder owns the socket."""
 
     sock: socket.socket
@@ -65,8 +65,8 @@ class Proven:
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
-    rooms: _Rooms
+class _Unauthenticated:
+    queues: _Queues
     sock: socket.socket
     origin: Hashable
     side: Acceptor
@@ -76,11 +76,11 @@ class _Guest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rooms:
+class _Queues:
     """Where the guests of one listener wait."""
 
-    silent: WaitingRoom[_Guest]
-    heard: WaitingRoom[_Guest]
+    silent: UnauthenticatedConnections[_Unauthenticated]
+    identified: UnauthenticatedConnections[_Unauthenticated]
 
 
 def _origin(sock: socket.socket, address: tuple[str, int]) -> Hashable:
@@ -97,7 +97,7 @@ def _send_away(sock: socket.socket, reason: str) -> None:
     sock.close()
 
 
-class Door:
+class ConnectionAcceptor:
     """The listening sockets of one worker.
 
     Args:
@@ -105,7 +105,7 @@ class Door:
         key: of this worker's handshakes.
         identity: this worker.
         seconds: how long a handshake may take.
-        proven: takes connections that have shown who they are.
+        authenticated: takes connections that have shown who they are.
     """
 
     def __init__(
@@ -114,21 +114,22 @@ class Door:
         key: bytes,
         identity: Identity,
         seconds: float,
-        proven: Callable[[Proven], None],
+        authenticated: Callable[[AuthenticatedConnection], None],
     ) -> None:
         self._listeners = listeners
         self._key = key
         self._identity = identity
         self._seconds = seconds
-        self._proven = proven
-        self._guests: dict[int, _Guest] = {}
-        self._rooms = {
-            listener: _Rooms(
-                WaitingRoom(_MOST_SILENT, 0.0), WaitingRoom(_MOST_HEARD, _PATIENCE_SECONDS)
+        self._authenticated = authenticated
+        self._connections: dict[int, _Unauthenticated] = {}
+        self._queues = {
+            listener: _Queues(
+                UnauthenticatedConnections(_MOST_SILENT, 0.0),
+                UnauthenticatedConnections(_MOST_IDENTIFIED, _PATIENCE_SECONDS),
             )
             for listener in listeners
         }
-        self._kept: list[tuple[Proven, float]] = []
+        self._kept: list[tuple[AuthenticatedConnection, float]] = []
         self._paused: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -160,23 +161,23 @@ class Door:
             sock.close()
             return
         side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
-        now, rooms = time.monotonic(), self._rooms[listener]
-        guest = _Guest(rooms, sock, origin, side, now, now + self._seconds)
-        crowded: _Guest | None = None
+        now, queues = time.monotonic(), self._queues[listener]
+        connection = _Unauthenticated(queues, sock, origin, side, now, now + self._seconds)
+        evicted: _Unauthenticated | None = None
         with self._lock:
             wanted = not self._closed and self._requests is not None
             if wanted and self._requests is not None:
-                crowded = rooms.silent.enter(guest, origin, now)
-                self._guests[sock.fileno()] = guest
+                evicted = queues.silent.add(connection, origin, now)
+                self._connections[sock.fileno()] = connection
                 # With the lock held: whoever dismisses it, and closes it, takes it out first.
-                self._requests.add(sock, lambda _: self._receive(guest))
+                self._requests.add(sock, lambda _: self._receive(connection))
                 self._requests.sweeping = True
         if not wanted:
             sock.close()
             return
-        if crowded is not None:
-            self._dismiss(crowded, None)
-        self._receive(guest)  # what it said is there, mostly, and who spoke is not pushed out
+        if evicted is not None:
+            self._dismiss(evicted, None)
+        self._receive(connection)  # what it said is there, mostly, and who spoke is not pushed out
 
     def _pause(self, listener: socket.socket) -> None:
         """Stops accepting until the next sweep: there are no descriptors left, or no memory."""
@@ -185,70 +186,74 @@ class Door:
             self._paused.append(listener)
             self._requests.sweeping = True
 
-    def _receive(self, guest: _Guest) -> None:
+    def _receive(self, connection: _Unauthenticated) -> None:
         try:
-            while guest.side.proven is None:
-                data = guest.sock.recv(guest.side.wanted)
+            while connection.side.authenticated is None:
+                data = connection.sock.recv(connection.side.wanted)
                 if not data:
-                    self._dismiss(guest, None)
+                    self._dismiss(connection, None)
                     return
-                answer = guest.side.receive(data)
+                answer = connection.side.receive(data)
                 if answer:
-                    guest.sock.send(answer)
-                    self._heard(guest)
+                    connection.sock.send(answer)
+                    self._identified(connection)
         except BlockingIOError:
             return
         except HandshakeError as error:
-            self._dismiss(guest, str(error))
+            self._dismiss(connection, str(error))
             return
         except (OSError, MemoryError):
-            self._dismiss(guest, None)
+            self._dismiss(connection, None)
             return
-        if self._forget(guest):
-            self._proven(Proven(guest.sock, guest.side.proven))
+        if self._forget(connection):
+            self._authenticated(
+                AuthenticatedConnection(connection.sock, connection.side.authenticated)
+            )
 
-    def _heard(self, guest: _Guest) -> None:
+    def _identified(self, connection: _Unauthenticated) -> None:
         """A guest said whom it wants: it is one of fewer now."""
-        crowded: _Guest | None = None
+        evicted: _Unauthenticated | None = None
         with self._lock:
-            guest.silent = False
-            guest.rooms.silent.leave(guest)
-            if self._guests.get(guest.sock.fileno()) is guest:
-                crowded = guest.rooms.heard.enter(guest, guest.origin, time.monotonic())
-        if crowded is not None:
-            self._dismiss(crowded, None)
+            connection.silent = False
+            connection.queues.silent.discard(connection)
+            if self._connections.get(connection.sock.fileno()) is connection:
+                evicted = connection.queues.identified.add(
+                    connection, connection.origin, time.monotonic()
+                )
+        if evicted is not None:
+            self._dismiss(evicted, None)
 
-    def _forget(self, guest: _Guest) -> bool:
+    def _forget(self, connection: _Unauthenticated) -> bool:
         """Ends our interest in a guest's socket; False if that has been done before."""
         with self._lock:
-            known = self._guests.pop(guest.sock.fileno(), None)
-            guest.rooms.silent.leave(guest)
-            guest.rooms.heard.leave(guest)
+            known = self._connections.pop(connection.sock.fileno(), None)
+            connection.queues.silent.discard(connection)
+            connection.queues.identified.discard(connection)
         if known is None or self._requests is None:
             return False
-        self._requests.remove(guest.sock)
+        self._requests.remove(connection.sock)
         return True
 
-    def _dismiss(self, guest: _Guest, reason: str | None) -> None:
-        if not self._forget(guest):
+    def _dismiss(self, connection: _Unauthenticated, reason: str | None) -> None:
+        if not self._forget(connection):
             return
         if reason is None:
-            guest.sock.close()
+            connection.sock.close()
         else:
-            _send_away(guest.sock, reason)
+            _send_away(connection.sock, reason)
 
-    def keep(self, proven: Proven) -> None:
+    def keep(self, authenticated: AuthenticatedConnection) -> None:
         """Lets a connection wait for its worker to become known, for as long as a handshake."""
         with self._lock:
             closed = self._closed
             if not closed:
-                self._kept.append((proven, time.monotonic() + self._seconds))
+                self._kept.append((authenticated, time.monotonic() + self._seconds))
         if closed:
-            proven.reject("this worker is shutting down")
+            authenticated.reject("this worker is shutting down")
         elif self._requests is not None:
             self._requests.sweeping = True
 
-    def kept(self, worker_id: int) -> list[Proven]:
+    def kept(self, worker_id: int) -> list[AuthenticatedConnection]:
         """Hands out what waits for a worker."""
         with self._lock:
             found = [p for p, _ in self._kept if p.hello.initiator.worker_id == worker_id]
@@ -259,17 +264,17 @@ class Door:
         """Dismisses guests that took too long, and accepts again after a pause."""
         now = time.monotonic()
         with self._lock:
-            guests = list(self._guests.values())
-            late = [guest for guest in guests if guest.deadline < now]
-            silent = [g for g in guests if g.silent and g.arrived + _SILENCE_SECONDS < now]
-            forgotten = [proven for proven, deadline in self._kept if deadline < now]
+            connections = list(self._connections.values())
+            late = [connection for connection in connections if connection.deadline < now]
+            silent = [g for g in connections if g.silent and g.arrived + _SILENCE_SECONDS < now]
+            forgotten = [authenticated for authenticated, deadline in self._kept if deadline < now]
             self._kept = [entry for entry in self._kept if entry[0] not in forgotten]
-        for guest in late:
-            self._dismiss(guest, "the handshake took too long")
-        for guest in silent:  # without a word: one that was stopped until now tries again
-            self._dismiss(guest, None)
-        for proven in forgotten:
-            proven.reject("this worker has not heard of the initiator")
+        for connection in late:
+            self._dismiss(connection, "the handshake took too long")
+        for connection in silent:  # without a word: one that was stopped until now tries again
+            self._dismiss(connection, None)
+        for authenticated in forgotten:
+            authenticated.reject("this worker has not heard of the initiator")
         if self._requests is not None:
             paused, self._paused = self._paused, []
             for listener in paused:
@@ -278,19 +283,19 @@ class Door:
                 except OSError:  # epoll, too, takes memory
                     self._paused.append(listener)
             with self._lock:
-                self._requests.sweeping = bool(self._guests or self._kept or self._paused)
+                self._requests.sweeping = bool(self._connections or self._kept or self._paused)
 
     def close(self) -> None:
         """Stops listening and dismisses all guests."""
         with self._lock:
             self._closed = True
-            guests = list(self._guests.values())
+            connections = list(self._connections.values())
             kept, self._kept = self._kept, []
         for listener in self._listeners:
             if self._requests is not None:
                 self._requests.remove(listener)
             listener.close()
-        for guest in guests:
-            self._dismiss(guest, None)
-        for proven, _ in kept:
-            proven.reject("this worker is shutting down")
+        for connection in connections:
+            self._dismiss(connection, None)
+        for authenticated, _ in kept:
+            authenticated.reject("this worker is shutting down")

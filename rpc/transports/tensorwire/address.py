@@ -20,7 +20,7 @@ _BACKLOG = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class TensorWireAddress:
     """How to reach one worker.
 
     Args:
@@ -50,7 +50,7 @@ class Address:
         return json.dumps(fields).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Address:
+    def decode(cls, data: bytes) -> TensorWireAddress:
         """Reads what :meth:`encode` wrote.
 
         Raises:

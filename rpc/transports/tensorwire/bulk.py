@@ -27,7 +27,7 @@ from rpc.transports.late_receipts import Acknowledging
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.framing import Acknowledged, BulkDecoder, Chunk
 from rpc.transports.tensorwire.link import Link
-from rpc.transports.tensorwire.wakeup import Bell
+from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -199,8 +199,8 @@ class BulkMover:
         self._name = name
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
-            self._bell = made.enter_context(contextlib.closing(Bell()))
-            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            self._wake_up = made.enter_context(contextlib.closing(WakeUp()))
+            self._epoll.register(self._wake_up.descriptor, select.EPOLLIN)
             made.pop_all()
         self._channels: dict[int, BulkChannel] = {}
         self._lock = threading.Lock()
@@ -274,10 +274,10 @@ class BulkMover:
         with self._lock:
             self._closed = True
             thread = self._thread
-        self._bell.ring()
+        self._wake_up.set()
         try:
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
         finally:
             self._epoll.close()
-            self._bell.close()
+            self._wake_up.close()

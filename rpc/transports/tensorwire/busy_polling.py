@@ -53,7 +53,7 @@ _clock = time.perf_counter
 _give_way = os.sched_yield
 
 
-class Lookout:
+class BusyPoller:
     """Waits on one epoll instance, for one thread at a time.
 
     Args:

@@ -40,7 +40,7 @@ _GAP = memoryview(b"\0")
 """Stands among the unsent bytes while there is no connection, so that every frame is queued."""
 
 
-class Outgoing(NamedTuple):
+class QueuedFrame(NamedTuple):
     """A frame on its way to the socket; ``descriptor`` is closed once it has arrived."""
 
     kind: int
@@ -135,7 +135,7 @@ class Sender:
         self._counter = unsent
         self._watch_writable = watch_writable
         self._role = threading.Lock()
-        self._queue: deque[Outgoing] = deque()
+        self._queue: deque[QueuedFrame] = deque()
         self._unsent: deque[memoryview] = deque()
         self._loaded = 0
         """Bytes of the counter that do not stand in the queue."""
@@ -150,7 +150,7 @@ class Sender:
         self._broken = False
         self._closed = False
 
-    def send(self, item: Outgoing) -> None:
+    def send(self, item: QueuedFrame) -> None:
         """Sends or queues a frame; dropped if the socket is broken for good.
 
         Raises:
@@ -160,7 +160,7 @@ class Sender:
         self._enqueue(item)
         self.flush()
 
-    def _enqueue(self, item: Outgoing) -> None:
+    def _enqueue(self, item: QueuedFrame) -> None:
         size = item.size()
         self._counter.add(size)
         try:
@@ -232,7 +232,7 @@ class Sender:
         self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
     ) -> None:
         parts = (inline,) if inline else ()
-        self._enqueue(Outgoing(kind, correlation, header, table, parts, len(inline)))
+        self._enqueue(QueuedFrame(kind, correlation, header, table, parts, len(inline)))
 
     def queued(self) -> int:
         """Frames that wait to be sent, or what is left of them."""
@@ -440,7 +440,7 @@ class Sender:
 
     def acknowledge_bulk(self, received: int) -> None:
         """The same on a bulk channel."""
-        self.send(Outgoing(WireKind.ACKNOWLEDGE, received, pack_pair(0, 0)))
+        self.send(QueuedFrame(WireKind.ACKNOWLEDGE, received, pack_pair(0, 0)))
 
     def stop(self) -> None:
         """Queues what is sent from now on, until another connection takes the socket's place."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rpc.protocol.resumption import Seam
-from rpc.transports.tensorwire.acceptor import Proven
+from rpc.protocol.resumption import ReconnectEpoch
+from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.connector import Road
+from rpc.transports.tensorwire.connector import Endpoint
 from rpc.transports.tensorwire.handshake import Acceptor
 
 PASSING = (OSError, MemoryError)
@@ -32,61 +32,61 @@ class Reader(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Strand:
+class Connection:
     """A channel of a link.
 
     Args:
         token: the link's.
         number: which channel of it; 0 is the main one.
-        road: how this worker opened the link; None if the peer did.
+        endpoint: how this worker opened the link; None if the peer did.
         sender: the writing half.
         reader: the reading half.
         listen: has the socket read from now on.
         ignore: has it not read any more; to be called before it is closed.
-        seam: which connection it has.
-        guest: a connection of the peer's that waits for the present one to end.
-        knock_at: when the peer is to be asked for another connection, in monotonic seconds.
+        epoch: which connection it has.
+        successor: a connection of the peer's that waits for the present one to end.
+        request_at: when the peer is to be asked for another connection, in monotonic seconds.
         problem: what came of the last attempt to replace the connection.
     """
 
     token: bytes
     number: int
-    road: Road | None
+    endpoint: Endpoint | None
     sender: Sender
     reader: Reader
     listen: Callable[[], None]
     ignore: Callable[[socket.socket], None]
-    seam: Seam = field(default_factory=Seam)
-    guest: Proven | None = None
-    knock_at: float = 0.0
+    epoch: ReconnectEpoch = field(default_factory=ReconnectEpoch)
+    successor: AuthenticatedConnection | None = None
+    request_at: float = 0.0
     problem: str = ""
 
     def replace(self, sock: socket.socket, received: int, attempt: int) -> None:
         """Puts a connection in the place of the one that broke.
 
         Args:
-            sock: the connection, which the strand closes.
+            sock: the connection, which the connection closes.
             received: how many frames have arrived at the peer.
             attempt: the connection's number.
 
         Raises:
             CannotResumeError: the peer lacks what is not remembered; ``sock`` stays open.
-            OSError: it cannot be read at the moment, for want of memory: the strand is broken
+            OSError: it cannot be read at the moment, for want of memory: the connection is broken
                 still.
             MemoryError: likewise.
         """
-        greeting = b"" if self.road is not None else Acceptor.accept(self.reader.received)
+        greeting = b"" if self.endpoint is not None else Acceptor.accept(self.reader.received)
         generation = self.sender.replace(sock, received, greeting)
         self.reader.restart()
-        since, reason = self.seam.since, self.seam.reason
-        self.seam.joined(attempt)
-        self.knock_at = 0.0
+        since, reason = self.epoch.since, self.epoch.reason
+        self.epoch.joined(attempt)
+        self.request_at = 0.0
         try:
             self.listen()
         except (OSError, ValueError, MemoryError):
             if self.sender.sock.fileno() >= 0:  # it was not closed meanwhile
                 self.ignore(self.sender.sock)
-                self.seam.since, self.seam.reason = since, reason
+                self.epoch.since, self.epoch.reason = since, reason
                 raise
         self.sender.resume(generation)
 
@@ -94,6 +94,6 @@ class Strand:
         """Closes the connection, and what waits for its place."""
         self.ignore(self.sender.sock)
         self.sender.close()
-        guest, self.guest = self.guest, None
-        if guest is not None:
-            guest.reject("this worker gave up the link")
+        successor, self.successor = self.successor, None
+        if successor is not None:
+            successor.reject("this worker gave up the link")

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 from rpc.runtime.text import says
-from rpc.transports.tensorwire.address import Address, unix_path
+from rpc.transports.tensorwire.address import TensorWireAddress, unix_path
 from rpc.transports.tensorwire.handshake import (
     NONCE_BYTES,
     TOKEN_BYTES,
@@ -60,7 +60,7 @@ class Target:
     """
 
     name: str
-    address: Address
+    address: TensorWireAddress
     use_unix: bool
     initiator: Identity
     acceptor: Identity
@@ -75,7 +75,7 @@ Where = str | tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class Endpoint:
     """One address of the peer."""
 
     family: socket.AddressFamily
@@ -83,12 +83,12 @@ class Road:
 
 
 @dataclass(frozen=True, slots=True)
-class Connections:
+class LinkSockets:
     """An open link's sockets, proven to lead to the peer, non-blocking."""
 
     main: socket.socket
     bulk: list[socket.socket]
-    road: Road
+    endpoint: Endpoint
     token: bytes
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Connector:
             _log.warning("no connection to worker %s yet: %s", self.target.name, says(error))
         return False
 
-    def connect(self) -> Connections:
+    def connect(self) -> LinkSockets:
         """Opens all connections of the link.
 
         Raises:
@@ -154,18 +154,18 @@ class Connector:
         if target.use_unix:  # has all the time: no packet is swallowed on the way, only a peer slow
             began = self._allow(left)
             try:
-                return self._open_link(self._roads(local=True)[0], _UNIX_BULK_CONNECTIONS)
+                return self._open_link(self._endpoints(local=True)[0], _UNIX_BULK_CONNECTIONS)
             except (OSError, HandshakeError) as error:
                 problems.append(f"Unix socket: {error}")
             left -= min(left, time.monotonic() - began)
-        roads = self._roads(local=False)
-        for others, road in zip(reversed(range(len(roads))), roads, strict=True):
+        endpoints = self._endpoints(local=False)
+        for others, endpoint in zip(reversed(range(len(endpoints))), endpoints, strict=True):
             share = left / (others + 1)
             began = self._allow(share)
             try:
-                connections = self._open_link(road, target.bulk_connections)
+                sockets = self._open_link(endpoint, target.bulk_connections)
             except (OSError, HandshakeError) as error:
-                problems.append(f"{road.where[0]} port {road.where[1]}: {error}")
+                problems.append(f"{endpoint.where[0]} port {endpoint.where[1]}: {error}")
                 left -= min(share, time.monotonic() - began)
                 continue
             if target.use_unix:
@@ -174,7 +174,7 @@ class Connector:
                     target.name,
                     "; ".join(problems),
                 )
-            return connections
+            return sockets
         raise ConnectError("; ".join(problems) or "it published no address")
 
     def _allow(self, seconds: float) -> float:
@@ -184,15 +184,21 @@ class Connector:
         return now
 
     def replace(
-        self, road: Road, token: bytes, channel: int, attempt: int, received: int, seconds: float
+        self,
+        endpoint: Endpoint,
+        token: bytes,
+        channel: int,
+        attempt: int,
+        received: int,
+        seconds: float,
     ) -> tuple[socket.socket, int]:
         """Opens a connection in place of one that broke.
 
         Args:
-            road: how the link was opened.
+            endpoint: how the link was opened.
             token: the link's.
             channel: which one of it.
-            attempt: see :class:`rpc.protocol.resumption.Seam`.
+            attempt: see :class:`rpc.protocol.resumption.ReconnectEpoch`.
             received: how many frames have arrived here.
             seconds: to try.
 
@@ -204,9 +210,9 @@ class Connector:
             OSError: it did not work this time.
         """
         hello = self._hello(ChannelKind.RESUME, token, channel, attempt, received)
-        return self._try(road, hello, seconds)
+        return self._try(endpoint, hello, seconds)
 
-    def knock(
+    def request_reconnect(
         self, *, local: bool, token: bytes, channel: int, attempt: int, seconds: float
     ) -> None:
         """Asks the peer for a sign of life, and for a connection in place of one that broke.
@@ -224,10 +230,10 @@ class Connector:
         """
         gone: GoneError | None = None
         failed: OSError | None = None
-        for road in self._roads(local=local):
+        for endpoint in self._endpoints(local=local):
             try:
-                hello = self._hello(ChannelKind.KNOCK, token, channel, attempt)
-                sock, _ = self._try(road, hello, seconds)
+                hello = self._hello(ChannelKind.RECONNECT_REQUEST, token, channel, attempt)
+                sock, _ = self._try(endpoint, hello, seconds)
             except GoneError as error:
                 gone = error
             except OSError as error:
@@ -237,10 +243,10 @@ class Connector:
                 return
         raise failed or gone or OSError(errno.EDESTADDRREQ, "it published no address")
 
-    def _try(self, road: Road, hello: Hello, seconds: float) -> tuple[socket.socket, int]:
+    def _try(self, endpoint: Endpoint, hello: Hello, seconds: float) -> tuple[socket.socket, int]:
         self._allow(seconds)
         try:
-            return self._open_one(road, hello)
+            return self._open_one(endpoint, hello)
         except ConnectionRefusedError:
             raise GoneError("nobody listens at its address any more") from None
         except HandshakeError as error:
@@ -248,13 +254,13 @@ class Connector:
         finally:
             self._open.clear()
 
-    def _roads(self, *, local: bool) -> list[Road]:
+    def _endpoints(self, *, local: bool) -> list[Endpoint]:
         address = self.target.address
         if local:
-            return [Road(socket.AF_UNIX, unix_path(address.unix_name))]
-        return [Road(_family(host), (host, port)) for host, port in address.tcp]
+            return [Endpoint(socket.AF_UNIX, unix_path(address.unix_name))]
+        return [Endpoint(_family(host), (host, port)) for host, port in address.tcp]
 
-    def _open_link(self, road: Road, bulk: int) -> Connections:
+    def _open_link(self, endpoint: Endpoint, bulk: int) -> LinkSockets:
         """Opens a link; again, for a while, if it breaks while hands are shaken.
 
         While this worker lacks what a socket takes, that says nothing of the peer: it waits.
@@ -262,7 +268,7 @@ class Connector:
         patience = time.monotonic() + self.target.resume_seconds
         while True:
             try:
-                return self._open_all(road, bulk)
+                return self._open_all(endpoint, bulk)
             except ConnectionRefusedError:
                 raise
             except ConnectionError:
@@ -273,12 +279,12 @@ class Connector:
                     raise
                 self._allow(self._seconds)
 
-    def _open_all(self, road: Road, bulk: int) -> Connections:
+    def _open_all(self, endpoint: Endpoint, bulk: int) -> LinkSockets:
         token = self.token = os.urandom(TOKEN_BYTES)
         try:
-            main = self._open_one(road, self._hello(ChannelKind.MAIN, token))
+            main = self._open_one(endpoint, self._hello(ChannelKind.MAIN, token))
             others = [
-                self._open_one(road, self._hello(ChannelKind.BULK, token, channel))[0]
+                self._open_one(endpoint, self._hello(ChannelKind.BULK, token, channel))[0]
                 for channel in range(1, bulk + 1)
             ]
         except BaseException:
@@ -287,7 +293,7 @@ class Connector:
             raise
         finally:
             self._open.clear()
-        return Connections(main[0], others, road, token)
+        return LinkSockets(main[0], others, endpoint, token)
 
     def _hello(
         self, kind: ChannelKind, token: bytes, channel: int = 0, attempt: int = 0, received: int = 0
@@ -297,11 +303,11 @@ class Connector:
             kind, target.initiator, target.acceptor, token, nonce, channel, attempt, received
         )
 
-    def _open_one(self, road: Road, hello: Hello) -> tuple[socket.socket, int]:
-        sock = socket.socket(road.family, socket.SOCK_STREAM)
+    def _open_one(self, endpoint: Endpoint, hello: Hello) -> tuple[socket.socket, int]:
+        sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
         self._open.append(sock)
         try:
-            self._connect(sock, road.where)
+            self._connect(sock, endpoint.where)
             configure(sock)
             return sock, self._shake_hands(sock, hello)
         except BaseException:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpc.errors import FrameError
-from rpc.transports.host.backoff import Setbacks, number_of
+from rpc.transports.host.backoff import Backoff, number_of
 from rpc.wire.strides import reach
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _SIZES = struct.Struct("<QQQ?HHHH")
 _PID = struct.Struct("<q")
 
 
-class Offer(NamedTuple):
+class DeviceOffer(NamedTuple):
     """Memory of a device that the peer is to try to open.
 
     Args:
@@ -105,16 +105,16 @@ class _Lending:
         token: what the peer may read of it.
         handle: by which it may.
         is_usable: the peer has.
-        setbacks: of offers and loans.
+        backoff: of offers and loans.
     """
 
-    __slots__ = ("handle", "is_offered", "is_usable", "setbacks", "token")
+    __slots__ = ("backoff", "handle", "is_offered", "is_usable", "token")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_offered = self.is_usable = False
         self.token: torch.Tensor | None = None
         self.handle = b""
-        self.setbacks = Setbacks(clock)
+        self.backoff = Backoff(clock)
 
 
 class LentMemory:
@@ -131,13 +131,13 @@ class LentMemory:
         self._lock = threading.Lock()
         self._lendings: dict[int, _Lending] = {}
 
-    def offer(self, device: torch.device) -> Offer | None:
+    def offer(self, device: torch.device) -> DeviceOffer | None:
         """Offers a device; None if that was done, or cannot be done, or not yet again."""
         with self._lock:
             lending = self._lendings.get(device.index)
             if lending is None:
                 lending = self._lendings[device.index] = _Lending(self._clock)
-            if lending.is_usable or lending.is_offered or not lending.setbacks.may_try():
+            if lending.is_usable or lending.is_offered or not lending.backoff.may_try():
                 return None
             lending.is_offered = True
         try:
@@ -157,7 +157,7 @@ class LentMemory:
             return None
         lending.handle = handle
         lending.token = tensor  # lives as long as the peer may read it
-        return Offer(device.index, _OFFER_BYTES, descriptor)
+        return DeviceOffer(device.index, _OFFER_BYTES, descriptor)
 
     def answered(self, device: int, usable: bool, error: int = 0) -> None:
         """The peer has read what was offered, or could not.
@@ -180,9 +180,9 @@ class LentMemory:
             lending.token = None
             lending.is_offered, lending.is_usable = False, usable
             if usable:
-                lending.setbacks.worked()
+                lending.backoff.worked()
                 return
-            until = lending.setbacks.failed(error)
+            until = lending.backoff.failed(error)
         if error in _NO_DESCRIPTOR:  # it never saw the handle, or it would have given it back
             give_back(lending.handle)
         if until:
@@ -201,7 +201,7 @@ class LentMemory:
         """
         device = tensor.device
         lending = self._lendings.get(device.index)
-        if lending is None or not lending.is_usable or not lending.setbacks.may_try():
+        if lending is None or not lending.is_usable or not lending.backoff.may_try():
             return None
         try:
             return _lend(_copy(tensor)).encode()
@@ -212,7 +212,7 @@ class LentMemory:
     def _failed(self, device: torch.device, lending: _Lending, error: Exception) -> None:
         with self._lock:
             lending.is_offered = False
-            until = lending.setbacks.failed(_number_of(error))
+            until = lending.backoff.failed(_number_of(error))
         if until:
             _log.warning(
                 "memory of %s cannot be lent to worker %s (%s); tensors from there go through "

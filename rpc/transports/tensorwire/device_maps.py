@@ -15,7 +15,7 @@ from rpc.devices import Direction, check_devices, moves_host
 _HOST = torch.device("cpu")
 
 
-class DeviceMap:
+class PeerDeviceMap:
     """Where this worker's devices are at one peer.
 
     Args:
@@ -38,10 +38,10 @@ class DeviceMap:
         self._mapping = dict(mapping)
         self.moves_host = moves_host(mapping)
 
-    def inverse(self) -> DeviceMap:
+    def inverse(self) -> PeerDeviceMap:
         """The map for the way back."""
         back = {there: here for here, there in self._mapping.items()}
-        return DeviceMap(self._peer_name, back, "Response")
+        return PeerDeviceMap(self._peer_name, back, "Response")
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuses tensors on a device that has no place at the peer.

@@ -378,7 +378,7 @@ class Acknowledged:
 
 
 BulkEvent = Chunk | SegmentOffered | SegmentAnswered | DeviceOffered | DeviceAnswered | Acknowledged
-Place = Callable[[int, int, int, int], memoryview | None]
+ChunkPlace = Callable[[int, int, int, int], memoryview | None]
 """``(transfer, offset, length, total) -> length writable bytes``; raises FrameError.
 
 None if the bytes are to be thrown away."""
@@ -398,7 +398,7 @@ class BulkDecoder:
 
     _HEAD = FIXED_SIZE + _CHUNK.size
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ChunkPlace) -> None:
         self._place = place
         self._head = bytearray(self._HEAD)
         self._filled = 0

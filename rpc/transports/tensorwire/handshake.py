@@ -51,7 +51,7 @@ class ChannelKind(enum.IntEnum):
     """Another one of a link."""
     RESUME = 2
     """In place of one that broke."""
-    KNOCK = 3
+    RECONNECT_REQUEST = 3
     """For nothing: the sender asks for one in place of one that broke, and for a sign of life."""
 
 
@@ -235,7 +235,7 @@ class Initiator(_Conversation):
 class Acceptor(_Conversation):
     """The side that was connected to.
 
-    Once :attr:`proven` is set, the owner decides: :meth:`accept` or :meth:`reject`.
+    Once :attr:`authenticated` is set, the owner decides: :meth:`accept` or :meth:`reject`.
 
     Args:
         key: from :func:`derive_key`.
@@ -249,7 +249,7 @@ class Acceptor(_Conversation):
         self._identity = identity
         self._nonce = nonce
         self._hello: Hello | None = None
-        self.proven: Hello | None = None
+        self.authenticated: Hello | None = None
 
     def receive(self, data: bytes) -> bytes:
         """Takes bytes from the initiator; returns bytes to send, often none.
@@ -263,12 +263,12 @@ class Acceptor(_Conversation):
         message, body = collected
         if message is _Message.HELLO and self._hello is None:
             return self._challenge(_decode_hello(body))
-        if message is not _Message.PROOF or self._hello is None or self.proven is not None:
+        if message is not _Message.PROOF or self._hello is None or self.authenticated is not None:
             raise HandshakeError(f"unexpected {message.name} in a handshake")
         expected = _proof(self._key, b"initiator", self._hello.encode(), self._nonce)
         if not hmac.compare_digest(body, expected):
             raise HandshakeError("the initiator does not hold the group's key")
-        self.proven = self._hello
+        self.authenticated = self._hello
         return b""
 
     def _challenge(self, hello: Hello) -> bytes:

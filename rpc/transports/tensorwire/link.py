@@ -27,13 +27,13 @@ import torch
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, Unreceived, unreceived
 from rpc.transports.host.backoff import Refusals
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.frame_table import (
-    HOST_PLACES,
+    HOST_PLACEMENTS,
     INLINE_ALIGNMENT,
     Item,
     Look,
-    Place,
+    Placement,
     Source,
     join_rows,
     payload_row,
@@ -43,10 +43,10 @@ from rpc.transports.host.frame_table import (
     unpack_table,
 )
 from rpc.transports.host.regions import Array, view_of
-from rpc.transports.host.segments import SHARED_FROM, Budget, ReceivedSegments, SendPool, Slot
-from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
+from rpc.transports.host.segments import SHARED_FROM, Budget, ReceivedSegments, SendPool, SharedSlot
+from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
 from rpc.transports.tensorwire.cuda_ipc import LENT_FROM, LentMemory, accept, borrow, give_back
-from rpc.transports.tensorwire.device_maps import DeviceMap, to_device, to_host
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap, to_device, to_host
 from rpc.transports.tensorwire.framing import (
     Buffer,
     BulkEvent,
@@ -86,7 +86,7 @@ class Resources:
         budget: of shared memory.
         buffers: for what arrives.
         max_message_bytes: see ``Settings``.
-        crew: copies.
+        copier: copies.
         awake_seconds: how long the other end looks out for messages before it sleeps, on
             average.
     """
@@ -94,7 +94,7 @@ class Resources:
     budget: Budget
     buffers: ReceiveBuffers
     max_message_bytes: int
-    crew: CopyCrew
+    copier: CopyThreads
     awake_seconds: float
 
 
@@ -103,7 +103,7 @@ class _Draft:
     """A table under construction, with what travels in the frame itself."""
 
     rows: list[bytes] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[SharedSlot] = field(default_factory=list)
     """What was filled in shared memory."""
     lent: list[bytes] = field(default_factory=list)
     """Handles of tensors that stay on their devices."""
@@ -141,21 +141,21 @@ class Link:
         resources: shared with the worker's other links.
         peer_name: for log lines.
         devices: where this worker's devices are at the other end.
-        shared: both ends are on one host, connected by Unix sockets.
+        same_host: both ends are on one host, connected by Unix sockets.
     """
 
     def __init__(
-        self, resources: Resources, peer_name: str, devices: DeviceMap, *, shared: bool
+        self, resources: Resources, peer_name: str, devices: PeerDeviceMap, *, same_host: bool
     ) -> None:
         self._peer_name = peer_name
         self._devices = devices
         self._limit = resources.max_message_bytes
-        self._copy = resources.crew.copy
+        self._copy = resources.copier.copy
         self._pool = self._lent = None
-        if shared:
+        if same_host:
             self._lent = LentMemory(peer_name)
-            self._pool = SendPool(resources.budget, resources.crew.copy, peer_name, _INSTEAD)
-        self._places = tuple(Place) if shared else HOST_PLACES
+            self._pool = SendPool(resources.budget, resources.copier.copy, peer_name, _INSTEAD)
+        self._places = tuple(Placement) if same_host else HOST_PLACEMENTS
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._devices_refused = Refusals()
         self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
@@ -204,7 +204,7 @@ class Link:
                     self._stream(number, view)
                 if large:
                     parts = tuple(draft.parts)
-                    main.send(Outgoing(kind, correlation, header, table, parts, draft.inline))
+                    main.send(QueuedFrame(kind, correlation, header, table, parts, draft.inline))
                     return
             if flush_soon is None:
                 main.send_small(kind, correlation, header, table, inline)
@@ -261,10 +261,10 @@ class Link:
             if size:
                 draft.parts.append(payload)
                 draft.inline = size
-            draft.rows.append(payload_row(Place.INLINE, 0, 0, size))
+            draft.rows.append(payload_row(Placement.INLINE, 0, 0, size))
         else:
             source = source_of_payload(payload)
-            draft.rows.append(payload_row(*self._road(draft, *source), source.size))
+            draft.rows.append(payload_row(*self._put_bytes(draft, *source), source.size))
 
     def _add_tensor(self, draft: _Draft, tensor: torch.Tensor, look: Look) -> None:
         device = ""
@@ -273,8 +273,8 @@ class Link:
             if self._lend(draft, tensor, look, device):
                 return
             tensor = to_host(tensor)
-        road = self._road(draft, tensor.data_ptr(), look.nbytes, tensor)
-        draft.rows.append(tensor_row(*road, look, device))
+        place = self._put_bytes(draft, tensor.data_ptr(), look.nbytes, tensor)
+        draft.rows.append(tensor_row(*place, look, device))
 
     def _lend(self, draft: _Draft, tensor: torch.Tensor, look: Look, device: str) -> bool:
         """Lends a large tensor that goes from device to device; False if that cannot be."""
@@ -285,14 +285,14 @@ class Link:
         if offer is not None:
             header = pack_pair(offer.size, 0)
             self.bulk[0].send(
-                Outgoing(WireKind.DEVICE, offer.device, header, descriptor=offer.descriptor)
+                QueuedFrame(WireKind.DEVICE, offer.device, header, descriptor=offer.descriptor)
             )
         handle = lent.lend(tensor)
         if handle is None:
             return False
         draft.lent.append(handle)
         position = draft.add_inline(handle)
-        draft.rows.append(tensor_row(Place.LENT, len(handle), position, look, device))
+        draft.rows.append(tensor_row(Placement.LENT, len(handle), position, look, device))
         return True
 
     def _share(self, draft: _Draft, target: int, source: int, length: int) -> None:
@@ -309,31 +309,31 @@ class Link:
             self.tell_soon()
         self._copy(target, source, length)
 
-    def _road(
+    def _put_bytes(
         self, draft: _Draft, address: int, size: int, owner: memoryview | torch.Tensor
-    ) -> tuple[Place, int, int]:
+    ) -> tuple[Placement, int, int]:
         """Copies the bytes or notes what is to be sent; tells where the peer finds them."""
         if size >= SHARED_FROM and self._pool is not None:
             slot = self._pool.put(address, size, partial(self._share, draft))
             draft.to_share -= size
             if slot is not None:
                 draft.slots.append(slot)
-                return Place.SHARED, *slot
+                return Placement.SHARED, *slot
             self._offer_segment(self._pool, size)
         view = Source(address, size, owner).view()
         crowded = draft.inline + size > _INLINE_AT_MOST
         if size and self.bulk and (size >= STREAM_FROM or crowded):
             number = next(self._transfer_numbers)
             draft.streams.append((number, view))
-            return Place.STREAM, 0, number
-        return Place.INLINE, 0, draft.add_inline(view)
+            return Placement.STREAM, 0, number
+        return Placement.INLINE, 0, draft.add_inline(view)
 
     def _offer_segment(self, pool: SendPool, length: int) -> None:
         offer = pool.offer(length)
         if offer is not None:
             header = pack_pair(offer.size, 0)
             self.bulk[0].send(
-                Outgoing(WireKind.SEGMENT, offer.segment, header, descriptor=offer.descriptor)
+                QueuedFrame(WireKind.SEGMENT, offer.segment, header, descriptor=offer.descriptor)
             )
 
     def _stream(self, number: int, view: memoryview) -> None:
@@ -341,7 +341,7 @@ class Link:
             part = view[start : start + _CHUNK_BYTES]
             sender = self.bulk[next(self._turn) % len(self.bulk)]
             header = pack_pair(start, len(view))
-            sender.send(Outgoing(WireKind.CHUNK, number, header, b"", (part,), len(part)))
+            sender.send(QueuedFrame(WireKind.CHUNK, number, header, b"", (part,), len(part)))
 
     def open(self, frame: Frame, table: bytes) -> Frame | None:
         """Puts a frame's payload and tensors in their places; None while some are still missing.
@@ -358,9 +358,9 @@ class Link:
         else:
             items = unpack_table(table, len(frame.payload), self._limit, self._places)
         for item in items:
-            if item.place is Place.STREAM:
-                parcel = self._transfers.frame_received(frame, items)
-                return None if parcel is None else self._assemble(*parcel)
+            if item.place is Placement.STREAM:
+                complete = self._transfers.frame_received(frame, items)
+                return None if complete is None else self._assemble(*complete)
         return self._assemble(frame, items, {})
 
     def bulk_event(self, event: BulkEvent, sender: Sender, descriptors: list[int]) -> Frame | None:
@@ -370,8 +370,8 @@ class Link:
             FrameError: it is malformed.
         """
         if isinstance(event, Chunk):
-            parcel = self._transfers.chunk_received(event.transfer, event.length)
-            return None if parcel is None else self._assemble(*parcel)
+            complete = self._transfers.chunk_received(event.transfer, event.length)
+            return None if complete is None else self._assemble(*complete)
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)
         elif isinstance(event, SegmentAnswered) and self._pool is not None:
@@ -388,7 +388,7 @@ class Link:
             self._take_segment(offered, descriptors)
         except OSError as error:
             answer, number = WireKind.SEGMENT_REFUSED, self._segments.refused(error)
-        sender.send(Outgoing(answer, offered.segment, pack_pair(number, 0)))
+        sender.send(QueuedFrame(answer, offered.segment, pack_pair(number, 0)))
 
     def _try_device(self, offered: DeviceOffered, sender: Sender, descriptors: list[int]) -> None:
         answer, number = WireKind.DEVICE_READY, 0
@@ -400,7 +400,7 @@ class Link:
                 os.close(descriptor)
         except OSError as error:
             answer, number = WireKind.DEVICE_REFUSED, self._device_refused(offered.device, error)
-        sender.send(Outgoing(answer, offered.device, pack_pair(number, 0)))
+        sender.send(QueuedFrame(answer, offered.device, pack_pair(number, 0)))
 
     def _device_refused(self, device: int, error: OSError) -> int:
         """Takes note of why a device cannot be read, which is logged once; returns its number."""
@@ -442,9 +442,9 @@ class Link:
             except Exception as error:  # a device has no memory left, most likely
                 problem = f"{type(error).__name__}: {error}"
         for item in left:
-            if item.place is Place.SHARED:
+            if item.place is Placement.SHARED:
                 self._array(item, arrays)  # dies at once, which gives its slot back
-            elif item.place is Place.LENT and type(frame.payload) is not Unreceived:
+            elif item.place is Placement.LENT and type(frame.payload) is not Unreceived:
                 give_back(_handle_in(frame.payload, item))
         return unreceived(frame, sum(item.nbytes for item in items), self._peer_name, problem)
 
@@ -453,16 +453,16 @@ class Link:
         inline = frame.payload
         first = next(left)
         payload: Buffer
-        if first.place is Place.INLINE:
+        if first.place is Placement.INLINE:
             payload = inline[first.position : first.position + first.nbytes]
         else:
             payload = view_of(self._array(first, arrays), first.nbytes)
         tensors: list[torch.Tensor] = []
         for item in left:
-            if item.place is Place.LENT:
+            if item.place is Placement.LENT:
                 tensors.append(_borrowed(inline, item))
                 continue
-            if item.place is Place.INLINE:
+            if item.place is Placement.INLINE:
                 tensor = tensor_over(inline, item, item.position)
             else:
                 tensor = tensor_over(self._array(item, arrays), item)
@@ -470,7 +470,7 @@ class Link:
         return Frame(frame.kind, frame.correlation, frame.header, payload, tuple(tensors))
 
     def _array(self, item: Item, arrays: dict[int, Array]) -> Array:
-        if item.place is Place.SHARED:
+        if item.place is Placement.SHARED:
             return self._segments.array(item.segment, item.position, item.nbytes)
         return arrays[item.position]
 

@@ -2,7 +2,7 @@
 
 A peer has at most two links: the one this worker opens, lazily, with the first
 frame, and the one the peer opens. It is lost as soon as one channel of either
-ends that the ``Mender`` cannot mend; the loss is reported when the last of its
+ends that the ``Reconnector`` cannot mend; the loss is reported when the last of its
 channels has been read to its end, so that what had arrived before is delivered.
 """
 
@@ -26,18 +26,24 @@ from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
 from rpc.transports.host.frame_table import Look, look_at
-from rpc.transports.tensorwire.acceptor import Proven
+from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
 from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.connection import PASSING, Strand
-from rpc.transports.tensorwire.connector import ConnectError, Connections, Connector, Road, Target
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.connection import PASSING, Connection
+from rpc.transports.tensorwire.connector import (
+    ConnectError,
+    Connector,
+    Endpoint,
+    LinkSockets,
+    Target,
+)
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.reconnect import Mender
+from rpc.transports.tensorwire.reconnect import Reconnector
 from rpc.transports.tensorwire.replies import ChannelEvents
-from rpc.transports.tensorwire.shared import Machinery
+from rpc.transports.tensorwire.shared import Shared
 from rpc.wire.messages import Reply, Status
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -62,31 +68,31 @@ class RemotePeer:
         target: how to connect to it.
         devices: where our devices are there, for what we ask.
         devices_back: the same for what we answer.
-        machinery: shared with the other peers.
+        shared: shared with the other peers.
     """
 
     def __init__(
         self,
         peer: Peer,
         target: Target,
-        devices: DeviceMap,
-        devices_back: DeviceMap,
-        machinery: Machinery,
+        devices: PeerDeviceMap,
+        devices_back: PeerDeviceMap,
+        shared: Shared,
     ) -> None:
         self.id = peer.info.id
         self.name = peer.info.name
         self.incarnation = peer.incarnation
         self._life = peer.life
         self._connector = Connector(target)
-        self._mender = Mender(target, machinery.resume_seconds, self._given_up)
+        self._reconnector = Reconnector(target, shared.resume_seconds, self._given_up)
         self._devices = devices
         self._devices_back = devices_back
-        self._machinery = machinery
-        self._deliver = machinery.deliver
-        self._window = FlowWindow(self.name, machinery.max_bytes_in_flight, machinery.when_full)
+        self._shared = shared
+        self._deliver = shared.deliver
+        self._window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
         self._last_request = 0.0
         self._lock = threading.Lock()
-        self._strands: dict[Sender, Strand] = {}
+        self._connections: dict[Sender, Connection] = {}
         self._outgoing: Link | None = None
         self._early: list[tuple[Frame, tuple[Look, ...]]] = []
         self._connecting: threading.Thread | None = None
@@ -122,7 +128,7 @@ class RemotePeer:
             if link is None:
                 self._send_early(frame, looks)
             elif self._is_in_burst(frame):
-                link.send(frame, looks, self._machinery.replies.flush_soon)
+                link.send(frame, looks, self._shared.replies.flush_soon)
             else:
                 link.send(frame, looks)
         except BaseException:  # a tensor without memory, for instance
@@ -144,14 +150,14 @@ class RemotePeer:
         self._check(frame, looks)
         if link is None:
             raise self._lost_error()
-        machinery = self._machinery
-        if link.unsent.count > machinery.max_bytes_in_flight:
+        shared = self._shared
+        if link.unsent.count > shared.max_bytes_in_flight:
             self._await_sockets(link)
-        requests = machinery.requests
+        requests = shared.requests
         link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
 
     @staticmethod
-    def _look_at(tensors: tuple[torch.Tensor, ...], devices: DeviceMap) -> tuple[Look, ...]:
+    def _look_at(tensors: tuple[torch.Tensor, ...], devices: PeerDeviceMap) -> tuple[Look, ...]:
         for tensor in tensors:
             if not tensor.is_cpu:
                 devices.check(tensors)
@@ -167,20 +173,20 @@ class RemotePeer:
         size += payload.nbytes if isinstance(payload, memoryview) else len(payload)
         for look in looks:
             size += look.nbytes
-        limit = self._machinery.resources.max_message_bytes
+        limit = self._shared.resources.max_message_bytes
         if size > limit:
             raise EncodeError(f"message of {size} bytes; the limit is {limit} (max_message_bytes)")
         return size
 
     def _await_window(self, correlation: int, size: int) -> None:
-        machinery = self._machinery
-        if not self._window.charge(correlation, size, machinery.may_wait, machinery.patience):
+        shared = self._shared
+        if not self._window.charge(correlation, size, shared.may_wait, shared.patience):
             raise self._lost_error()
 
     def announce(self, kind: FrameKind) -> None:
         """See :meth:`rpc.transports.base.Announces.announce`."""
         if kind is FrameKind.REPLY:
-            link, busy = self._incoming, self._machinery.requests.is_batching_here()
+            link, busy = self._incoming, self._shared.requests.is_batching_here()
         else:
             link, busy = self._outgoing, self._window.small_under_way > 0
         if link is not None and not busy and self._reason is None:
@@ -198,8 +204,8 @@ class RemotePeer:
         """
         if threading.get_ident() == _MAIN_THREAD or is_shared_thread():
             return
-        if self._machinery.may_wait():
-            link.unsent.wait_while_moving(self._machinery.max_bytes_in_flight // 2, _STUCK_SECONDS)
+        if self._shared.may_wait():
+            link.unsent.wait_while_moving(self._shared.max_bytes_in_flight // 2, _STUCK_SECONDS)
 
     def _lost_error(self) -> WorkerLostError:
         reason = self._reason or "there is no connection to reply on"
@@ -224,7 +230,7 @@ class RemotePeer:
         name = f"tensorwire-connect-{self.name}"
         thread = Thread(target=self._connect, name=name, daemon=True)
         try:
-            self._machinery.bulk.start()
+            self._shared.bulk.start()
             thread.start()
         except RuntimeError as error:
             problem = f"worker {self.name!r} cannot be connected to at the moment: {error}"
@@ -292,210 +298,216 @@ class RemotePeer:
                     raise ConnectError(says(error)) from error
 
     def _open_link_once(self) -> Link | None:
-        connections = self._connector.connect()
+        sockets = self._connector.connect()
         try:
-            return self._make_link(connections)
+            return self._make_link(sockets)
         except BaseException:
-            connections.close()
+            sockets.close()
             raise
 
-    def _make_link(self, connections: Connections) -> Link | None:
-        machinery, road = self._machinery, connections.road
-        shared = road.family == socket.AF_UNIX
-        link = Link(machinery.resources, self.name, self._devices, shared=shared)
-        strands: list[Strand] = []
+    def _make_link(self, sockets: LinkSockets) -> Link | None:
+        shared, endpoint = self._shared, sockets.endpoint
+        same_host = endpoint.family == socket.AF_UNIX
+        link = Link(shared.resources, self.name, self._devices, same_host=same_host)
+        connections: list[Connection] = []
         try:
-            main = link.main = self._sender(
-                link, connections.main, machinery.replies.watch_writable
-            )
+            main = link.main = self._sender(link, sockets.main, shared.replies.watch_writable)
             reader = self._main_reader(link, main)
             events = ChannelEvents(
                 self._reply_arrived, main.writable, partial(self._channel_ended, main)
             )
-            listen = partial(machinery.replies.add, connections.main, reader, events)
-            remove = machinery.replies.remove
-            strands.append(Strand(connections.token, 0, road, main, reader, listen, remove))
-            for number, sock in enumerate(connections.bulk, 1):
-                strands.append(self._bulk_strand(link, sock, connections.token, number, road))
-            link.bulk = [strand.sender for strand in strands[1:]]
+            listen = partial(shared.replies.add, sockets.main, reader, events)
+            remove = shared.replies.remove
+            connections.append(Connection(sockets.token, 0, endpoint, main, reader, listen, remove))
+            for number, sock in enumerate(sockets.bulk, 1):
+                connections.append(
+                    self._bulk_connection(link, sock, sockets.token, number, endpoint)
+                )
+            link.bulk = [connection.sender for connection in connections[1:]]
             with self._lock:
                 wanted = self._reason is None
                 if wanted:
-                    self._strands.update({strand.sender: strand for strand in strands})
+                    self._connections.update(
+                        {connection.sender: connection for connection in connections}
+                    )
             if not wanted:
-                self._retire(link, strands)
+                self._retire(link, connections)
                 return None
-            for strand in reversed(strands):
-                strand.listen()
+            for connection in reversed(connections):
+                connection.listen()
         except BaseException:
             with self._lock:
-                for strand in strands:
-                    self._strands.pop(strand.sender, None)
-            self._retire(link, strands)
+                for connection in connections:
+                    self._connections.pop(connection.sender, None)
+            self._retire(link, connections)
             raise
         return link
 
     def _sender(
         self, link: Link, sock: socket.socket, watch: Callable[[socket.socket, bool], None]
     ) -> Sender:
-        remember = MOST_MESSAGES if self._machinery.resume_seconds else 0
+        remember = MOST_MESSAGES if self._shared.resume_seconds else 0
         return Sender(sock, link.unsent, partial(watch, sock), remember)
 
     def _main_reader(self, link: Link, main: Sender) -> MainReader:
-        machinery = self._machinery
-        buffers, late = machinery.resources.buffers, machinery.receipts.add
+        shared = self._shared
+        buffers, late = shared.resources.buffers, shared.receipts.add
         reader = MainReader(main.sock, link, _MAX_FRAME_BYTES, buffers, main, late)
         link.announce = reader.acknowledge
         return reader
 
-    def _bulk_strand(
-        self, link: Link, sock: socket.socket, token: bytes, number: int, road: Road | None
-    ) -> Strand:
-        bulk = self._machinery.bulk
+    def _bulk_connection(
+        self, link: Link, sock: socket.socket, token: bytes, number: int, endpoint: Endpoint | None
+    ) -> Connection:
+        bulk = self._shared.bulk
         sender = self._sender(link, sock, bulk.watch_writable)
         events = BulkEvents(self._bulk_arrived, partial(self._channel_ended, sender))
-        channel = BulkChannel(sender, link, events, self._machinery.receipts.add)
+        channel = BulkChannel(sender, link, events, self._shared.receipts.add)
         listen = partial(bulk.add, sock, channel)
-        return Strand(token, number, road, sender, channel, listen, bulk.remove)
+        return Connection(token, number, endpoint, sender, channel, listen, bulk.remove)
 
     # The link the peer opens.
 
-    def accept(self, proven: Proven) -> None:
+    def accept(self, authenticated: AuthenticatedConnection) -> None:
         """Takes a connection that the peer opened."""
-        kind = proven.hello.kind
+        kind = authenticated.hello.kind
         if self._reason is not None:
-            self._reject_lost(proven)
+            self._reject_lost(authenticated)
         elif kind is ChannelKind.MAIN:
-            self._accept_main(proven)
+            self._accept_main(authenticated)
         elif kind is ChannelKind.BULK:
-            self._accept_bulk(proven)
+            self._accept_bulk(authenticated)
         elif kind is ChannelKind.RESUME:
-            self._accept_again(proven)
+            self._accept_again(authenticated)
         else:
-            self._answer_knock(proven)
+            self._answer_reconnect_request(authenticated)
 
-    def _reject_lost(self, proven: Proven) -> None:
-        proven.reject(f"this life of worker {self.name!r} was declared lost")
+    def _reject_lost(self, authenticated: AuthenticatedConnection) -> None:
+        authenticated.reject(f"this life of worker {self.name!r} was declared lost")
 
-    def _accept_main(self, proven: Proven) -> None:
-        machinery = self._machinery
+    def _accept_main(self, authenticated: AuthenticatedConnection) -> None:
+        shared = self._shared
         try:
-            machinery.bulk.start()
+            shared.bulk.start()
         except RuntimeError as error:
             _log.warning("worker %s cannot be let in at the moment: %s", self.name, error)
-            proven.hang_up()
+            authenticated.hang_up()
             return
-        sock, token = proven.sock, proven.hello.token
-        shared = sock.family == socket.AF_UNIX
-        link = Link(machinery.resources, self.name, self._devices_back, shared=shared)
-        main = link.main = self._sender(link, sock, machinery.requests.watch_writable)
+        sock, token = authenticated.sock, authenticated.hello.token
+        same_host = sock.family == socket.AF_UNIX
+        link = Link(shared.resources, self.name, self._devices_back, same_host=same_host)
+        main = link.main = self._sender(link, sock, shared.requests.watch_writable)
         reader = self._main_reader(link, main)
         events = ChannelEvents(
             self._request_arrived, main.writable, partial(self._channel_ended, main)
         )
-        listen = partial(machinery.requests.add_main, sock, reader, events)
-        remove = machinery.requests.remove
-        strand = Strand(token, 0, None, main, reader, listen, remove)
+        listen = partial(shared.requests.add_main, sock, reader, events)
+        remove = shared.requests.remove
+        connection = Connection(token, 0, None, main, reader, listen, remove)
         with self._lock:
             wanted = self._reason is None
             if wanted:
                 former, retired = self._incoming, self._take_incoming()
                 self._incoming = link
                 self._incoming_token = token
-                problem = self._add_strand(strand)
+                problem = self._add_connection(connection)
                 if problem is not None:
                     self._incoming = None
         if not wanted:
-            self._reject_lost(proven)
+            self._reject_lost(authenticated)
             link.close()
             return
         if former is not None:
             self._retire(former, retired)
         if problem is None:
-            proven.accept()
+            authenticated.accept()
             return
         _log.warning("worker %s cannot be let in at the moment: %s", self.name, problem)
-        self._retire(link, [strand])
+        self._retire(link, [connection])
 
-    def _add_strand(self, strand: Strand) -> Exception | None:
+    def _add_connection(self, connection: Connection) -> Exception | None:
         """Begins to read a connection, or says why it is to be closed: the other end tries again.
 
         Needs the lock: whoever closes it takes it out first.
         """
-        self._strands[strand.sender] = strand
+        self._connections[connection.sender] = connection
         try:
-            strand.listen()
+            connection.listen()
         except PASSING as error:
-            del self._strands[strand.sender]
+            del self._connections[connection.sender]
             return error
         return None
 
-    def _accept_bulk(self, proven: Proven) -> None:
-        hello = proven.hello
+    def _accept_bulk(self, authenticated: AuthenticatedConnection) -> None:
+        hello = authenticated.hello
         with self._lock:
             link = self._incoming
             known = link is not None and hello.token == self._incoming_token
         if not known or link is None:
-            proven.reject("a bulk connection of a link that is not there")
+            authenticated.reject("a bulk connection of a link that is not there")
             return
-        strand = self._bulk_strand(link, proven.sock, hello.token, hello.channel, None)
+        connection = self._bulk_connection(
+            link, authenticated.sock, hello.token, hello.channel, None
+        )
         with self._lock:
             known = self._incoming is link and self._reason is None
-            problem = self._add_strand(strand) if known else None
+            problem = self._add_connection(connection) if known else None
         if not known:
-            proven.reject("a bulk connection of a link that is not there any more")
+            authenticated.reject("a bulk connection of a link that is not there any more")
             return
         if problem is not None:
             _log.warning("worker %s cannot be let in at the moment: %s", self.name, problem)
-            strand.close()
+            connection.close()
             return
-        link.bulk = [*link.bulk, strand.sender]
-        proven.accept()
+        link.bulk = [*link.bulk, connection.sender]
+        authenticated.accept()
 
-    def _accept_again(self, proven: Proven) -> None:
+    def _accept_again(self, authenticated: AuthenticatedConnection) -> None:
         """A connection in place of one that broke."""
-        strand = self._find(proven.hello, opened_here=False)
-        if strand is None:
-            proven.reject("this worker does not know the link any more")
+        connection = self._find(authenticated.hello, opened_here=False)
+        if connection is None:
+            authenticated.reject("this worker does not know the link any more")
         else:
-            self._mender.offered(strand, proven)
+            self._reconnector.offered(connection, authenticated)
 
-    def _answer_knock(self, proven: Proven) -> None:
+    def _answer_reconnect_request(self, authenticated: AuthenticatedConnection) -> None:
         """The peer lost a connection that we opened; if we did not, we do now, and open another."""
-        if proven.hello.token != self._connector.token:
-            proven.reject("this worker does not know the link any more")
+        if authenticated.hello.token != self._connector.token:
+            authenticated.reject("this worker does not know the link any more")
             return
-        proven.dismiss()
-        strand = self._find(proven.hello, opened_here=True)
-        if strand is not None and strand.seam.knocked(proven.hello.attempt):
-            strand.sender.shutdown()
+        authenticated.dismiss()
+        connection = self._find(authenticated.hello, opened_here=True)
+        if connection is not None and connection.epoch.reconnect_requested(
+            authenticated.hello.attempt
+        ):
+            connection.sender.shutdown()
 
-    def _find(self, hello: Hello, *, opened_here: bool) -> Strand | None:
+    def _find(self, hello: Hello, *, opened_here: bool) -> Connection | None:
         with self._lock:
-            for strand in self._strands.values():
-                same = strand.token == hello.token and strand.number == hello.channel
-                if same and (strand.road is not None) == opened_here:
-                    return strand
+            for connection in self._connections.values():
+                same = connection.token == hello.token and connection.number == hello.channel
+                if same and (connection.endpoint is not None) == opened_here:
+                    return connection
         return None
 
-    def _take_incoming(self) -> list[Strand]:
-        """Forgets the link that the peer opened; returns its strands. Needs the lock."""
+    def _take_incoming(self) -> list[Connection]:
+        """Forgets the link that the peer opened; returns its connections. Needs the lock."""
         self._incoming = None
-        strands = self._incoming_strands()
-        for strand in strands:
-            del self._strands[strand.sender]
-        return strands
+        connections = self._incoming_connections()
+        for connection in connections:
+            del self._connections[connection.sender]
+        return connections
 
-    def _incoming_strands(self) -> list[Strand]:
-        """The strands of the link that the peer opened. Needs the lock."""
+    def _incoming_connections(self) -> list[Connection]:
+        """The connections of the link that the peer opened. Needs the lock."""
         token = self._incoming_token
-        return [s for s in self._strands.values() if s.road is None and s.token == token]
+        return [s for s in self._connections.values() if s.endpoint is None and s.token == token]
 
-    def _retire(self, link: Link, strands: list[Strand]) -> None:
+    def _retire(self, link: Link, connections: list[Connection]) -> None:
         """Drops a link without taking it for the peer's loss."""
-        for strand in strands:
-            self._mender.withdraw(strand)
-            strand.close()
+        for connection in connections:
+            self._reconnector.withdraw(connection)
+            connection.close()
         link.close()
 
     # Receiving.
@@ -515,47 +527,47 @@ class RemotePeer:
     def _bulk_arrived(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REPLY:
             self._reply_arrived(frame)
-            self._machinery.replies.wake()
+            self._shared.replies.wake()
         else:
-            self._machinery.requests.push((self._request_arrived, frame))
+            self._shared.requests.push((self._request_arrived, frame))
 
     # The end.
 
     def _channel_ended(self, sender: Sender, reason: str) -> None:
         """A connection was read to its end."""
         with self._lock:
-            strand = self._strands.get(sender)
-        if strand is None:
+            connection = self._connections.get(sender)
+        if connection is None:
             return
-        strand.ignore(sender.sock)
+        connection.ignore(sender.sock)
         reason = sender.fault or reason
-        if not self._mender.broke(strand, reason):
-            self._given_up(strand, reason)
+        if not self._reconnector.broke(connection, reason):
+            self._given_up(connection, reason)
 
-    def _given_up(self, strand: Strand, reason: str) -> None:
+    def _given_up(self, connection: Connection, reason: str) -> None:
         """A connection ended for good."""
         with self._lock:
             link = self._incoming
-            first_attempt = self._is_first_attempt(strand)
+            first_attempt = self._is_first_attempt(connection)
             if first_attempt:
                 retired = self._take_incoming()
             else:
-                known = self._strands.pop(strand.sender, None)
+                known = self._connections.pop(connection.sender, None)
         if first_attempt and link is not None:
             self._retire(link, retired)
             self._settle()
             return
-        strand.close()
+        connection.close()
         if known is not None:  # its link was not retired meanwhile
             self._hang_up(reason)
             self._settle()
 
-    def _is_first_attempt(self, strand: Strand) -> bool:
+    def _is_first_attempt(self, connection: Connection) -> bool:
         """A link that was never used may have been a first attempt of the peer. Needs the lock."""
-        if self._reason is not None or strand.reader.garbled:
+        if self._reason is not None or connection.reader.garbled:
             return False
-        strands = self._incoming_strands()
-        return strand in strands and all(each.reader.silent for each in strands)
+        connections = self._incoming_connections()
+        return connection in connections and all(each.reader.silent for each in connections)
 
     def _hang_up(self, reason: str) -> None:
         """The peer is lost, or has been dropped: ends all its channels."""
@@ -563,22 +575,22 @@ class RemotePeer:
             first = self._reason is None
             if first:
                 self._reason = reason
-            senders = list(self._strands)
+            senders = list(self._connections)
         if not first:
             return
         self._window.close()
         self._connector.cancel()
-        for strand in self._mender.close():  # nobody reads them who could find them ended
-            strand.close()
+        for connection in self._reconnector.close():  # nobody reads them who could find them ended
+            connection.close()
             with self._lock:
-                self._strands.pop(strand.sender, None)
+                self._connections.pop(connection.sender, None)
         for sender in senders:
             sender.shutdown()
 
     def _settle(self) -> None:
         """Once nothing is open any more: lets go of memory and reports the loss."""
         with self._lock:
-            over = self._reason is not None and not self._strands and self._connecting is None
+            over = self._reason is not None and not self._connections and self._connecting is None
             if not over or self._settled.is_set():
                 return
             self._settled.set()
@@ -587,7 +599,7 @@ class RemotePeer:
         for link in links:
             link.close()
         if not self._removed:
-            self._machinery.lost(self._life, self._reason or "")
+            self._shared.lost(self._life, self._reason or "")
 
     def is_settled(self) -> bool:
         """True once nothing of the peer is left."""
@@ -628,16 +640,16 @@ class RemotePeer:
             connector = self._connect_thread
             if connector is not None and connector is not threading.current_thread():
                 connector.join()
-            self._mender.join()
+            self._reconnector.join()
         finally:
             self._close_what_is_left()
 
     def _close_what_is_left(self) -> None:
         with self._lock:
-            stuck = list(self._strands.values())
-            self._strands.clear()
-        for strand in stuck:
-            strand.close()
+            stuck = list(self._connections.values())
+            self._connections.clear()
+        for connection in stuck:
+            connection.close()
         self._settle()
 
 

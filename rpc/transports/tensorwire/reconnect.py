@@ -1,9 +1,9 @@
-"""Sees to the broken connections of one peer, until each is replaced or the peer given up.
+"""Replaces the broken connections of one peer, or gives the peer up.
 
-The end that opened a link opens its connections again; the other end asks for
-that by knocking at the peer's door, which also shows whether anybody is in. A
-thread does so while something is broken. Which connection takes the place of
-which is for ``resumption.Seam`` to decide; what a given-up peer means, for ``peer``.
+The end that opened a link opens its connections again; the other end asks for that
+with a request at the peer's listening sockets, which also shows whether the peer
+lives. A thread does so while something is broken. Which connection replaces which is
+decided by ``resumption.ReconnectEpoch``; what a peer that was given up means, by ``peer``.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ import threading
 import time
 from collections.abc import Callable
 
-from rpc.protocol.resumption import CannotResumeError, Offer
+from rpc.protocol.resumption import CannotResumeError, Replacement
 from rpc.runtime.text import says
 from rpc.runtime.threads import Thread
-from rpc.transports.tensorwire.acceptor import Proven
-from rpc.transports.tensorwire.connection import PASSING, Strand
-from rpc.transports.tensorwire.connector import Connector, GoneError, Road, Target
+from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
+from rpc.transports.tensorwire.connection import PASSING, Connection
+from rpc.transports.tensorwire.connector import Connector, Endpoint, GoneError, Target
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
-_KNOCK_EVERY_SECONDS = 0.2
+_REQUEST_EVERY_SECONDS = 0.2
 _LEAST_TRIES = 4
-_ENOUGH_FOR_A_TRY_SECONDS = 1.0
+_LEAST_SECONDS_A_TRY = 1.0
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 
-class Mender:
+class Reconnector:
     """The mending of one peer's links.
 
     Args:
         target: how to connect to the peer.
         seconds: how long a connection may be broken; 0 if it may not.
-        give_up: takes a strand that cannot be mended, and why.
+        give_up: takes a connection that cannot be mended, and why.
     """
 
     def __init__(
-        self, target: Target, seconds: float, give_up: Callable[[Strand, str], None]
+        self, target: Target, seconds: float, give_up: Callable[[Connection, str], None]
     ) -> None:
         self._name = f"tensorwire-mend-{target.name}"
         self._connector = Connector(target)
         self._seconds = seconds
-        # One that is not answered must leave time for another, and for other strands.
-        self._seconds_a_try = max(seconds / _LEAST_TRIES, _ENOUGH_FOR_A_TRY_SECONDS)
+        # One that is not answered must leave time for another, and for other connections.
+        self._seconds_a_try = max(seconds / _LEAST_TRIES, _LEAST_SECONDS_A_TRY)
         self._give_up = give_up
         self._changed = threading.Condition()
-        self._broken: list[Strand] = []
+        self._broken: list[Connection] = []
         self._thread: threading.Thread | None = None
         self._serving = False
         self._closed = False
 
-    def broke(self, strand: Strand, reason: str) -> bool:
-        """Takes charge of a strand whose connection was read to its end; False if it does not."""
-        if not self._seconds or strand.reader.garbled or strand.sender.fault:
+    def broke(self, connection: Connection, reason: str) -> bool:
+        """Takes charge of a connection that was read to its end; False if it does not."""
+        if not self._seconds or connection.reader.garbled or connection.sender.fault:
             return False
-        strand.sender.stop()
+        connection.sender.stop()
         with self._changed:
             if self._closed:
                 return False
-            strand.seam.broke(time.monotonic(), reason)
-            guest, strand.guest = strand.guest, None
-            if guest is None and not self._begin_to_serve(strand):
+            connection.epoch.broke(time.monotonic(), reason)
+            successor, connection.successor = connection.successor, None
+            if successor is None and not self._begin_to_serve(connection):
                 return False
-        if guest is not None:
-            self._take_in(strand, guest)
+        if successor is not None:
+            self._take_in(connection, successor)
         return True
 
-    def _begin_to_serve(self, strand: Strand) -> bool:
+    def _begin_to_serve(self, connection: Connection) -> bool:
         """Called with the lock held; False if no thread can be started for it."""
-        self._broken.append(strand)
+        self._broken.append(connection)
         self._changed.notify_all()
         if self._serving:
             return True
@@ -81,84 +81,88 @@ class Mender:
             thread.start()
         except RuntimeError as error:
             _log.warning("%s: a connection cannot be opened again: %s", self._name, error)
-            self._broken.remove(strand)
+            self._broken.remove(connection)
             return False
         self._thread = thread
         self._serving = True
         return True
 
-    def offered(self, strand: Strand, guest: Proven) -> None:
-        """The peer opened a connection in place of a strand's."""
+    def offered(self, connection: Connection, successor: AuthenticatedConnection) -> None:
+        """The peer opened a connection in place of a connection's."""
         with self._changed:
-            offer = strand.seam.offered(guest.hello.attempt)
+            offer = connection.epoch.offered(successor.hello.attempt)
             if self._closed or not self._seconds:
-                offer = Offer.STALE
-            former: Proven | None = guest
-            if offer is not Offer.STALE:
-                former, strand.guest = strand.guest, guest
-            ready = offer is not Offer.STALE and self._take_out(strand)
+                offer = Replacement.STALE
+            former: AuthenticatedConnection | None = successor
+            if offer is not Replacement.STALE:
+                former, connection.successor = connection.successor, successor
+            ready = offer is not Replacement.STALE and self._take_out(connection)
             if ready:
-                strand.guest = None
+                connection.successor = None
         if former is not None:
             former.reject("another connection took its place")
         if ready:
-            self._take_in(strand, guest)
-        elif offer is not Offer.STALE:
-            strand.sender.shutdown()
+            self._take_in(connection, successor)
+        elif offer is not Replacement.STALE:
+            connection.sender.shutdown()
 
-    def _take_out(self, strand: Strand) -> bool:
-        """Called with the lock held: whoever takes a strand out is the one to go on with it."""
-        if self._closed or strand not in self._broken:
+    def _take_out(self, connection: Connection) -> bool:
+        """Called with the lock held: whoever takes a connection out is the one to go on with it."""
+        if self._closed or connection not in self._broken:
             return False
-        self._broken.remove(strand)
+        self._broken.remove(connection)
         self._changed.notify_all()
         return True
 
-    def _take_in(self, strand: Strand, guest: Proven) -> None:
-        said = guest.hello
-        self._put_in_place(strand, guest.sock, said.received, said.attempt, guest.reject)
+    def _take_in(self, connection: Connection, successor: AuthenticatedConnection) -> None:
+        said = successor.hello
+        self._put_in_place(
+            connection, successor.sock, said.received, said.attempt, successor.reject
+        )
 
     def _put_in_place(
         self,
-        strand: Strand,
+        connection: Connection,
         sock: socket.socket,
         received: int,
         attempt: int,
         refuse: Callable[[str], object],
     ) -> None:
-        """For a strand that was taken out, and so is in nobody else's charge.
+        """For a connection that was taken out, and so is in nobody else's charge.
 
         Args:
-            strand: which.
-            sock: the connection, which ends here, or with the strand.
+            connection: which.
+            sock: the connection, which ends here, or with the connection.
             received: how many frames have arrived at the peer.
             attempt: the connection's number.
             refuse: ends it if nothing can take the broken one's place.
         """
-        reason = strand.seam.reason
+        reason = connection.epoch.reason
         try:
-            strand.replace(sock, received, attempt)
+            connection.replace(sock, received, attempt)
         except PASSING as error:
             sock.close()
-            self._try_again(strand, error)
+            self._try_again(connection, error)
         except Exception as error:
             refuse(says(error))
-            self._give_up(strand, f"{reason}, and cannot be resumed: {says(error)}")
+            self._give_up(connection, f"{reason}, and cannot be resumed: {says(error)}")
         else:
-            self._look_again(strand)
+            self._look_again(connection)
 
-    def _try_again(self, strand: Strand, error: Exception) -> None:
+    def _try_again(self, connection: Connection, error: Exception) -> None:
         """Breaks a connection that nobody reads: until its time is over, another may be."""
-        strand.problem = says(error)
-        if not self.broke(strand, strand.seam.reason):
-            self._give_up(strand, f"{strand.seam.reason}, and cannot be resumed: {says(error)}")
+        connection.problem = says(error)
+        if not self.broke(connection, connection.epoch.reason):
+            self._give_up(
+                connection, f"{connection.epoch.reason}, and cannot be resumed: {says(error)}"
+            )
 
-    def _look_again(self, strand: Strand) -> None:
+    def _look_again(self, connection: Connection) -> None:
         """Breaks a connection that is not wanted any more now that it is in place."""
         with self._changed:
-            unwanted = self._closed or strand.guest is not None
+            unwanted = self._closed or connection.successor is not None
         if unwanted:
-            strand.sender.shutdown()
+            connection.sender.shutdown()
 
     def _serve(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -168,62 +172,62 @@ class Mender:
                 if not broken or self._closed:
                     self._serving = False
                     return
-            for strand in broken:
-                self._mend(strand)
+            for connection in broken:
+                self._reconnect(connection)
             with self._changed:
                 if self._broken and not self._closed:
                     self._changed.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _mend(self, strand: Strand) -> None:
+    def _reconnect(self, connection: Connection) -> None:
         now = time.monotonic()
-        left = strand.seam.left(now, self._seconds)
+        left = connection.epoch.left(now, self._seconds)
         try:
             if left <= 0:
-                problem = f": {strand.problem}" if strand.problem else ""
+                problem = f": {connection.problem}" if connection.problem else ""
                 raise GoneError(f"it was not opened again within {self._seconds:g} s{problem}")
-            if strand.road is not None:
-                self._open_again(strand, strand.road, min(left, self._seconds_a_try))
-            elif now >= strand.knock_at:
-                self._knock(strand, min(left, self._seconds_a_try))
+            if connection.endpoint is not None:
+                self._open_again(connection, connection.endpoint, min(left, self._seconds_a_try))
+            elif now >= connection.request_at:
+                self._request_reconnect(connection, min(left, self._seconds_a_try))
         except (GoneError, CannotResumeError) as error:
-            self._abandon(strand, f"{strand.seam.reason}, and {error}")
+            self._abandon(connection, f"{connection.epoch.reason}, and {error}")
         except Exception as error:  # the next try may do; without it nobody would ever give up
-            strand.problem = says(error)
+            connection.problem = says(error)
 
-    def _open_again(self, strand: Strand, road: Road, seconds: float) -> None:
-        attempt = strand.seam.next_attempt()
-        token, number, received = strand.token, strand.number, strand.reader.received
-        sock, theirs = self._connector.replace(road, token, number, attempt, received, seconds)
+    def _open_again(self, connection: Connection, endpoint: Endpoint, seconds: float) -> None:
+        attempt = connection.epoch.next_attempt()
+        token, number, received = connection.token, connection.number, connection.reader.received
+        sock, theirs = self._connector.replace(endpoint, token, number, attempt, received, seconds)
         with self._changed:
-            wanted = self._take_out(strand)
+            wanted = self._take_out(connection)
         if not wanted:
             sock.close()
             return
-        self._put_in_place(strand, sock, theirs, attempt, lambda _: sock.close())
+        self._put_in_place(connection, sock, theirs, attempt, lambda _: sock.close())
 
-    def _knock(self, strand: Strand, seconds: float) -> None:
-        self._connector.knock(
-            local=strand.sender.sock.family == socket.AF_UNIX,
-            token=strand.token,
-            channel=strand.number,
-            attempt=strand.seam.attempt,
+    def _request_reconnect(self, connection: Connection, seconds: float) -> None:
+        self._connector.request_reconnect(
+            local=connection.sender.sock.family == socket.AF_UNIX,
+            token=connection.token,
+            channel=connection.number,
+            attempt=connection.epoch.attempt,
             seconds=seconds,
         )
-        strand.knock_at = time.monotonic() + _KNOCK_EVERY_SECONDS
+        connection.request_at = time.monotonic() + _REQUEST_EVERY_SECONDS
 
-    def _abandon(self, strand: Strand, reason: str) -> None:
+    def _abandon(self, connection: Connection, reason: str) -> None:
         with self._changed:
-            mine = self._take_out(strand)
+            mine = self._take_out(connection)
         if mine:
-            self._give_up(strand, reason)
+            self._give_up(connection, reason)
 
-    def withdraw(self, strand: Strand) -> None:
-        """Lets go of a strand that is not wanted any more."""
+    def withdraw(self, connection: Connection) -> None:
+        """Lets go of a connection that is not wanted any more."""
         with self._changed:
-            self._take_out(strand)
+            self._take_out(connection)
 
-    def close(self) -> list[Strand]:
+    def close(self) -> list[Connection]:
         """Gives up; returns what was still broken. Does not wait, see :meth:`join`."""
         with self._changed:
             self._closed = True

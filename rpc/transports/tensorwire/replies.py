@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from rpc.runtime.signals import let_in, restore, shut_out
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
-from rpc.transports.tensorwire.busy_polling import Lookout
+from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.wakeup import Bell
+from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -116,13 +116,13 @@ class ReplySide:
         self._name = name
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
-            self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
-            self._bell = made.enter_context(contextlib.closing(Bell()))
-            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds)
+            self._wake_up = made.enter_context(contextlib.closing(WakeUp()))
+            self._epoll.register(self._wake_up.descriptor, select.EPOLLIN)
             self._background = made.enter_context(select.epoll())
             self._background.register(self._epoll.fileno(), select.EPOLLIN)
-            self._alarm = made.enter_context(contextlib.closing(Bell()))
-            self._background.register(self._alarm.descriptor, select.EPOLLIN | select.EPOLLET)
+            self._tick = made.enter_context(contextlib.closing(WakeUp()))
+            self._background.register(self._tick.descriptor, select.EPOLLIN | select.EPOLLET)
             made.pop_all()
         self._held: dict[Sender, None] = {}
         self._ticking = False
@@ -172,9 +172,9 @@ class ReplySide:
         self._held[sender] = None
         if not self._ticking:
             self._ticking = True
-            self._alarm.ring()
+            self._tick.set()
 
-    def let_go(self) -> None:
+    def flush_held(self) -> None:
         """Sends the requests that were held."""
         while self._held:
             with contextlib.suppress(KeyError):
@@ -185,7 +185,7 @@ class ReplySide:
         before = shut_out()
         try:
             if self._held:
-                self.let_go()
+                self.flush_held()
             if self._leading.acquire(False):
                 self._lead(done)
             elif self._leader_thread == threading.get_ident():
@@ -224,7 +224,7 @@ class ReplySide:
             while not (done() or self._closed):
                 before = let_in()
                 try:
-                    ready = self._lookout.wait(_RECHECK_SECONDS)
+                    ready = self._poller.wait(_RECHECK_SECONDS)
                 finally:
                     restore(before)
                 self._dispatch(ready)
@@ -252,7 +252,7 @@ class ReplySide:
             return  # a bell that nobody waits for would wake the background thread
         done = self._leader_done
         if done is not None and done():
-            self._bell.ring()
+            self._wake_up.set()
 
     def _serve(self) -> None:
         me = threading.get_ident()
@@ -269,7 +269,7 @@ class ReplySide:
                 self.wake()
             elif self._held:
                 quiet = 0
-                self.let_go()
+                self.flush_held()
             else:
                 quiet += 1
                 # Whoever holds a request just now saw no need to ring the alarm.
@@ -281,21 +281,21 @@ class ReplySide:
             channel = self._channels.get(descriptor)
             if channel is not None:
                 channel.handle(events)
-            elif descriptor == self._bell.descriptor:
-                self._silence_bell()
+            elif descriptor == self._wake_up.descriptor:
+                self._clear_wake_up()
         if self._held:
-            self.let_go()
+            self.flush_held()
 
-    def _silence_bell(self) -> None:
+    def _clear_wake_up(self) -> None:
         """Unless it rings for another thread, which leads, or for all to end."""
         if self._leader_thread in (0, threading.get_ident()) and not self._closed:
-            self._bell.silence()
+            self._wake_up.clear()
 
     def close(self) -> None:
         """Stops reading; joins the background reader."""
         self._closed = True
-        self._bell.ring()
-        self._alarm.ring()
+        self._wake_up.set()
+        self._tick.set()
         try:
             for thread in self._threads:
                 if thread is not threading.current_thread():
@@ -305,5 +305,5 @@ class ReplySide:
             with contextlib.nullcontext() if here else self._leading:
                 self._background.close()
                 self._epoll.close()
-                self._bell.close()
-                self._alarm.close()
+                self._wake_up.close()
+                self._tick.close()

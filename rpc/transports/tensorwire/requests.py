@@ -29,12 +29,12 @@ from typing import Any
 from rpc.runtime.executor import SECONDS_TO_END, abandon
 from rpc.runtime.signals import DEAF_SECONDS, let_in_for_a_moment
 from rpc.runtime.threads import Thread
-from rpc.transports.tensorwire.busy_polling import Lookout
+from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.pace import QUICK_SECONDS, Pace
 from rpc.transports.tensorwire.replies import ChannelEvents
-from rpc.transports.tensorwire.wakeup import Bell
+from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -73,9 +73,9 @@ class RequestSide:
         self.sweeping = False
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
-            self._lookout = Lookout(self._epoll, _EVENTS, busy_poll_seconds)
-            self._bell = made.enter_context(contextlib.closing(Bell()))
-            self._epoll.register(self._bell.descriptor, select.EPOLLIN)
+            self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds)
+            self._wake_up = made.enter_context(contextlib.closing(WakeUp()))
+            self._epoll.register(self._wake_up.descriptor, select.EPOLLIN)
             made.pop_all()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._backlog: deque[Work] = deque()
@@ -141,7 +141,7 @@ class RequestSide:
     def push(self, work: Work) -> None:
         """Has the thread with the baton do ``work``, which may run a handler."""
         self._backlog.append(work)
-        self._bell.ring()
+        self._wake_up.set()
 
     def about_to_block(self) -> None:
         """To be called before waiting: passes the baton on if this thread holds it."""
@@ -166,7 +166,7 @@ class RequestSide:
                 return
         sender.flush()
 
-    def _let_go(self) -> None:
+    def _flush_held(self) -> None:
         """Sends the replies that were held."""
         self._batching_thread = 0
         while self._held:
@@ -174,7 +174,7 @@ class RequestSide:
                 self._held.popitem()[0].flush()
 
     def _pass_baton(self, holder: _Server) -> None:
-        self._let_go()
+        self._flush_held()
         with self._lock:
             if self._holder is not holder or self._closed:
                 return
@@ -212,12 +212,12 @@ class RequestSide:
         me.ident = threading.get_ident()
         while not self._closed:
             me.gate.get()
-            self._let_go()
+            self._flush_held()
             while self._holder is me and not self._closed:
                 if self._backlog:
                     self._deliver(me, self._backlog.popleft())
                     if len(self._backlog) % _BATCH == 0:
-                        self._let_go()
+                        self._flush_held()
                 else:
                     self._poll()
             with self._lock:
@@ -229,15 +229,15 @@ class RequestSide:
 
     def _poll(self) -> None:
         timeout = _SWEEP_SECONDS if self.sweeping else -1
-        for descriptor, events in self._lookout.wait(timeout):
+        for descriptor, events in self._poller.wait(timeout):
             handler = self._handlers.get(descriptor)
             if handler is not None:
                 try:
                     handler(events)
                 except BaseException:  # the baton must not die with this thread
                     _log.exception("%s: what arrived was not dealt with", self._name)
-            elif descriptor == self._bell.descriptor and not self._closed:
-                self._bell.silence()
+            elif descriptor == self._wake_up.descriptor and not self._closed:
+                self._wake_up.clear()
         if self.sweeping:
             try:
                 self._sweep()
@@ -312,7 +312,7 @@ class RequestSide:
 
     def _close_descriptors(self) -> None:
         self._epoll.close()
-        self._bell.close()
+        self._wake_up.close()
 
     def close(self, seconds: float = SECONDS_TO_END) -> None:
         """Stops reading; joins every thread but the caller's.
@@ -323,7 +323,7 @@ class RequestSide:
             self._closed = True
             servers = [*self._idle, *([self._holder] if self._holder else [])]
             threads = list(self._threads)
-        self._bell.ring()
+        self._wake_up.set()
         self._watch_gate.put(None)
         for server in servers:
             server.gate.put(None)

@@ -20,7 +20,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 
 
 @dataclass(frozen=True, slots=True)
-class Machinery:
+class Shared:
     """What all peers of one worker share.
 
     Args:
@@ -52,5 +52,5 @@ class Machinery:
         if self.replies.is_reading_here() or self.bulk.is_moving_here():
             return False
         self.requests.about_to_block()
-        self.replies.let_go()
+        self.replies.flush_held()
         return True

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame
-from rpc.transports.host.frame_table import Item, Place
+from rpc.transports.host.frame_table import Item, Placement
 from rpc.transports.host.regions import Array, view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
@@ -35,7 +35,7 @@ class _Waiting:
     missing: int
 
 
-class Parcel(NamedTuple):
+class CompleteFrame(NamedTuple):
     """A frame with its table parsed and its transfers, by number, complete.
 
     With a ``problem`` it has come, but found no memory.
@@ -88,7 +88,7 @@ class Transfers:
         except MemoryError as error:
             return _Transfer(None, total, total, str(error))
 
-    def chunk_received(self, transfer: int, length: int) -> Parcel | None:
+    def chunk_received(self, transfer: int, length: int) -> CompleteFrame | None:
         """A chunk is in its place; returns the frame that it completed."""
         with self._lock:
             known = self._transfers[transfer]
@@ -104,7 +104,7 @@ class Transfers:
             known = self._transfers.get(transfer)
             return known is None or not known.missing
 
-    def frame_received(self, frame: Frame, items: list[Item]) -> Parcel | None:
+    def frame_received(self, frame: Frame, items: list[Item]) -> CompleteFrame | None:
         """A frame is here; returned at once if its transfers are, otherwise later.
 
         Raises:
@@ -113,22 +113,22 @@ class Transfers:
         waiting = _Waiting(frame, items, 0)
         with self._lock:
             for item in items:
-                if item.place is Place.STREAM:
+                if item.place is Placement.STREAM:
                     known = self._transfers.get(item.position)
                     if known is None or known.missing:
                         waiting.missing += 1
                         self._waiting[item.position] = waiting
             return None if waiting.missing else self._complete(frame, items)
 
-    def _complete(self, frame: Frame, items: list[Item]) -> Parcel:
+    def _complete(self, frame: Frame, items: list[Item]) -> CompleteFrame:
         """Called with the lock held, when all of its transfers are here."""
         arrays: dict[int, Array] = {}
         problem = ""
         for item in items:
-            if item.place is Place.STREAM:
+            if item.place is Placement.STREAM:
                 known = self._transfers.pop(item.position, None)
                 if known is None or known.total != item.nbytes:
                     raise FrameError(f"transfer {item.position} is not {item.nbytes} bytes long")
                 arrays[item.position] = known.array
                 problem = problem or known.problem
-        return Parcel(frame, items, arrays, problem)
+        return CompleteFrame(frame, items, arrays, problem)

@@ -24,15 +24,20 @@ from rpc.ids import Life
 from rpc.runtime import signals as interrupts
 from rpc.runtime.executor import SECONDS_TO_END
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.identity import host_identity
 from rpc.transports.host.segments import Budget
 from rpc.transports.late_receipts import LateReceipts
-from rpc.transports.tensorwire.acceptor import Door, Proven
-from rpc.transports.tensorwire.address import Address, listen_tcp, listen_unix, reachable_at
+from rpc.transports.tensorwire.acceptor import AuthenticatedConnection, ConnectionAcceptor
+from rpc.transports.tensorwire.address import (
+    TensorWireAddress,
+    listen_tcp,
+    listen_unix,
+    reachable_at,
+)
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.connector import Target
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import Identity, derive_key
 from rpc.transports.tensorwire.link import Resources
 from rpc.transports.tensorwire.peer import RemotePeer
@@ -40,7 +45,7 @@ from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import Settings
-from rpc.transports.tensorwire.shared import Machinery
+from rpc.transports.tensorwire.shared import Shared
 from rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -57,9 +62,9 @@ class _Running:
     info: WorkerInfo
     identity: Identity
     receiver: Receiver
-    address: Address
-    door: Door
-    machinery: Machinery
+    address: TensorWireAddress
+    acceptor: ConnectionAcceptor
+    shared: Shared
 
 
 class TensorWireTransport:
@@ -89,9 +94,9 @@ class TensorWireTransport:
             now = self._make(info, incarnation, receiver, made)
             made.pop_all()
         self._now = now
-        now.door.open(now.machinery.requests)
-        now.machinery.replies.start()
-        now.machinery.requests.start()
+        now.acceptor.open(now.shared.requests)
+        now.shared.replies.start()
+        now.shared.requests.start()
         return now.address.encode()
 
     def _make(
@@ -102,19 +107,21 @@ class TensorWireTransport:
         name = f"tensorwire-{info.name}"
         identity = Identity(info.id, incarnation)
         key = derive_key(settings.group_key, address.secret)
-        door = Door(listeners, key, identity, settings.connect_seconds, self._admit)
+        acceptor = ConnectionAcceptor(
+            listeners, key, identity, settings.connect_seconds, self._admit
+        )
         replies = ReplySide(f"{name}-replies", settings.busy_poll_seconds)
         made.callback(replies.close)
-        requests = RequestSide(name, door.sweep, settings.busy_poll_seconds)
+        requests = RequestSide(name, acceptor.sweep, settings.busy_poll_seconds)
         made.callback(requests.close)
         bulk = BulkMover(f"{name}-bulk")
         made.callback(bulk.close)
-        machinery = Machinery(
+        shared = Shared(
             Resources(
                 Budget(settings.shared_memory_bytes),
                 ReceiveBuffers(_IDLE_RECEIVE_BYTES),
                 settings.max_message_bytes,
-                CopyCrew(name),
+                CopyThreads(name),
                 settings.busy_poll_seconds,
             ),
             replies,
@@ -128,9 +135,9 @@ class TensorWireTransport:
             receiver.patience,
             self._lost,
         )
-        return _Running(info, identity, receiver, address, door, machinery)
+        return _Running(info, identity, receiver, address, acceptor, shared)
 
-    def _listen(self, made: ExitStack) -> tuple[list[socket.socket], Address]:
+    def _listen(self, made: ExitStack) -> tuple[list[socket.socket], TensorWireAddress]:
         listeners = listen_tcp(self._settings.bind_address)
         for listener in listeners:
             made.enter_context(listener)
@@ -146,7 +153,9 @@ class TensorWireTransport:
                 listeners.append(made.enter_context(unix))
                 unix_name = unix.getsockname()[1:].decode()
         devices = local_device_info(self._settings.device_maps, self._settings.devices)
-        return listeners, Address(host, unix_name, tcp, os.urandom(_SECRET_BYTES), devices)
+        return listeners, TensorWireAddress(
+            host, unix_name, tcp, os.urandom(_SECRET_BYTES), devices
+        )
 
     def _running(self) -> _Running:
         now = self._now
@@ -168,8 +177,8 @@ class TensorWireTransport:
             remote.note_host_moves(self.host_moves)
         if known is not None:
             known.remove()
-        for guest in self._running().door.kept(remote.id):
-            self._admit(guest)
+        for authenticated in self._running().acceptor.kept(remote.id):
+            self._admit(authenticated)
 
     def _remember(self, peer: RemotePeer | None) -> None:
         """Called with the lock held: ``close`` is to wait for a peer that is no longer one."""
@@ -179,7 +188,7 @@ class TensorWireTransport:
 
     def _make_peer(self, peer: Peer) -> RemotePeer:
         now, settings = self._running(), self._settings
-        address = Address.decode(peer.address)
+        address = TensorWireAddress.decode(peer.address)
         near = bool(now.address.unix_name) and address.host == now.address.host
         target = Target(
             peer.info.name,
@@ -196,9 +205,9 @@ class TensorWireTransport:
         return RemotePeer(
             peer,
             target,
-            DeviceMap(peer.info.name, settings.device_maps.get(peer.info.name, {})),
-            DeviceMap(peer.info.name, theirs).inverse(),
-            now.machinery,
+            PeerDeviceMap(peer.info.name, settings.device_maps.get(peer.info.name, {})),
+            PeerDeviceMap(peer.info.name, theirs).inverse(),
+            now.shared,
         )
 
     def remove_peer(self, worker_id: int) -> None:
@@ -211,26 +220,26 @@ class TensorWireTransport:
         if peer is not None:
             peer.remove()
 
-    def _admit(self, proven: Proven) -> None:
+    def _admit(self, authenticated: AuthenticatedConnection) -> None:
         """A connection from a proven worker: taken, refused, or kept until we know the worker."""
-        initiator = proven.hello.initiator
+        initiator = authenticated.hello.initiator
         peer = self._peers.get(initiator.worker_id)
         if self._closed:
-            proven.reject("this worker is shutting down")
+            authenticated.reject("this worker is shutting down")
         elif initiator.incarnation <= self._past.get(initiator.worker_id, -1):
-            proven.reject("this life of the worker is no member any more")
+            authenticated.reject("this life of the worker is no member any more")
         elif peer is None or peer.incarnation < initiator.incarnation:
-            door = self._running().door
-            door.keep(proven)
+            acceptor = self._running().acceptor
+            acceptor.keep(authenticated)
             # The peer may have been added between the two looks.
             peer = self._peers.get(initiator.worker_id)
             if peer is not None and peer.incarnation >= initiator.incarnation:
-                for guest in door.kept(initiator.worker_id):
-                    self._admit(guest)
+                for authenticated in acceptor.kept(initiator.worker_id):
+                    self._admit(authenticated)
         elif peer.incarnation > initiator.incarnation:
-            proven.reject(f"incarnation {initiator.incarnation} of this worker is history")
+            authenticated.reject(f"incarnation {initiator.incarnation} of this worker is history")
         else:
-            peer.accept(proven)
+            peer.accept(authenticated)
 
     # Frames.
 
@@ -261,9 +270,9 @@ class TensorWireTransport:
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """See :meth:`rpc.transports.base.Transport.wait`."""
         now = self._now or self._running()
-        machinery = now.machinery
-        machinery.requests.about_to_block()
-        machinery.replies.wait(done, block)
+        shared = now.shared
+        shared.requests.about_to_block()
+        shared.replies.wait(done, block)
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
@@ -273,7 +282,7 @@ class TensorWireTransport:
     def wake(self) -> None:
         """See :meth:`rpc.transports.base.Transport.wake`."""
         if self._now is not None:
-            self._now.machinery.replies.wake()
+            self._now.shared.replies.wake()
 
     def _lost(self, life: Life, reason: str) -> None:
         if self._closed:
@@ -283,7 +292,7 @@ class TensorWireTransport:
             now.receiver.peer_lost(life, reason)
         except Exception:
             _log.exception("the loss of %s could not be reported", life)
-        now.machinery.replies.wake()
+        now.shared.replies.wake()
 
     # The end.
 
@@ -318,7 +327,7 @@ class TensorWireTransport:
         self, now: _Running, peers: list[RemotePeer], flush_seconds: float, handler_seconds: float
     ) -> Iterator[Callable[[], object]]:
         yield partial(_flush, peers, time.monotonic() + flush_seconds)
-        yield now.door.close
+        yield now.acceptor.close
         with self._lock:
             peers += self._former
             self._peers.clear()
@@ -328,13 +337,13 @@ class TensorWireTransport:
         grace = time.monotonic() + _GRACE_SECONDS
         for peer in peers:
             yield partial(peer.close, grace)
-        machinery = now.machinery
-        yield machinery.receipts.close
-        yield partial(machinery.requests.close, handler_seconds)
-        yield machinery.replies.close
-        yield machinery.bulk.close
-        yield machinery.resources.buffers.close
-        yield machinery.resources.crew.close
+        shared = now.shared
+        yield shared.receipts.close
+        yield partial(shared.requests.close, handler_seconds)
+        yield shared.replies.close
+        yield shared.bulk.close
+        yield shared.resources.buffers.close
+        yield shared.resources.copier.close
 
 
 def _flush(peers: list[RemotePeer], deadline: float) -> None:

@@ -1,9 +1,10 @@
-"""Who has to go when too many wait who have not proven who they are. Sans-IO.
+"""Chooses which unauthenticated connection to close when there are too many. Sans-IO.
 
-A flood of strangers must keep no member of the group out, and a crowd of members that
-all come at once must not push each other out for ever. So somebody goes from where most
-came from. Of those it is the oldest, which had most time; but where each is given some
-time that is over for none, it is the newcomer, if it is one of them.
+A flood of connections must not keep members of the group out, and many members that connect
+at once must not evict each other for ever. So the evicted connection comes from the origin
+that most connections come from. Of those it is the oldest, which had most time to prove who
+it is. But each connection may have a time in which none of the same origin evicts it: while
+that lasts for all of them, the newest is refused.
 """
 
 from __future__ import annotations
@@ -12,45 +13,45 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-Guest = TypeVar("Guest", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 
-class WaitingRoom(Generic[Guest]):
-    """Guests in the order in which they came.
+class UnauthenticatedConnections(Generic[Key]):
+    """Connections in the order in which they came.
 
     Args:
         most: how many there may be.
-        seconds: for how long none has to go in favour of another from the same place.
+        seconds: time in which a connection is not evicted by another of the same origin.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self._seconds = seconds
-        self._guests: dict[Guest, tuple[Hashable, float]] = {}
+        self._arrived: dict[Key, tuple[Hashable, float]] = {}
 
-    def enter(self, guest: Guest, origin: Hashable, now: float) -> Guest | None:
-        """Takes a guest in.
+    def add(self, connection: Key, origin: Hashable, now: float) -> Key | None:
+        """Adds a connection.
 
         Args:
-            guest: a new one.
-            origin: where it came from.
-            now: in seconds.
+            connection: a new one.
+            origin: the host or process that it comes from.
+            now: the time, in seconds.
 
         Returns:
-            Who has to go, and is in here no more; None if there is room for all.
+            The connection to close, which is removed; None if there is room for all.
         """
-        self._guests[guest] = (origin, now)
-        if len(self._guests) <= self._most:
+        self._arrived[connection] = (origin, now)
+        if len(self._arrived) <= self._most:
             return None
-        crowds = Counter(place for place, _ in self._guests.values())
-        most = max(crowds.values())
-        goes = next(each for each, (place, _) in self._guests.items() if crowds[place] == most)
-        is_new = self._guests[goes][1] + self._seconds > now
-        if is_new and crowds[origin] == most:
-            goes = guest
-        self.leave(goes)
-        return goes
+        counts = Counter(each for each, _ in self._arrived.values())
+        most = max(counts.values())
+        evicted = next(key for key, (each, _) in self._arrived.items() if counts[each] == most)
+        is_new = self._arrived[evicted][1] + self._seconds > now
+        if is_new and counts[origin] == most:
+            evicted = connection
+        self.discard(evicted)
+        return evicted
 
-    def leave(self, guest: Guest) -> None:
-        """A guest goes, if it is here."""
-        self._guests.pop(guest, None)
+    def discard(self, connection: Key) -> None:
+        """Removes a connection, if it is here."""
+        self._arrived.pop(connection, None)

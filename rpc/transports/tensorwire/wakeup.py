@@ -7,7 +7,7 @@ import os
 import threading
 
 
-class Bell:
+class WakeUp:
     """An eventfd, to be registered with an epoll; may be rung at any time, also once closed.
 
     The lock keeps a late ring from reaching whatever got the descriptor's number next.
@@ -21,13 +21,13 @@ class Bell:
         self._lock = threading.Lock()
         self._closed = False
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Makes the descriptor readable."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.descriptor, 1)
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """Makes the descriptor unreadable again."""
         with self._lock:
             if not self._closed:

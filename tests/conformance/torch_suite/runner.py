@@ -118,12 +118,12 @@ def run(
         progress: is told each result as it comes.
     """
     (logs / "startup.log").unlink(missing_ok=True)
-    crew = _Crew(lambda: Shard(setup, logs, temporary), setup.timeout + _SECONDS_OF_GRACE)
+    copier = _Crew(lambda: Shard(setup, logs, temporary), setup.timeout + _SECONDS_OF_GRACE)
     try:
-        chosen = choose(crew.tests())
-        return crew.run(chosen, min(shards, len(chosen)), progress)
+        chosen = choose(copier.tests())
+        return copier.run(chosen, min(shards, len(chosen)), progress)
     finally:
-        crew.dismiss()
+        copier.dismiss()
 
 
 class _Crew:

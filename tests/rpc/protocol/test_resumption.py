@@ -13,9 +13,9 @@ from rpc.errors import FrameError
 from rpc.protocol.resumption import (
     _MOST_IN_VAIN,
     CannotResumeError,
-    Offer,
     Receipts,
-    Seam,
+    ReconnectEpoch,
+    Replacement,
     SentMessages,
 )
 
@@ -205,31 +205,31 @@ def test_little_is_acknowledged_late_and_once_and_much_at_once() -> None:
 
 
 def test_a_connection_takes_the_place_of_a_broken_one() -> None:
-    seam = Seam()
-    seam.broke(5.0, "reset")
-    seam.broke(6.0, "seen again")
-    assert (seam.since, seam.reason) == (5.0, "reset")
-    assert seam.left(6.0, 3.0) == 2.0
-    assert seam.left(9.0, 3.0) == 0.0
-    assert seam.offered(1) is Offer.TAKE
-    seam.joined(1)
-    assert (seam.attempt, seam.since, seam.reason) == (1, None, "")
-    assert seam.left(100.0, 3.0) == 3.0
+    epoch = ReconnectEpoch()
+    epoch.broke(5.0, "reset")
+    epoch.broke(6.0, "seen again")
+    assert (epoch.since, epoch.reason) == (5.0, "reset")
+    assert epoch.left(6.0, 3.0) == 2.0
+    assert epoch.left(9.0, 3.0) == 0.0
+    assert epoch.offered(1) is Replacement.TAKE
+    epoch.joined(1)
+    assert (epoch.attempt, epoch.since, epoch.reason) == (1, None, "")
+    assert epoch.left(100.0, 3.0) == 3.0
 
 
 def test_a_whole_connection_breaks_before_another_takes_its_place() -> None:
-    seam = Seam()
-    assert seam.offered(1) is Offer.BREAK_FIRST
-    assert seam.offered(1) is Offer.STALE
-    assert seam.offered(2) is Offer.BREAK_FIRST
-    seam.broke(1.0, "given up")
-    assert seam.offered(1) is Offer.STALE
-    assert seam.offered(3) is Offer.TAKE
+    epoch = ReconnectEpoch()
+    assert epoch.offered(1) is Replacement.BREAK_FIRST
+    assert epoch.offered(1) is Replacement.STALE
+    assert epoch.offered(2) is Replacement.BREAK_FIRST
+    epoch.broke(1.0, "given up")
+    assert epoch.offered(1) is Replacement.STALE
+    assert epoch.offered(3) is Replacement.TAKE
 
 
 def test_attempts_are_numbered_from_one() -> None:
-    seam = Seam()
-    assert [seam.next_attempt() for _ in range(3)] == [1, 2, 3]
+    epoch = ReconnectEpoch()
+    assert [epoch.next_attempt() for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_attempts_are_numbered_from_one() -> None:
 def test_a_knock_breaks_the_connection_that_the_other_end_lost_and_no_other(
     broken: bool, attempt: int, breaks: bool
 ) -> None:
-    seam = Seam(attempt=2)
+    epoch = ReconnectEpoch(attempt=2)
     if broken:
-        seam.broke(1.0, "reset")
-    assert seam.knocked(attempt) is breaks
+        epoch.broke(1.0, "reset")
+    assert epoch.reconnect_requested(attempt) is breaks

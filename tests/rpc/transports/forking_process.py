@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from rpc.transports.host.regions import Array, view_of
-from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPool, Slot
+from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPool, SharedSlot
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LENGTH = 3 * BLOCK
@@ -44,7 +44,7 @@ class Road:
         os.close(offer.descriptor)
         self.pool.answered(offer.segment, True)
 
-    def send(self, text: str) -> Slot:
+    def send(self, text: str) -> SharedSlot:
         data = text[0].encode() * LENGTH
         slot = self.pool.put(np.frombuffer(data, np.uint8).ctypes.data, LENGTH)
         assert slot is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rpc.transports.host import copying
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget, SendPool
 
 MIB = 1 << 20
@@ -21,8 +21,8 @@ Move = Callable[[int, int, int], object]
 
 
 @contextmanager
-def crew(helpers: int | None = None) -> Iterator[CopyCrew]:
-    made = CopyCrew("test", helpers)
+def threads(helpers: int | None = None) -> Iterator[CopyThreads]:
+    made = CopyThreads("test", helpers)
     try:
         yield made
     finally:
@@ -34,11 +34,11 @@ def helpers_alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-copy")]
 
 
-def copies(crew: CopyCrew, length: int) -> bool:
+def copies(copier: CopyThreads, length: int) -> bool:
     """Copies noise between two places that are not aligned; True if that is all it did."""
     source = np.random.default_rng(length).integers(1, 255, length + 3, np.uint8)
     target = np.zeros(length + 11, np.uint8)
-    crew.copy(target.ctypes.data + 5, source.ctypes.data + 3, length)
+    copier.copy(target.ctypes.data + 5, source.ctypes.data + 3, length)
     around = np.concatenate([target[:5], target[5 + length :]])
     return bool((target[5 : 5 + length] == source[3:]).all()) and not around.any()
 
@@ -63,13 +63,13 @@ def replace_memmove(monkeypatch: pytest.MonkeyPatch, move: Move) -> None:
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 @pytest.mark.parametrize("length", [0, 1, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 33 * MIB + 4097])
 def test_every_byte_is_copied_once(helpers: int, length: int, moves: list[tuple[str, int]]) -> None:
-    with crew(helpers) as copier:
+    with threads(helpers) as copier:
         assert copies(copier, length)
     assert sum(size for _, size in moves) == length
 
 
-def test_helpers_start_with_the_first_large_copy_and_end_with_the_crew() -> None:
-    with crew(2) as copier:
+def test_helpers_start_with_the_first_large_copy_and_end_with_the_threads() -> None:
+    with threads(2) as copier:
         copies(copier, 8 * MIB - 1)
         assert helpers_alive() == []
         for _ in range(3):
@@ -85,7 +85,7 @@ def test_a_helper_copies_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         ctypes.memmove(target, source, length)
 
     replace_memmove(monkeypatch, move)
-    with crew(1) as copier:
+    with threads(1) as copier:
         assert copies(copier, 9 * MIB)
 
 
@@ -103,7 +103,7 @@ def test_who_copies_does_it_all_while_helpers_are_busy(
         move(target, source, length)
 
     replace_memmove(monkeypatch, move_or_hang)
-    with crew(1) as copier:
+    with threads(1) as copier:
         first = threading.Thread(target=copies, args=(copier, 8 * MIB))
         first.start()
         assert begun.wait(SECONDS)
@@ -130,7 +130,7 @@ def test_memory_is_the_callers_again_when_a_signal_handler_raises(
         ended.append(threading.current_thread().name)
 
     replace_memmove(monkeypatch, move)
-    with crew(1) as copier:
+    with threads(1) as copier:
         with pytest.raises(KeyboardInterrupt):
             copies(copier, 64 * MIB)
         assert ended == ["test-copy-0"]
@@ -141,12 +141,12 @@ def test_a_crew_that_cannot_have_threads_copies_alone(monkeypatch: pytest.Monkey
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(copying.Thread, "start", refuse)
-    with crew(3) as copier:
+    with threads(3) as copier:
         assert copies(copier, 32 * MIB)
 
 
 def test_a_closed_crew_copies_alone(moves: list[tuple[str, int]]) -> None:
-    with crew(2) as copier:
+    with threads(2) as copier:
         copies(copier, 16 * MIB)
     moves.clear()
     assert copies(copier, 16 * MIB)
@@ -154,7 +154,7 @@ def test_a_closed_crew_copies_alone(moves: list[tuple[str, int]]) -> None:
 
 
 def test_a_crew_that_is_closed_amid_copies_finishes_them() -> None:
-    copier = CopyCrew("test", 2)
+    copier = CopyThreads("test", 2)
     results: list[bool] = []
     threads = [
         threading.Thread(target=lambda size=size: results.append(copies(copier, size * MIB)))
@@ -174,7 +174,7 @@ def test_there_is_a_helper_for_each_other_core_up_to_three(
 ) -> None:
     for cores, helpers in ((1, 0), (2, 1), (4, 3), (64, 3)):
         monkeypatch.setattr(copying, "usable_cores", lambda cores=cores: cores)
-        with crew() as copier:
+        with threads() as copier:
             copies(copier, 64 * MIB)
             assert len(helpers_alive()) == helpers
 

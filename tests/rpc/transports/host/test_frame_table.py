@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from rpc.errors import EncodeError, FrameError
 from rpc.transports.host.frame_table import (
-    HOST_PLACES,
+    HOST_PLACEMENTS,
     Item,
     Look,
-    Place,
+    Placement,
     Source,
     join_rows,
     look_at,
@@ -25,8 +25,8 @@ from rpc.transports.host.frame_table import (
     unpack_table,
 )
 
-PAYLOAD = Item(Place.INLINE, 0, 0, 10, None, (), (), "")
-MATRIX = Item(Place.SHARED, 3, 4096, 24, torch.float32, (2, 3), (3, 1), "")
+PAYLOAD = Item(Placement.INLINE, 0, 0, 10, None, (), (), "")
+MATRIX = Item(Placement.SHARED, 3, 4096, 24, torch.float32, (2, 3), (3, 1), "")
 
 
 def row_of(item: Item) -> bytes:
@@ -52,7 +52,7 @@ def dense_items(draw: st.DrawFn) -> Item:
         step *= max(1, shape[dimension])
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128]))
     count = torch.Size(shape).numel()
-    place = draw(st.sampled_from(HOST_PLACES[1:]))
+    place = draw(st.sampled_from(HOST_PLACEMENTS[1:]))
     nbytes = count * dtype.itemsize
     device = draw(st.sampled_from(["", "cuda:1"]))
     segment, position = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**63))
@@ -97,7 +97,7 @@ def test_flipped_bits_are_refused_or_describe_something_possible(data: st.DataOb
         [PAYLOAD, MATRIX._replace(strides=(-3, 1))],
         [PAYLOAD, MATRIX._replace(shape=(-2, -3))],
         [PAYLOAD, MATRIX._replace(shape=(2**40, 2**40), nbytes=4 * 2**80 % 2**63)],
-        [PAYLOAD._replace(place=Place.STREAM, nbytes=1 << 41)],
+        [PAYLOAD._replace(place=Placement.STREAM, nbytes=1 << 41)],
     ],
 )
 def test_what_cannot_be_is_refused(wrong: list[Item]) -> None:
@@ -105,12 +105,12 @@ def test_what_cannot_be_is_refused(wrong: list[Item]) -> None:
         unpack_table(pack_table(wrong), 10, 1 << 40)
 
 
-LENT = MATRIX._replace(place=Place.LENT, segment=4, position=6, device="cuda:0")
+LENT = MATRIX._replace(place=Placement.LENT, segment=4, position=6, device="cuda:0")
 
 
 def test_lent_memory_has_its_handle_in_the_frame_and_belongs_on_a_device() -> None:
     items = [PAYLOAD._replace(nbytes=6), LENT]
-    assert unpack_table(pack_table(items), 10, 100, tuple(Place)) == items
+    assert unpack_table(pack_table(items), 10, 100, tuple(Placement)) == items
     for wrong in (
         LENT._replace(segment=5),
         LENT._replace(position=7),
@@ -118,11 +118,13 @@ def test_lent_memory_has_its_handle_in_the_frame_and_belongs_on_a_device() -> No
         LENT._replace(nbytes=23),
     ):
         with pytest.raises(FrameError):
-            unpack_table(pack_table([PAYLOAD, wrong]), 10, 100, tuple(Place))
+            unpack_table(pack_table([PAYLOAD, wrong]), 10, 100, tuple(Placement))
     with pytest.raises(FrameError, match="place 3"):
         unpack_table(pack_table(items), 10, 100)
     with pytest.raises(FrameError):
-        unpack_table(pack_table([PAYLOAD._replace(place=Place.LENT)]), 10, 100, tuple(Place))
+        unpack_table(
+            pack_table([PAYLOAD._replace(place=Placement.LENT)]), 10, 100, tuple(Placement)
+        )
 
 
 def test_the_bytes_after_a_table_are_refused() -> None:
@@ -173,7 +175,7 @@ DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANT
 def test_a_tensor_of_every_dtype_travels(dtype: torch.dtype) -> None:
     sent = torch.arange(96, dtype=torch.uint8).view(2, 48).view(dtype)
     look = look_at(sent)
-    row = Item(Place.INLINE, 0, 0, look.nbytes, dtype, look.shape, look.strides, "")
+    row = Item(Placement.INLINE, 0, 0, look.nbytes, dtype, look.shape, look.strides, "")
     table = pack_table([PAYLOAD._replace(nbytes=0), row])
     _, found = unpack_table(table, 96, 96)
     arrived = tensor_over(bytearray(range(96)), found)

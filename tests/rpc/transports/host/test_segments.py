@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.host.regions import Array, array_at, view_of
-from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPool, Slot
+from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPool, SharedSlot
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ class Pair:
         self.pool.answered(offer.segment, True)
         return True
 
-    def put(self, data: bytes) -> Slot | None:
+    def put(self, data: bytes) -> SharedSlot | None:
         return self.pool.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def test_no_new_memory_is_touched_while_what_was_given_back_has_room(
     assert highest <= most * len(data)
 
 
-def receive(pair: Pair, data: bytes) -> tuple[Slot, Array]:
+def receive(pair: Pair, data: bytes) -> tuple[SharedSlot, Array]:
     slot = pair.put(data)
     assert slot is not None
     return slot, pair.segments.array(*slot, len(data))

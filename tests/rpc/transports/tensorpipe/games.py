@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import torch
 
-from rpc.protocol.resumption import Seam
+from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe import ledger as ledger
 from rpc.transports.tensorpipe.ledger import (
@@ -368,9 +368,9 @@ def check_mending(seed: int) -> None:
     """A broken pipe: attempts that fail, that say nothing, or that the peer agrees to."""
     draw = random.Random(seed)
     now, seconds = draw.choice((0.0, 1000.0)), draw.choice((0.0, 0.5, 3.0))
-    seam = Seam()
-    seam.broke(now, "eof")
-    repair = Repair(Mending(seam, seconds, now), now, now + seconds)
+    epoch = ReconnectEpoch()
+    epoch.broke(now, "eof")
+    repair = Repair(Mending(epoch, seconds, now), now, now + seconds)
     while repair.goes_on():
         repair.happen(draw)
 

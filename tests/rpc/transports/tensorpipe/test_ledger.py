@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.protocol.resumption import Seam
+from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe import ledger as ledger
 from rpc.transports.tensorpipe.ledger import (
@@ -242,9 +242,9 @@ def test_a_receipt_says_what_it_was_given() -> None:
 
 class TestMending:
     def mending(self, seconds: float = 5.0) -> Mending:
-        seam = Seam()
-        seam.broke(100.0, "eof")
-        return Mending(seam, seconds, 100.0)
+        epoch = ReconnectEpoch()
+        epoch.broke(100.0, "eof")
+        return Mending(epoch, seconds, 100.0)
 
     def test_the_first_attempt_is_made_at_once_and_goes_on_when_the_peer_agrees(self) -> None:
         mending = self.mending()

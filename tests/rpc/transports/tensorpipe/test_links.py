@@ -109,7 +109,7 @@ class TestCalls:
         peer = link(1, 0)
         assert peer.mend(1.0, "eof") is not None
         assert (peer.route, peer.lifeline_open, peer.is_whole(0)) == (None, False, False)
-        peer.begin_pipe(peer.seam.next_attempt())
+        peer.begin_pipe(peer.epoch.next_attempt())
         assert (peer.mending, peer.lifeline_open, peer.is_whole(1)) == (None, True, True)
         peer.say_farewell()
         assert peer.mend(2.0, "eof") is None

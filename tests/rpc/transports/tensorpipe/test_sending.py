@@ -286,7 +286,7 @@ class TestMemoryOfAMessageThatMayArrive:
         def mended() -> None:
             bench.agent.before_a_call = lambda: None
             with bench.lock:
-                bench.link.seam.next_attempt()
+                bench.link.epoch.next_attempt()
                 bench.link.begin_pipe(1)
             fail(RuntimeError("it cannot"))
 

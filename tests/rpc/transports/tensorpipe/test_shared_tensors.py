@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.host.backoff import Setbacks
-from rpc.transports.host.frame_table import Place, join_rows, payload_row
-from rpc.transports.host.segments import SHARED_FROM, Offer, SendPool
+from rpc.transports.host.backoff import Backoff
+from rpc.transports.host.frame_table import Placement, join_rows, payload_row
+from rpc.transports.host.segments import SHARED_FROM, SegmentOffer, SendPool
 from rpc.transports.tensorpipe import wire as wire
 from rpc.transports.tensorpipe.shared_tensors import HostMemory, SharedTensors, nothing_shared
 from rpc.transports.tensorpipe.wire import Envelope, PlacedFrame
@@ -175,7 +175,7 @@ class TestPlacing:
         assert kept.sum() == 7 << 18
 
     @pytest.mark.parametrize(
-        "table", [b"not a table", join_rows([payload_row(Place.SHARED, 9, 0, 1)])]
+        "table", [b"not a table", join_rows([payload_row(Placement.SHARED, 9, 0, 1)])]
     )
     def test_what_was_never_shared_is_not_given_back(self, pair: Pair, table: bytes) -> None:
         pair.prepare().receiver.give_back(b"")
@@ -274,7 +274,7 @@ class TestHandingOver:
             raise OSError(errno.EMFILE, "Too many open files")
 
         now = [0.0]
-        monkeypatch.setattr(pair.sender._pool, "_setbacks", Setbacks(lambda: now[0]))
+        monkeypatch.setattr(pair.sender._pool, "_backoff", Backoff(lambda: now[0]))
         frame = request(torch.ones(LARGE))
         for now[0] in (0.0, 10.0):
             pair.sender.place(frame)
@@ -299,7 +299,7 @@ class TestHandingOver:
     def test_nor_does_one_that_is_offered_while_the_peer_is_given_up(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def given_up_meanwhile(pool: SendPool, length: int) -> Offer | None:
+        def given_up_meanwhile(pool: SendPool, length: int) -> SegmentOffer | None:
             found = offer(pool, length)
             pair.sender.stop_sending()
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.handshake import (
     ChannelKind,
     HandshakeError,
@@ -19,7 +19,7 @@ from tests.rpc.transports.conformance import SECONDS, Worker
 
 def connect(worker: Worker, *, unix: bool = True) -> socket.socket:
     """A bare connection to a worker."""
-    address = Address.decode(worker.address)
+    address = TensorWireAddress.decode(worker.address)
     if unix:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect("\0" + address.unix_name)
@@ -38,7 +38,7 @@ def shake(
     key: bytes | None = None,
 ) -> None:
     """A handshake as a member of the group would make it."""
-    address = Address.decode(worker.address)
+    address = TensorWireAddress.decode(worker.address)
     acceptor = Identity(worker.info.id, worker.incarnation)
     hello = Hello(kind, initiator, acceptor, b"t" * 16, os.urandom(32))
     side = Initiator(derive_key(b"", address.secret) if key is None else key, hello)

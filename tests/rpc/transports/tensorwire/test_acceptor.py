@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
-from rpc.transports.tensorwire import acceptor
-from rpc.transports.tensorwire.acceptor import Door, Proven
+from rpc.transports.tensorwire import acceptor as module
+from rpc.transports.tensorwire.acceptor import AuthenticatedConnection, ConnectionAcceptor
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello, Identity, Initiator
 from rpc.transports.tensorwire.requests import RequestSide
 
@@ -57,12 +57,14 @@ def _listening(listener: socket.socket) -> socket.socket:
     return listener
 
 
-def _unwanted(_: Proven) -> None:
+def _unwanted(_: AuthenticatedConnection) -> None:
     raise AssertionError("nobody has proven anything")
 
 
-def _door(*listeners: socket.socket, proven: Callable[[Proven], None] = _unwanted) -> Door:
-    return Door(list(listeners), b"key", Identity(0, 0), _SECONDS, proven)
+def _acceptor(
+    *listeners: socket.socket, authenticated: Callable[[AuthenticatedConnection], None] = _unwanted
+) -> ConnectionAcceptor:
+    return ConnectionAcceptor(list(listeners), b"key", Identity(0, 0), _SECONDS, authenticated)
 
 
 @pytest.fixture
@@ -74,14 +76,14 @@ def requests() -> Iterator[_Interrupted]:
 
 def test_a_door_that_closes_while_a_guest_comes_in_sends_it_away(requests: _Interrupted) -> None:
     listener = _listener()
-    door = _door(listener)
-    door.open(requests)
-    requests.meanwhile = door.close
+    acceptor = _acceptor(listener)
+    acceptor.open(requests)
+    requests.meanwhile = acceptor.close
     requests.start()
-    with socket.socket(socket.AF_UNIX) as guest:
-        guest.settimeout(_SECONDS)
-        guest.connect(listener.getsockname())
-        assert guest.recv(1) == b""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_SECONDS)
+        client.connect(listener.getsockname())
+        assert client.recv(1) == b""
     assert requests.thread is not None
     requests.thread.join(_SECONDS)
     assert not requests.thread.is_alive()
@@ -106,25 +108,25 @@ class _Hall:
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        patched.setattr(acceptor, "_MOST_SILENT", 3)
-        patched.setattr(acceptor, "_MOST_HEARD", 3)
-        patched.setattr(acceptor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        patched.setattr(module, "_MOST_SILENT", 3)
+        patched.setattr(module, "_MOST_IDENTIFIED", 3)
+        patched.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.requests = _Told()
         self.listeners = [_listener(), _listener()]
-        self.proven: list[Proven] = []
-        self.door = _door(*self.listeners, proven=self.proven.append)
-        self.door.open(self.requests)
-        self.guests: list[socket.socket] = []
+        self.authenticated: list[AuthenticatedConnection] = []
+        self.acceptor = _acceptor(*self.listeners, authenticated=self.authenticated.append)
+        self.acceptor.open(self.requests)
+        self.clients: list[socket.socket] = []
 
     def enter(self, number: int = 0, says: bytes = b"") -> socket.socket:
         """Somebody connects to a listener, and says something at once."""
-        guest = socket.socket(socket.AF_UNIX)
-        guest.connect(self.listeners[number].getsockname())
-        guest.settimeout(_SECONDS)
-        guest.sendall(says)
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(self.listeners[number].getsockname())
+        client.settimeout(_SECONDS)
+        client.sendall(says)
         self.requests.ready[self.listeners[number].fileno()](0)
-        self.guests.append(guest)
-        return guest
+        self.clients.append(client)
+        return client
 
     def hear(self) -> None:
         """Reads what guests have said."""
@@ -133,21 +135,21 @@ class _Hall:
 
     def inside(self) -> list[bool]:
         """Which guests have not been sent away."""
-        return [not _is_over(guest) for guest in self.guests]
+        return [not _is_over(client) for client in self.clients]
 
     def close(self) -> None:
-        self.door.close()
+        self.acceptor.close()
         self.requests.close()
-        for proven in self.proven:
-            proven.hang_up()
-        for guest in self.guests:
-            guest.close()
+        for authenticated in self.authenticated:
+            authenticated.hang_up()
+        for client in self.clients:
+            client.close()
 
 
-def _is_over(guest: socket.socket) -> bool:
-    guest.setblocking(False)
+def _is_over(client: socket.socket) -> bool:
+    client.setblocking(False)
     try:
-        return guest.recv(1) == b""
+        return client.recv(1) == b""
     except BlockingIOError:
         return False
 
@@ -188,14 +190,16 @@ def test_a_member_gets_in_while_strangers_come_faster_than_it_is_heard(hall: _Ha
         hall.enter()
     _answer(member, sock)
     hall.hear()
-    assert [proven.hello.initiator for proven in hall.proven] == [Identity(1, 1)]
+    assert [authenticated.hello.initiator for authenticated in hall.authenticated] == [
+        Identity(1, 1)
+    ]
 
 
 def test_a_member_that_speaks_late_is_heard_if_others_come_from_elsewhere(
     hall: _Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = iter([*"sssss", "member", *"sssss"])
-    monkeypatch.setattr(acceptor, "_origin", lambda *_: next(places))
+    monkeypatch.setattr(module, "_origin", lambda *_: next(places))
     member = _member()
     for _ in range(5):
         hall.enter()
@@ -206,22 +210,22 @@ def test_a_member_that_speaks_late_is_heard_if_others_come_from_elsewhere(
     hall.hear()
     _answer(member, sock)
     hall.hear()
-    assert len(hall.proven) == 1
+    assert len(hall.authenticated) == 1
 
 
 def test_members_that_come_all_at_once_do_not_push_each_other_out(hall: _Hall) -> None:
     members = [_member() for _ in range(4)]
     for member in members:
         hall.enter(says=member.begin())
-    *early, late = hall.guests
+    *early, late = hall.clients
     for member, sock in zip(members, early, strict=False):
         _answer(member, sock)
     hall.hear()
-    assert len(hall.proven) == 3
+    assert len(hall.authenticated) == 3
     member = _member()
     _answer(member, hall.enter(says=member.begin()))
     hall.hear()
-    assert len(hall.proven) == 4
+    assert len(hall.authenticated) == 4
     assert late.recv(1000)  # it was challenged
     assert late.recv(1) == b""
 
@@ -231,21 +235,21 @@ def test_a_member_that_only_said_hello_makes_room_when_its_time_is_over(hall: _H
         hall.enter(says=_member().begin())
     hall.now += 1.1
     hall.enter(says=_member().begin())
-    for guest in hall.guests:
-        assert guest.recv(1000)  # its challenge
+    for client in hall.clients:
+        assert client.recv(1000)  # its challenge
     assert hall.inside() == [False, True, True, True]
 
 
 def test_who_comes_from_which_host_or_process_is_known() -> None:
-    with _listener() as listener, socket.socket(socket.AF_UNIX) as guest:
-        guest.connect(listener.getsockname())
+    with _listener() as listener, socket.socket(socket.AF_UNIX) as client:
+        client.connect(listener.getsockname())
         with listener.accept()[0] as accepted:
-            assert acceptor._origin(accepted, ("", 0)) == os.getpid()
+            assert module._origin(accepted, ("", 0)) == os.getpid()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guest = socket.create_connection(listener.getsockname())
+        client = socket.create_connection(listener.getsockname())
         accepted, address = listener.accept()
-        with guest, accepted:
-            assert acceptor._origin(accepted, address) == "127.0.0.1"
+        with client, accepted:
+            assert module._origin(accepted, address) == "127.0.0.1"
 
 
 def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(hall: _Hall) -> None:
@@ -260,7 +264,7 @@ def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hal
     talker = hall.enter(says=_member().begin())
     assert talker.recv(1000)  # its challenge
     hall.now += 6.0
-    hall.door.sweep()
+    hall.acceptor.sweep()
     assert hall.inside() == [False, False, True]
 
 
@@ -270,10 +274,10 @@ class _Strained:
     def __init__(self) -> None:
         self.listener = _Crowded(socket.AF_UNIX)
         self.requests = _Told()
-        self.door = _door(_listening(self.listener))
-        self.door.open(self.requests)
+        self.acceptor = _acceptor(_listening(self.listener))
+        self.acceptor.open(self.requests)
 
-    def knock(self) -> None:
+    def request_reconnect(self) -> None:
         self.requests.ready[self.listener.fileno()](0)
 
     def watched(self) -> list[int]:
@@ -285,7 +289,7 @@ class _Strained:
 def strained() -> Iterator[_Strained]:
     made = _Strained()
     yield made
-    made.door.close()
+    made.acceptor.close()
     made.requests.close()
 
 
@@ -295,10 +299,10 @@ def test_a_listener_that_lacks_something_is_not_asked_before_the_next_sweep(
 ) -> None:
     strained.listener.lacking = error
     for _ in range(2):
-        strained.knock()
+        strained.request_reconnect()
         assert strained.requests.sweeping
         assert strained.watched() == []
-        strained.door.sweep()
+        strained.acceptor.sweep()
         assert strained.watched() == [strained.listener.fileno()]
 
 
@@ -308,32 +312,32 @@ def test_a_listener_that_cannot_be_watched_again_is_at_the_sweep_after(
     def no_memory(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    strained.knock()
+    strained.request_reconnect()
     with monkeypatch.context() as short:
         short.setattr(strained.requests, "add", no_memory)
-        strained.door.sweep()
+        strained.acceptor.sweep()
     assert strained.requests.sweeping
     assert strained.watched() == []
-    strained.door.sweep()
+    strained.acceptor.sweep()
     assert strained.watched() == [strained.listener.fileno()]
 
 
 def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
     listener = _listening(_Crowded(socket.AF_UNIX))
-    door = _door(listener)
+    acceptor = _acceptor(listener)
     paused = threading.Event()
 
     def sweep() -> None:
         if not paused.is_set():
             paused.set()
-            door.close()
-        door.sweep()
+            acceptor.close()
+        acceptor.sweep()
 
     requests = RequestSide("test", sweep, DEFAULT_BUSY_POLL_SEC)
-    door.open(requests)
+    acceptor.open(requests)
     requests.start()
-    with socket.socket(socket.AF_UNIX) as guest:
-        guest.connect(listener.getsockname())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(listener.getsockname())
         assert paused.wait(_SECONDS)
     requests.close()
     assert not requests.sweeping

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rpc.devices import DeviceInfo, as_device_map
 from rpc.errors import BringUpError, FrameError
 from rpc.transports.tensorwire.address import (
-    Address,
+    TensorWireAddress,
     address_facing,
     listen_tcp,
     listen_unix,
@@ -32,14 +32,14 @@ NONE = b'{"count": 0, "devices": [], "maps": {}}'
 def test_an_address_is_read_as_it_was_written(
     host: str, unix: str, tcp: list[tuple[str, int]], secret: bytes
 ) -> None:
-    address = Address(host, unix, tuple(tcp), secret, DEVICES)
-    assert Address.decode(address.encode()) == address
+    address = TensorWireAddress(host, unix, tuple(tcp), secret, DEVICES)
+    assert TensorWireAddress.decode(address.encode()) == address
 
 
 @given(st.binary(max_size=100))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
-        Address.decode(data)
+        TensorWireAddress.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 )
 def test_what_is_not_an_address_is_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
-        Address.decode(data)
+        TensorWireAddress.decode(data)
 
 
 def test_a_unix_socket_leaves_nothing_in_the_file_system() -> None:

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents, BulkMover
 from rpc.transports.tensorwire.channel import Sender, Unsent
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.framing import BulkDecoder, WireKind, pack_fixed, pack_pair
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -33,8 +33,10 @@ class End:
         mine, self.other = socket.socketpair()
         mine.setblocking(False)
         self.other.settimeout(SECONDS)
-        resources = Resources(Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0), 0.0)
-        self.link = Link(resources, "bob", DeviceMap("bob", {}), shared=True)
+        resources = Resources(
+            Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyThreads("test", 0), 0.0
+        )
+        self.link = Link(resources, "bob", PeerDeviceMap("bob", {}), same_host=True)
         self.sender = Sender(mine, Unsent(), partial(mover.watch_writable, mine))
         self.reasons: list[str] = []
         events = BulkEvents(lambda _: None, self.ended)

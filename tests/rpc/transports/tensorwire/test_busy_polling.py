@@ -15,7 +15,7 @@ from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.testing import local_group
 from rpc.transports.tensorwire import Settings, TensorWireTransport, replies, requests
 from rpc.transports.tensorwire import busy_polling as spinning
-from rpc.transports.tensorwire.busy_polling import Lookout
+from rpc.transports.tensorwire.busy_polling import BusyPoller
 
 
 class CountingEpoll:
@@ -45,8 +45,8 @@ class TickingClock:
         return self.now
 
 
-def lookout(epoll: CountingEpoll, seconds: float = DEFAULT_BUSY_POLL_SEC) -> Lookout:
-    return Lookout(epoll, 8, seconds)  # type: ignore[arg-type]
+def poller(epoll: CountingEpoll, seconds: float = DEFAULT_BUSY_POLL_SEC) -> BusyPoller:
+    return BusyPoller(epoll, 8, seconds)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def descriptor() -> Iterator[int]:
 
 def test_what_is_there_is_found_without_sleeping() -> None:
     epoll = CountingEpoll(ready_after=1)
-    assert lookout(epoll).wait(-1) == [(7, select.EPOLLIN)]
+    assert poller(epoll).wait(-1) == [(7, select.EPOLLIN)]
     assert (epoll.looks, epoll.sleeps) == (1, 0)
 
 
 def test_what_comes_soon_is_found_without_sleeping() -> None:
     def finds() -> bool:
         epoll = CountingEpoll(ready_after=3)
-        return lookout(epoll).wait(-1) != [] and epoll.sleeps == 0
+        return poller(epoll).wait(-1) != [] and epoll.sleeps == 0
 
     assert any(finds() for _ in range(1000))
 
@@ -81,7 +81,7 @@ def test_what_comes_soon_is_found_without_sleeping() -> None:
 def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
     began = time.thread_time()
-    assert lookout(epoll).wait(5) == []
+    assert poller(epoll).wait(5) == []
     assert time.thread_time() - began < 20 * DEFAULT_BUSY_POLL_SEC
     assert epoll.sleeps == 1
 
@@ -91,7 +91,7 @@ def test_how_long_to_look_out_can_be_chosen(
     microseconds: int, looks: int, clock: TickingClock
 ) -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
-    assert lookout(epoll, microseconds * 1e-6).wait(5) == []
+    assert poller(epoll, microseconds * 1e-6).wait(5) == []
     assert epoll.looks == pytest.approx(looks, abs=1)
     assert epoll.sleeps == 1
 
@@ -100,7 +100,7 @@ def test_what_quick_waits_leave_of_their_time_is_there_for_a_slow_one(
     clock: TickingClock,
 ) -> None:
     epoll = CountingEpoll(ready_after=1)
-    one = lookout(epoll, 95e-6)
+    one = poller(epoll, 95e-6)
     for _ in range(20):
         one.wait(5)
     epoll.looks, epoll.ready_after = 0, 400
@@ -118,7 +118,7 @@ def test_a_trial_after_waits_that_slept_at_once_looks_out_for_what_they_left(
     clock: TickingClock,
 ) -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
-    one = lookout(epoll, 95e-6)
+    one = poller(epoll, 95e-6)
     for _ in range(5):
         one.wait(5)
     epoll.looks, clock.now = 0, 0.010
@@ -140,7 +140,7 @@ def test_on_average_no_wait_looks_out_for_longer_than_chosen(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spinning, "_clock", TickingClock())
         epoll = CountingEpoll(ready_after=1)
-        one = lookout(epoll, microseconds * 1e-6)
+        one = poller(epoll, microseconds * 1e-6)
         total = 0
         for delay in delays:
             epoll.looks, epoll.ready_after = 0, delay
@@ -155,12 +155,12 @@ def test_both_readers_of_a_transport_look_out_as_long_as_was_chosen(
 ) -> None:
     chosen: list[float] = []
 
-    def make(epoll: select.epoll, max_events: int, seconds: float) -> Lookout:
+    def make(epoll: select.epoll, max_events: int, seconds: float) -> BusyPoller:
         chosen.append(seconds)
-        return Lookout(epoll, max_events, seconds)
+        return BusyPoller(epoll, max_events, seconds)
 
     for module in (replies, requests):
-        monkeypatch.setattr(module, "Lookout", make)
+        monkeypatch.setattr(module, "BusyPoller", make)
     settings = Settings(busy_poll_seconds=5e-4)
     with local_group("alone", transport=lambda: TensorWireTransport(settings)):
         assert chosen == [5e-4, 5e-4]
@@ -168,7 +168,7 @@ def test_both_readers_of_a_transport_look_out_as_long_as_was_chosen(
 
 def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
-    one = lookout(epoll)
+    one = poller(epoll)
     for _ in range(50):
         one.wait(5)
     before = epoll.looks
@@ -185,7 +185,7 @@ def test_after_many_times_in_vain_most_waits_sleep_at_once() -> None:
 def test_a_real_epoll_instance_sleeps_until_the_event(descriptor: int) -> None:
     with select.epoll() as epoll:
         epoll.register(descriptor, select.EPOLLIN)
-        one = Lookout(epoll, 8, DEFAULT_BUSY_POLL_SEC)
+        one = BusyPoller(epoll, 8, DEFAULT_BUSY_POLL_SEC)
         assert one.wait(0.001) == []
         os.eventfd_write(descriptor, 1)
         assert one.wait(-1) == [(descriptor, select.EPOLLIN)]

@@ -16,7 +16,7 @@ import pytest
 from rpc.errors import FrameError
 from rpc.protocol.resumption import CannotResumeError
 from rpc.transports.tensorwire import channel
-from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
+from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
 from rpc.transports.tensorwire.framing import FrameDecoder
 from tests.rpc.transports.tensorwire.descriptors import to_be_closed
 from tests.waiting import until
@@ -82,7 +82,7 @@ def test_what_does_not_fit_waits_for_the_socket_and_stays_in_order(wire: Wire) -
         if number % 3:
             wire.sender.send_small(1, number, b"h", b"", b"p")
         else:
-            wire.sender.send(Outgoing(1, number, b"h", b"", (big, b"tail"), len(big) + 4))
+            wire.sender.send(QueuedFrame(1, number, b"h", b"", (big, b"tail"), len(big) + 4))
     assert wire.watching[-1] is True
     assert wire.unsent.count > 1 << 20
     wire.receive(30)
@@ -125,7 +125,7 @@ def test_threads_share_a_socket_without_mixing_frames(wire: Wire) -> None:
 def test_a_descriptor_is_passed_once_and_closed_here(wire: Wire) -> None:
     with to_be_closed() as descriptor:
         before = os.fstat(descriptor)
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
         assert data.endswith(b"about it")
         (passed,) = descriptors
@@ -141,7 +141,7 @@ def test_where_too_many_descriptors_are_on_their_way_the_message_leaves_without(
 
     monkeypatch.setattr(socket, "send_fds", too_many)
     with to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         wire.sender.send_small(1, 5, b"", b"", b"after it")
         data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
         assert b"about it" in data
@@ -153,7 +153,7 @@ def test_a_descriptor_that_never_leaves_is_closed(wire: Wire) -> None:
     while not wire.watching:
         wire.sender.send_small(1, 0, b"h", b"", b"x" * 60_000)
     with to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"", descriptor=descriptor))
         wire.sender.close()
 
 
@@ -174,7 +174,7 @@ def test_what_is_given_to_a_sender_while_it_is_closed_is_dropped(remember: int) 
     unsent = Unsent()
     sender = Sender(sock, unsent, lambda _: None, remember)
     with other, to_be_closed() as descriptor:
-        sock.meanwhile = lambda: sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        sock.meanwhile = lambda: sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         sender.close()
         assert sender.queued() == unsent.count == 0
 
@@ -185,7 +185,7 @@ def test_a_broken_socket_drops_frames_and_counts_nothing(wire: Wire) -> None:
     wire.other.close()
     wire.sender.writable()
     wire.sender.send_small(1, 0, b"h", b"", b"")
-    wire.sender.send(Outgoing(1, 0, b"h", b"", (b"x" * 100_000,), 100_000))
+    wire.sender.send(QueuedFrame(1, 0, b"h", b"", (b"x" * 100_000,), 100_000))
     assert wire.unsent.count == 0
 
 
@@ -255,7 +255,7 @@ def test_what_can_be_sent_on_no_connection_is_told_from_a_connection_that_broke(
     if size == 1:
         wire.sender.send_small(1, 0, b"h", b"", b"x")
     else:
-        wire.sender.send(Outgoing(1, 0, b"h", b"", (b"x" * size,), size))
+        wire.sender.send(QueuedFrame(1, 0, b"h", b"", (b"x" * size,), size))
     assert wire.sender.fault == why
     assert wire.unsent.count == 0
 
@@ -299,7 +299,7 @@ def test_what_got_lost_is_sent_again_and_nothing_else(replaceable: Replaceable) 
     big = bytes(range(256)) * 200
     for number in range(10):
         wire.sender.send_small(1, number, b"h", b"", b"p")
-        wire.sender.send(Outgoing(1, number, b"big", b"", (big, b"tail"), len(big) + 4))
+        wire.sender.send(QueuedFrame(1, number, b"big", b"", (big, b"tail"), len(big) + 4))
     wire.receive(7)
     wire.replace()
     wire.sender.send_small(1, 10, b"after", b"", b"p")
@@ -357,7 +357,7 @@ def test_who_is_late_to_go_on_with_a_connection_takes_nothing_from_a_newer_one(
 ) -> None:
     wire = replaceable
     big = bytes(range(256)) * 4000
-    wire.sender.send(Outgoing(1, 0, b"h", b"", (big,), len(big)))
+    wire.sender.send(QueuedFrame(1, 0, b"h", b"", (big,), len(big)))
     late = wire.begin_to_replace()
     wire.replace()  # by another thread, as the connection broke as soon as it was read
     assert wire.unsent.count  # in the middle of a frame
@@ -384,7 +384,7 @@ def test_what_is_acknowledged_is_forgotten(replaceable: Replaceable) -> None:
 def test_a_descriptor_that_got_lost_is_passed_again(replaceable: Replaceable) -> None:
     wire = replaceable
     with to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         wire.replace()
         data, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
         assert data.endswith(b"about it")
@@ -397,7 +397,7 @@ def test_a_descriptor_that_is_remembered_is_closed_with_the_sender(
     replaceable: Replaceable,
 ) -> None:
     with to_be_closed() as descriptor:
-        replaceable.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        replaceable.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         replaceable.sender.close()
         _, descriptors, _, _ = socket.recv_fds(replaceable.other, 1000, 4)
         os.close(descriptors[0])
@@ -411,7 +411,7 @@ def test_a_sender_that_was_closed_before_it_could_resume_takes_nothing_more() ->
     wire.sender.close()
     wire.sender.resume(generation)
     with wire.other, other, to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         assert wire.sender.queued() == wire.unsent.count == 0
 
 
@@ -420,7 +420,7 @@ def test_what_is_given_to_a_sender_that_was_closed_while_broken_is_dropped() -> 
     wire.sender.stop()
     wire.sender.close()
     with wire.other, to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         wire.sender.send_small(1, 0, b"h", b"", b"p")
         assert wire.sender.queued() == wire.unsent.count == 0
 
@@ -472,7 +472,9 @@ def test_what_cannot_be_sent_at_the_moment_is_sent_on_another_connection(
     wire.sender.send_small(1, 0, b"h", b"", b"p")
     wire.receive(1)
     fail_once(monkeypatch, owner, name, error)
-    wire.sender.send(Outgoing(1, 1, b"h", b"", (big,), len(big)))  # or another's, which this sends
+    wire.sender.send(
+        QueuedFrame(1, 1, b"h", b"", (big,), len(big))
+    )  # or another's, which this sends
     assert connection_is_over(wire)
     wire.sender.send_small(1, 2, b"h", b"", b"p")
     wire.replace()
@@ -505,7 +507,7 @@ def test_a_frame_that_was_remembered_when_memory_ran_out_is_sent_once(
 ) -> None:
     wire = replaceable
     wire.sender._unsent = Scarce()
-    wire.sender.send(Outgoing(1, 0, b"h", b"", (b"p",), 1))
+    wire.sender.send(QueuedFrame(1, 0, b"h", b"", (b"p",), 1))
     assert connection_is_over(wire)
     wire.sender.send_small(1, 1, b"h", b"", b"p")
     wire.replace()
@@ -517,9 +519,9 @@ def test_a_frame_that_was_remembered_when_memory_ran_out_is_sent_once(
 def test_a_frame_for_which_the_queue_has_no_memory_is_not_sent(wire: Wire) -> None:
     wire.sender._queue = Scarce()
     with pytest.raises(MemoryError):
-        wire.sender.send(Outgoing(1, 0, b"h", b"", (b"p",), 1))
+        wire.sender.send(QueuedFrame(1, 0, b"h", b"", (b"p",), 1))
     assert wire.unsent.count == 0
-    wire.sender.send(Outgoing(1, 1, b"h", b"", (b"p",), 1))
+    wire.sender.send(QueuedFrame(1, 1, b"h", b"", (b"p",), 1))
     wire.receive(1)
     assert [number for number, _, _ in wire.found] == [1]
 
@@ -594,7 +596,7 @@ def test_without_another_connection_it_is_said_why_nothing_can_be_sent(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(monkeypatch, Sender, "_advance", MemoryError)
-    wire.sender.send(Outgoing(1, 1, b"h", b"", (bytes(100_000),), 100_000))
+    wire.sender.send(QueuedFrame(1, 1, b"h", b"", (bytes(100_000),), 100_000))
     assert connection_is_over(wire)
     assert wire.sender.fault == "what was to be sent to it could not be sent: MemoryError"
     wire.sender.flush()
@@ -603,7 +605,7 @@ def test_without_another_connection_it_is_said_why_nothing_can_be_sent(
 
 def test_a_large_header_is_not_copied(wire: Wire) -> None:
     header, table = bytes(1 << 20), bytes(1 << 18)
-    wire.sender.send(Outgoing(1, 1, header, table, (b"p",), 1))
+    wire.sender.send(QueuedFrame(1, 1, header, table, (b"p",), 1))
     remaining = [view.obj for view in wire.sender._unsent]
     assert any(each is header for each in remaining)
     wire.receive(1)
@@ -613,9 +615,9 @@ def test_a_large_header_is_not_copied(wire: Wire) -> None:
 def test_a_descriptor_that_is_remembered_no_more_is_closed() -> None:
     wire = Wire(remember=2)
     with to_be_closed() as descriptor:
-        wire.sender.send(Outgoing(17, 0, b"about it", descriptor=descriptor))
+        wire.sender.send(QueuedFrame(17, 0, b"about it", descriptor=descriptor))
         for number in range(2):
-            wire.sender.send(Outgoing(16, number, b"h"))
+            wire.sender.send(QueuedFrame(16, number, b"h"))
         _, descriptors, _, _ = socket.recv_fds(wire.other, 1000, 4)
         os.close(descriptors[0])
     wire.close()

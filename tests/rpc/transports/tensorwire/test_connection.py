@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rpc.transports.tensorwire.channel import Outgoing, Sender, Unsent
-from rpc.transports.tensorwire.connection import Strand
-from rpc.transports.tensorwire.connector import Road
+from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
+from rpc.transports.tensorwire.connection import Connection
+from rpc.transports.tensorwire.connector import Endpoint
 from rpc.transports.tensorwire.framing import FrameDecoder
 
 BIG = bytes(range(256)) * 4000
@@ -28,7 +28,7 @@ class Reading:
 
 
 class Ends:
-    """A strand that this worker opened, and the other end of the connection it has."""
+    """A connection that this worker opened, and the other end of the connection it has."""
 
     def __init__(self) -> None:
         mine, self.other = socket.socketpair()
@@ -38,10 +38,10 @@ class Ends:
         self.decoder = FrameDecoder(1 << 30)
         self.listen: Callable[[], None] = lambda: None
         self.ignored = 0
-        self.strand = Strand(
+        self.connection = Connection(
             b"token",
             0,
-            Road(socket.AF_UNIX, "nowhere"),
+            Endpoint(socket.AF_UNIX, "nowhere"),
             self.sender,
             Reading(),
             lambda: self.listen(),
@@ -59,7 +59,7 @@ class Ends:
         new.setblocking(False)
         self.other.settimeout(10)
         self.decoder.restart()
-        self.strand.replace(new, self.decoder.received, attempt)
+        self.connection.replace(new, self.decoder.received, attempt)
 
     def receive(self) -> bytes:
         """The payload of the next frame."""
@@ -74,7 +74,7 @@ class Ends:
                 return bytes(frames[0][0].payload)
 
     def close(self) -> None:
-        self.strand.close()
+        self.connection.close()
         self.other.close()
 
 
@@ -88,7 +88,7 @@ def ends() -> Iterator[Ends]:
 def test_a_connection_that_breaks_as_soon_as_it_is_read_takes_nothing_from_the_next(
     ends: Ends,
 ) -> None:
-    ends.sender.send(Outgoing(1, 0, b"h", b"", (BIG,), len(BIG)))
+    ends.sender.send(QueuedFrame(1, 0, b"h", b"", (BIG,), len(BIG)))
 
     def next_one() -> None:
         ends.listen = lambda: None
@@ -109,23 +109,26 @@ def test_a_connection_that_cannot_be_read_leaves_the_strand_as_broken_as_it_was(
     def full() -> None:
         raise error
 
-    ends.strand.seam.broke(5.0, "the cable was pulled")
+    ends.connection.epoch.broke(5.0, "the cable was pulled")
     ends.listen = full
     with pytest.raises(type(error)) as raised:
         ends.replace(1)
     assert raised.value is error
-    assert (ends.strand.seam.since, ends.strand.seam.reason) == (5.0, "the cable was pulled")
+    assert (ends.connection.epoch.since, ends.connection.epoch.reason) == (
+        5.0,
+        "the cable was pulled",
+    )
     assert ends.ignored == 1
     ends.listen = lambda: None
     ends.replace(2)
-    assert ends.strand.seam.since is None
+    assert ends.connection.epoch.since is None
     ends.sender.send_small(1, 0, b"h", b"", b"p")
     assert ends.receive() == b"p"
 
 
 def test_a_strand_that_is_closed_before_it_is_read_is_no_failure(ends: Ends) -> None:
     def closed() -> None:
-        ends.strand.close()
+        ends.connection.close()
         raise ValueError("file descriptor cannot be a negative integer (-1)")
 
     ends.listen = closed

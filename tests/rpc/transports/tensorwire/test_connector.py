@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.connector import ConnectError, Connector, Target
 from rpc.transports.tensorwire.handshake import Identity
 from tests.waiting import until
@@ -18,7 +18,7 @@ SECONDS = 20.0
 
 def target(seconds: float, unix_name: str = "", *tcp: tuple[str, int]) -> Target:
     me, peer = Identity(0, 0), Identity(1, 0)
-    address = Address("", unix_name, tcp, b"secret")
+    address = TensorWireAddress("", unix_name, tcp, b"secret")
     return Target("bob", address, bool(unix_name), me, peer, b"", 1, seconds, 0.0)
 
 
@@ -59,11 +59,11 @@ class Patient(Connector):
 @pytest.fixture
 def full() -> Iterator[str]:
     """The name of a Unix listener whose backlog is full."""
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as guest:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind("")
         listener.listen(0)
         name = listener.getsockname()
-        guest.connect(name)
+        client.connect(name)
         yield name[1:].decode()
 
 

@@ -14,13 +14,20 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.host.copying import CopyCrew
-from rpc.transports.host.frame_table import HOST_PLACES, Place, look_at, unpack_table
+from rpc.transports.host.copying import CopyThreads
+from rpc.transports.host.frame_table import HOST_PLACEMENTS, Placement, look_at, unpack_table
 from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire import cuda_ipc as device_memory
-from rpc.transports.tensorwire.channel import Outgoing
-from rpc.transports.tensorwire.cuda_ipc import LENT_FROM, LentMemory, Offer, _Handle, accept, borrow
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.channel import QueuedFrame
+from rpc.transports.tensorwire.cuda_ipc import (
+    LENT_FROM,
+    DeviceOffer,
+    LentMemory,
+    _Handle,
+    accept,
+    borrow,
+)
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.framing import DeviceAnswered, DeviceOffered, WireKind
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -101,7 +108,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def try_it(offer: Offer) -> None:
+def try_it(offer: DeviceOffer) -> None:
     """Accepts an offer, and closes its file."""
     try:
         accept(offer.descriptor, offer.size)
@@ -285,7 +292,7 @@ class TestAccepting:
     def test_a_file_without_an_offer_is_a_fault_of_the_peer(self) -> None:
         descriptor = os.memfd_create("test")
         with pytest.raises(FrameError, match="ends early"):
-            try_it(Offer(0, 4096, descriptor))
+            try_it(DeviceOffer(0, 4096, descriptor))
 
 
 class TestOpening:
@@ -329,9 +336,9 @@ class Sending:
     """A writing half; keeps what is sent, but for shared segments, which nobody maps here."""
 
     def __init__(self) -> None:
-        self.sent: list[Outgoing] = []
+        self.sent: list[QueuedFrame] = []
 
-    def send(self, frame: Outgoing) -> None:
+    def send(self, frame: QueuedFrame) -> None:
         if frame.kind == WireKind.SEGMENT:
             os.close(frame.descriptor)
         else:
@@ -339,30 +346,30 @@ class Sending:
 
     def send_small(self, *parts: Any) -> None:
         kind, correlation, header, table, inline = parts
-        self.send(Outgoing(kind, correlation, header, table, (inline,), len(inline)))
+        self.send(QueuedFrame(kind, correlation, header, table, (inline,), len(inline)))
 
 
 class Ends:
     """A link at the worker that sends, and at the one that receives."""
 
-    def __init__(self, *, shared: bool = True) -> None:
+    def __init__(self, *, same_host: bool = True) -> None:
         self.main, self.bulk, self.answers = Sending(), Sending(), Sending()
-        self.sender, self.receiver = self._link(shared), self._link(shared)
+        self.sender, self.receiver = self._link(same_host), self._link(same_host)
         self.sender.main = self.main  # type: ignore[assignment]
         self.sender.bulk = [self.bulk]  # type: ignore[list-item]
 
-    def _link(self, shared: bool) -> Link:
+    def _link(self, same_host: bool) -> Link:
         resources = Resources(
-            Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0), 100e-6
+            Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyThreads("test", 0), 100e-6
         )
-        return Link(resources, "bob", DeviceMap("bob", {GPU0: GPU1}), shared=shared)
+        return Link(resources, "bob", PeerDeviceMap("bob", {GPU0: GPU1}), same_host=same_host)
 
-    def send(self, *tensors: torch.Tensor) -> Outgoing:
+    def send(self, *tensors: torch.Tensor) -> QueuedFrame:
         frame = Frame(FrameKind.REQUEST, 1, b"header", b"payload", tensors)
         self.sender.send(frame, [look_at(tensor) for tensor in tensors])
         return self.main.sent[-1]
 
-    def receive(self, sent: Outgoing) -> Frame:
+    def receive(self, sent: QueuedFrame) -> Frame:
         inline = bytearray(b"".join(sent.parts))
         frame = Frame(FrameKind.REQUEST, 1, b"header", inline)
         taken = self.receiver.open(frame, sent.table)
@@ -383,8 +390,8 @@ class Ends:
         said = DeviceAnswered(answer.correlation, usable, error)
         self.sender.bulk_event(said, self.bulk, [])  # type: ignore[arg-type]
 
-    def places(self, sent: Outgoing) -> list[Place]:
-        return [each.place for each in unpack_table(sent.table, LIMIT, LIMIT, tuple(Place))[1:]]
+    def places(self, sent: QueuedFrame) -> list[Placement]:
+        return [each.place for each in unpack_table(sent.table, LIMIT, LIMIT, tuple(Placement))[1:]]
 
 
 class TestLink:
@@ -394,11 +401,11 @@ class TestLink:
         ends = Ends()
         values = torch.arange(2.0 * ELEMENTS).reshape(2, -1).t()
         first = ends.send(gpus.tensor(values))
-        assert Place.LENT not in ends.places(first)
+        assert Placement.LENT not in ends.places(first)
         with another_process(monkeypatch):
             ends.agree()
         sent = ends.send(gpus.tensor(values), torch.ones(3), gpus.tensor(torch.ones(5)))
-        assert ends.places(sent) == [Place.LENT, Place.INLINE, Place.INLINE]
+        assert ends.places(sent) == [Placement.LENT, Placement.INLINE, Placement.INLINE]
         monkeypatch.setattr(
             "rpc.transports.tensorwire.link.to_device", lambda tensor, _: gpus.tensor(tensor, 1)
         )
@@ -439,7 +446,7 @@ class TestLink:
         with another_process(monkeypatch):
             ends.agree()
         sent = ends.send(gpus.tensor(torch.ones(ELEMENTS)))
-        assert Place.LENT not in ends.places(sent)
+        assert Placement.LENT not in ends.places(sent)
         theirs, ours = [record.getMessage() for record in caplog.records]
         assert "memory of worker bob's cuda:0 cannot be opened (" in theirs
         assert "worker bob cannot open memory of cuda:0" in ours
@@ -458,7 +465,7 @@ class TestLink:
             with another_process(monkeypatch):
                 ends.agree(arrives=arrives)
         sent = ends.send(gpus.tensor(torch.ones(ELEMENTS)))
-        assert ends.places(sent) == [Place.LENT]
+        assert ends.places(sent) == [Placement.LENT]
         theirs, ours = [record.getMessage() for record in caplog.records]
         assert "its file did not arrive" in theirs
         assert ours.endswith("for now")
@@ -498,13 +505,13 @@ class TestLink:
     def test_nothing_is_lent_to_another_host_nor_taken_from_there(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        far, near = Ends(shared=False), Ends()
+        far, near = Ends(same_host=False), Ends()
         far.send(gpus.tensor(torch.ones(ELEMENTS)))
         assert [each for each in far.bulk.sent if each.kind == WireKind.DEVICE] == []
         near.send(gpus.tensor(torch.ones(ELEMENTS)))
         with another_process(monkeypatch):
             near.agree()
-        with pytest.raises(FrameError, match=f"place {int(Place.LENT)}"):
+        with pytest.raises(FrameError, match=f"place {int(Placement.LENT)}"):
             far.receive(near.send(gpus.tensor(torch.ones(ELEMENTS))))
 
     def test_a_tensor_for_host_memory_is_not_lent(self, card: Card, gpus: Gpus) -> None:
@@ -514,4 +521,4 @@ class TestLink:
 
 
 def test_the_places_of_other_transports_are_in_host_memory() -> None:
-    assert HOST_PLACES == (Place.INLINE, Place.SHARED, Place.STREAM)
+    assert HOST_PLACEMENTS == (Placement.INLINE, Placement.SHARED, Placement.STREAM)

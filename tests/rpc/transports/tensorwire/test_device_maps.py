@@ -9,7 +9,7 @@ import torch
 
 from rpc.errors import DeviceMapError
 from rpc.transports.tensorwire import device_maps as devices
-from rpc.transports.tensorwire.device_maps import DeviceMap, to_device, to_host
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap, to_device, to_host
 from tests.fake_streams import Gpus, GpuTensor, Stream, gpus
 
 __all__ = ["gpus"]
@@ -18,7 +18,7 @@ GPU0, GPU1 = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 def test_a_request_goes_by_the_map_and_its_reply_by_the_inverse() -> None:
-    there = DeviceMap("bob", {GPU0: GPU1})
+    there = PeerDeviceMap("bob", {GPU0: GPU1})
     assert (there.destination(GPU0), there.inverse().destination(GPU1)) == ("cuda:1", "cuda:0")
     assert there.destination(torch.device("cpu")) == ""
 
@@ -26,7 +26,7 @@ def test_a_request_goes_by_the_map_and_its_reply_by_the_inverse() -> None:
 def test_a_device_without_an_entry_is_refused_in_the_words_that_programs_look_for(
     gpus: Gpus,
 ) -> None:
-    there = DeviceMap("bob", {GPU0: GPU1})
+    there = PeerDeviceMap("bob", {GPU0: GPU1})
     tensors = (torch.ones(1), gpus.tensor(index=1))
     words = (
         r"only supports CPU tensors by default.*`set_device_map` on "

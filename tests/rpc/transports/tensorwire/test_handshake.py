@@ -52,7 +52,7 @@ def test_two_that_hold_the_key_agree_however_the_bytes_are_cut(
     hello = replace(HELLO, kind=kind)
     initiator, other = Initiator(KEY, hello), acceptor()
     converse(initiator, other, step)
-    assert other.proven == hello
+    assert other.authenticated == hello
     assert not initiator.accepted
     assert feed(initiator, other.accept(), step) == b""
     assert initiator.accepted
@@ -78,7 +78,7 @@ def test_an_acceptor_notices_an_initiator_without_the_key() -> None:
     forged = feed(wrong, feed(acceptor(key=b"wrong"), wrong.begin()))
     with pytest.raises(HandshakeError, match="initiator does not hold the group's key"):
         feed(other, forged)
-    assert other.proven is None
+    assert other.authenticated is None
 
 
 def test_a_proof_cannot_be_replayed() -> None:
@@ -144,4 +144,4 @@ def test_a_flipped_bit_never_ends_in_a_wrong_identity(bit: int) -> None:
             feed(other, feed(initiator, answer))
     except HandshakeError:
         pass
-    assert other.proven is None
+    assert other.authenticated is None

@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.host.copying import CopyCrew
-from rpc.transports.host.frame_table import Item, Place, look_at
-from rpc.transports.host.segments import SHARED_FROM, Budget, Copy, ReceivedSegments, SendPool, Slot
-from rpc.transports.tensorwire.channel import Outgoing
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.host.copying import CopyThreads
+from rpc.transports.host.frame_table import Item, Placement, look_at
+from rpc.transports.host.segments import (
+    SHARED_FROM,
+    Budget,
+    Copy,
+    ReceivedSegments,
+    SendPool,
+    SharedSlot,
+)
+from rpc.transports.tensorwire.channel import QueuedFrame
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.framing import SegmentOffered, WireKind, pack_pair
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -42,24 +49,24 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order; there is always room in shared memory."""
     order: list[str] = []
 
-    def put(pool: SendPool, address: int, length: int, copy: Copy) -> Slot:
+    def put(pool: SendPool, address: int, length: int, copy: Copy) -> SharedSlot:
         copy(0, address, length)
-        return Slot(1, 4096)
+        return SharedSlot(1, 4096)
 
-    def copy(crew: CopyCrew, target: int, source: int, length: int) -> None:
+    def copy(copier: CopyThreads, target: int, source: int, length: int) -> None:
         order.append(f"copied {length >> 10} KB to {target >> 10}")
 
     monkeypatch.setattr("rpc.transports.tensorwire.link._ANEW_SECONDS", 0.0)
     monkeypatch.setattr(SendPool, "put", put)
-    monkeypatch.setattr(CopyCrew, "copy", copy)
+    monkeypatch.setattr(CopyThreads, "copy", copy)
     return order
 
 
-def link(told: list[str], *, shared: bool = True) -> Link:
+def link(told: list[str], *, same_host: bool = True) -> Link:
     resources = Resources(
-        Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyCrew("test", 0), AWAKE_SECONDS
+        Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyThreads("test", 0), AWAKE_SECONDS
     )
-    made = Link(resources, "bob", DeviceMap("bob", {}), shared=shared)
+    made = Link(resources, "bob", PeerDeviceMap("bob", {}), same_host=same_host)
     made.main = Main(told)  # type: ignore[assignment]
     made.announce = lambda: told.append("announced")
     return made
@@ -105,25 +112,25 @@ def test_small_frames_are_not_announced(told: list[str]) -> None:
 
 def test_shared_memory_of_a_message_that_cannot_be_sent_is_free_again(told: list[str]) -> None:
     made = link(told)
-    taken: list[Slot] = []
+    taken: list[SharedSlot] = []
     made._pool.take_back = taken.extend  # type: ignore[union-attr,method-assign]
     with pytest.raises(RuntimeError, match="data pointer"):
         send_without_memory(made, torch.ones(SHARED_FROM))
-    assert taken == [Slot(1, 4096)]
+    assert taken == [SharedSlot(1, 4096)]
     assert "sent" not in told
 
 
 @pytest.mark.parametrize(
-    ("error", "free"), [(MemoryError, [Slot(1, 4096)]), (KeyboardInterrupt, [])]
+    ("error", "free"), [(MemoryError, [SharedSlot(1, 4096)]), (KeyboardInterrupt, [])]
 )
 def test_so_is_that_of_one_which_the_channel_does_not_take(
     told: list[str],
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
-    free: list[Slot],
+    free: list[SharedSlot],
 ) -> None:
     made = link(told)
-    taken: list[Slot] = []
+    taken: list[SharedSlot] = []
     made._pool.take_back = taken.extend  # type: ignore[union-attr,method-assign]
 
     def refuse(*_: object) -> None:
@@ -141,9 +148,9 @@ def test_what_cannot_be_taken_in_gives_its_shared_memory_back(
 ) -> None:
     made, claimed = link([]), Counter[int]()
     monkeypatch.setattr(made._segments, "array", lambda _, at, length: claim(claimed, at, length))
-    tensors = [Item(Place.SHARED, 1, at, 8, torch.int64, (1,), (1,), "") for at in range(4)]
+    tensors = [Item(Placement.SHARED, 1, at, 8, torch.int64, (1,), (1,), "") for at in range(4)]
     tensors[1] = tensors[1]._replace(device="no device of this name")
-    items = [Item(Place.INLINE, 0, 0, 0, None, (), (), ""), *tensors]
+    items = [Item(Placement.INLINE, 0, 0, 0, None, (), (), ""), *tensors]
     frame = Frame(FrameKind.REQUEST, 1, b"header", b"")
     taken_in = made._assemble(frame, items, {}, problem)
     assert isinstance(taken_in.payload, Unreceived)
@@ -170,9 +177,9 @@ class Bulk:
     """The writing half of a bulk channel; keeps what is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[Outgoing] = []
+        self.sent: list[QueuedFrame] = []
 
-    def send(self, frame: Outgoing) -> None:
+    def send(self, frame: QueuedFrame) -> None:
         self.sent.append(frame)
 
 
@@ -236,6 +243,6 @@ def test_whoever_was_heard_of_just_now_is_awake(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_is_announced_where_nothing_is_copied(told: list[str]) -> None:
-    made = link(told, shared=False)
+    made = link(told, same_host=False)
     send(made, SHARED_FROM // 4, SHARED_FROM // 4)
     assert told == ["sent"]

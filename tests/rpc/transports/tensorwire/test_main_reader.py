@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender, Unsent
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
@@ -34,8 +34,8 @@ def read(found: bytes | Exception) -> MainReader:
     """A reader that has read once."""
     sock: Any = Socket(found)
     buffers = ReceiveBuffers(0)
-    resources = Resources(Budget(0), buffers, 1 << 30, CopyCrew("test", 0), 0.0)
-    link = Link(resources, "bob", DeviceMap("bob", {}), shared=False)
+    resources = Resources(Budget(0), buffers, 1 << 30, CopyThreads("test", 0), 0.0)
+    link = Link(resources, "bob", PeerDeviceMap("bob", {}), same_host=False)
     sender = Sender(sock, Unsent(), lambda _: None)
     reader = MainReader(sock, link, 1 << 30, buffers, sender, lambda _: None)
     assert reader.read() == []

@@ -20,8 +20,8 @@ from rpc.errors import WorkerLostError
 from rpc.protocol import resumption
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.tensorwire import Settings, TensorWireTransport
-from rpc.transports.tensorwire import reconnect as mender
-from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire import reconnect as reconnector
+from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connector import Connector
@@ -38,7 +38,7 @@ from tests.waiting import until
 Maker = Callable[..., list[Worker]]
 CALLS = 3000
 
-ROADS = [
+WAYS = [
     pytest.param(Settings(), id="shared memory"),
     pytest.param(Settings(shared_memory_bytes=0), id="unix"),
     pytest.param(Settings(local_paths=False), id="tcp"),
@@ -71,7 +71,7 @@ def asked_of(worker: Worker) -> Counter[bytes]:
     return Counter(frame.header for _, frame in worker.received)
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_an_idle_link_that_breaks_is_whole_again(make: Maker, settings: Settings) -> None:
     cutter = Cutter()
     a, b = make(settings, settings)
@@ -84,7 +84,7 @@ def test_an_idle_link_that_breaks_is_whole_again(make: Maker, settings: Settings
     assert a.lost == b.lost == []
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_calls_among_breaks_run_once_and_are_answered_once(make: Maker, settings: Settings) -> None:
     cutter = Cutter()
     a, b = make(settings, settings)
@@ -101,7 +101,7 @@ def test_calls_among_breaks_run_once_and_are_answered_once(make: Maker, settings
     assert a.lost == b.lost == []
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_notices_among_breaks_arrive_once(make: Maker, settings: Settings) -> None:
     cutter = Cutter()
     a, b = make(settings, settings)
@@ -116,7 +116,7 @@ def test_notices_among_breaks_arrive_once(make: Maker, settings: Settings) -> No
     assert asked_of(b) == {b"%d" % n: 1 for n in range(number)}
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker, settings: Settings) -> None:
     cutter = Cutter()
     a, b = make(settings, settings)
@@ -131,7 +131,7 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker, settings: S
     assert a.lost == b.lost == []
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_a_link_that_breaks_while_it_is_opened_is_opened(make: Maker, settings: Settings) -> None:
     for _ in range(10):
         cutter = Cutter()
@@ -249,7 +249,7 @@ def test_connections_that_cannot_be_read_are_none_on_which_something_was_sent(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = make(*[Settings(local_paths=False, resume_seconds=SECONDS)] * 2)
-    monkeypatch.setattr(mender, "_LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(reconnector, "_LONGEST_PAUSE_SECONDS", 0.001)
     times: list[int] = []
     refuse_watches(monkeypatch, ReplySide, "add", lambda: bool(times) and bool(times.pop()))
     a.call(b, b"connect")
@@ -274,7 +274,7 @@ def test_a_connection_that_can_never_be_read_loses_the_peer_when_its_time_is_ove
     assert a.lost[0][1].endswith("not opened again within 0.3 s: [Errno 28] no watch is left")
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_a_worker_that_is_gone_is_lost_without_waiting_for_the_bound(
     make: Maker, settings: Settings
 ) -> None:
@@ -292,8 +292,8 @@ def test_a_worker_that_does_not_let_us_in_again_is_lost_when_the_bound_is_over(
     a, b = make(*[Settings(local_paths=False, resume_seconds=0.3)] * 2)
     a.call(b, b"h")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        for strand in a.transport._peers[1]._strands.values():  # type: ignore[attr-defined]
-            strand.road = replace(strand.road, where=deaf.getsockname()[:2])
+        for connection in a.transport._peers[1]._connections.values():  # type: ignore[attr-defined]
+            connection.endpoint = replace(connection.endpoint, where=deaf.getsockname()[:2])
         cutter.cut()
         a.until(lambda: bool(a.lost))
     assert "not opened again within 0.3 s" in a.lost[0][1]
@@ -304,7 +304,7 @@ def test_a_worker_that_does_not_let_us_in_again_is_lost_when_the_bound_is_over(
 def test_a_worker_that_does_not_come_back_is_lost_when_the_bound_is_over(make: Maker) -> None:
     (a,) = make(Settings(local_paths=False, resume_seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        address = Address("", "", (deaf.getsockname()[:2],), b"secret")
+        address = TensorWireAddress("", "", (deaf.getsockname()[:2],), b"secret")
         a.transport.add_peer(Peer(WorkerInfo("worker1", 1), 1, address.encode()))
         with connect(a, unix=False) as sock:
             shake(sock, a, Identity(1, 1))
@@ -323,7 +323,7 @@ def test_a_worker_that_was_removed_hears_so_when_it_comes_back(make: Maker) -> N
     assert b.lost == []
 
 
-@pytest.mark.parametrize("settings", ROADS[1:])
+@pytest.mark.parametrize("settings", WAYS[1:])
 def test_a_worker_is_lost_to_which_memory_is_sent_that_cannot_be_read(
     make: Maker, settings: Settings, tmp_path: Path
 ) -> None:
@@ -356,7 +356,7 @@ def test_a_loss_ends_what_waits_for_a_broken_link(make: Maker) -> None:
     b.answer = lambda *_: None
     a.ask(b, b"h")
     b.until(lambda: bool(b.received))
-    b.transport._now.door.close()  # type: ignore[attr-defined]
+    b.transport._now.acceptor.close()  # type: ignore[attr-defined]
     cutter.cut()
     a.until(lambda: bool(a.lost))
     assert "nobody listens" in a.lost[0][1]
@@ -365,11 +365,11 @@ def test_a_loss_ends_what_waits_for_a_broken_link(make: Maker) -> None:
 
 def keeps_memory_of_others(worker: Worker, peer: Worker) -> bool:
     """Whether what is remembered is more than copies of a few bytes."""
-    strands = worker.transport._peers[peer.info.id]._strands  # type: ignore[attr-defined]
-    return any(not isinstance(frame, bytes) for s in strands for frame in s._sent_frames)
+    connections = worker.transport._peers[peer.info.id]._connections  # type: ignore[attr-defined]
+    return any(not isinstance(frame, bytes) for s in connections for frame in s._sent_frames)
 
 
-@pytest.mark.parametrize("settings", ROADS)
+@pytest.mark.parametrize("settings", WAYS)
 def test_a_sender_does_not_keep_the_users_memory_long(make: Maker, settings: Settings) -> None:
     a, b = make(settings, settings)
     for size in (4_500, 12_000, 100_000, 3_000_000):

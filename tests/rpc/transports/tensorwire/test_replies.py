@@ -12,10 +12,10 @@ import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.base import Frame
-from rpc.transports.host.copying import CopyCrew
+from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.device_maps import DeviceMap
+from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.link import Link, Resources
 from rpc.transports.tensorwire.main_reader import MainReader
@@ -35,10 +35,10 @@ class Side:
         self.mine, self.other = socket.socketpair()
         self.mine.setblocking(False)
         link = Link(
-            Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyCrew("test", 0), 0.0),
+            Resources(Budget(0), ReceiveBuffers(0), 1 << 30, CopyThreads("test", 0), 0.0),
             "peer",
-            DeviceMap("peer", {}),
-            shared=False,
+            PeerDeviceMap("peer", {}),
+            same_host=False,
         )
         self.link = link
         self.changed = threading.Condition()
@@ -143,7 +143,7 @@ def test_a_socket_that_takes_bytes_again_is_told_although_a_signal_came_just_the
     mine, other = socket.socketpair()
     reader = MainReader(mine, side.link, 1 << 30, ReceiveBuffers(0), side.sender, lambda _: None)
     mine.setblocking(False)
-    wait = side.replies._lookout.wait
+    wait = side.replies._poller.wait
 
     def interrupted(seconds: float) -> list[tuple[int, int]]:
         ready = wait(seconds)
@@ -156,7 +156,7 @@ def test_a_socket_that_takes_bytes_again_is_told_although_a_signal_came_just_the
 
     with mine, other:
         side.replies.add(mine, reader, ChannelEvents(side.deliver, told.set, end))
-        monkeypatch.setattr(side.replies._lookout, "wait", interrupted)
+        monkeypatch.setattr(side.replies._poller, "wait", interrupted)
         timer = threading.Timer(0.05, side.replies.watch_writable, (mine, True))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -192,7 +192,7 @@ def test_what_the_reading_thread_delivers_to_itself_rings_no_bell(
         side.replies.wake()
 
     side.replies._channels[side.mine.fileno()]._deliver = deliver
-    monkeypatch.setattr(os, "eventfd_write", lambda bell, _: rung.append(bell))
+    monkeypatch.setattr(os, "eventfd_write", lambda wake_up, _: rung.append(wake_up))
     waiter = threading.Thread(target=side.replies.wait, args=(done, lambda: side.block(1)))
     waiter.start()
     assert began.wait(SECONDS)

@@ -8,30 +8,30 @@ from typing import Any
 import pytest
 
 from rpc.transports.flow import WhenFull
-from rpc.transports.tensorwire.shared import Machinery
+from rpc.transports.tensorwire.shared import Shared
 
 
-def machinery(told: list[str], *, reading: bool, moving: bool) -> Machinery:
+def shared(told: list[str], *, reading: bool, moving: bool) -> Shared:
     unused: Any = None
     sides: Any = SimpleNamespace(
         is_reading_here=lambda: reading,
         is_moving_here=lambda: moving,
         about_to_block=lambda: told.append("requests"),
-        let_go=lambda: told.append("replies"),
+        flush_held=lambda: told.append("replies"),
     )
-    return Machinery(
+    return Shared(
         unused, sides, sides, sides, unused, 0.0, 1, WhenFull.BLOCK, unused, unused, unused
     )
 
 
 def test_a_thread_that_may_wait_lets_others_read_first() -> None:
     told: list[str] = []
-    assert machinery(told, reading=False, moving=False).may_wait()
+    assert shared(told, reading=False, moving=False).may_wait()
     assert told == ["requests", "replies"]
 
 
 @pytest.mark.parametrize("reads", ["replies", "bulk"])
 def test_a_thread_on_whose_reading_others_depend_may_not_wait(reads: str) -> None:
     told: list[str] = []
-    assert not machinery(told, reading=reads == "replies", moving=reads == "bulk").may_wait()
+    assert not shared(told, reading=reads == "replies", moving=reads == "bulk").may_wait()
     assert told == []

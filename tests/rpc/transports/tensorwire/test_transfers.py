@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.host.frame_table import Item, Place
+from rpc.transports.host.frame_table import Item, Placement
 from rpc.transports.host.regions import view_of
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.transfers import Parcel, Transfers
+from rpc.transports.tensorwire.transfers import CompleteFrame, Transfers
 
 FRAME = Frame(FrameKind.REQUEST, 1, b"header")
-EMPTY = Item(Place.INLINE, 0, 0, 0, None, (), (), "")
+EMPTY = Item(Placement.INLINE, 0, 0, 0, None, (), (), "")
 
 
 def streamed(transfer: int, nbytes: int) -> Item:
-    return Item(Place.STREAM, 0, transfer, nbytes, torch.uint8, (nbytes,), (1,), "")
+    return Item(Placement.STREAM, 0, transfer, nbytes, torch.uint8, (nbytes,), (1,), "")
 
 
 def transfers(max_bytes: int = 1 << 20) -> Transfers:
@@ -28,7 +28,7 @@ def transfers(max_bytes: int = 1 << 20) -> Transfers:
 
 def deliver_chunk(
     into: Transfers, transfer: int, offset: int, data: bytes, total: int
-) -> Parcel | None:
+) -> CompleteFrame | None:
     place = into.place(transfer, offset, len(data), total)
     if place is not None:
         place[:] = data
@@ -39,7 +39,7 @@ def deliver_chunk(
 def test_a_frame_is_complete_with_its_last_part(order: list[object]) -> None:
     contents = {5: b"abcdef", 8: b"ABCDEFGHI"}
     into = transfers()
-    parcels: list[Parcel | None] = []
+    parcels: list[CompleteFrame | None] = []
     for step in order:
         if step == "frame":
             parcels.append(into.frame_received(FRAME, [EMPTY, streamed(5, 6), streamed(8, 9)]))
@@ -96,9 +96,9 @@ def test_a_frame_for_which_there_is_no_memory_comes_with_what_was_missing(
     into.chunk_received(1, 60)
     assert into.frame_received(FRAME, [EMPTY, streamed(1, 100), streamed(2, 5)]) is None
     assert deliver_chunk(into, 2, 0, b"small", 5) is None
-    parcel = deliver_chunk(into, 1, 60, bytes(40), 100)
-    assert parcel is not None
-    assert parcel.problem == "100 bytes cannot be allocated"
+    complete = deliver_chunk(into, 1, 60, bytes(40), 100)
+    assert complete is not None
+    assert complete.problem == "100 bytes cannot be allocated"
     assert not into._transfers
 
 

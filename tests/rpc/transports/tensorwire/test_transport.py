@@ -33,19 +33,19 @@ from rpc.transports.flow import WhenFull
 from rpc.transports.host.frame_table import Look
 from rpc.transports.host.segments import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
-from rpc.transports.tensorwire.address import Address
+from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
-from rpc.transports.tensorwire.connector import Connector, Road
+from rpc.transports.tensorwire.connector import Connector, Endpoint
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
-from rpc.transports.tensorwire.reconnect import Mender
+from rpc.transports.tensorwire.reconnect import Reconnector
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
-from rpc.transports.tensorwire.wakeup import Bell
+from rpc.transports.tensorwire.wakeup import WakeUp
 from rpc.worker_info import WorkerInfo
 from tests import waiting
 from tests.rpc.transports.conformance import (
@@ -252,7 +252,7 @@ def test_a_first_attempt_that_came_to_nothing_is_no_loss(make: Maker) -> None:
 
 def spoil(worker: Worker, **fields: object) -> Peer:
     """The worker as a peer whose address is partly wrong."""
-    address = replace(Address.decode(worker.address), **fields)  # type: ignore[arg-type]
+    address = replace(TensorWireAddress.decode(worker.address), **fields)  # type: ignore[arg-type]
     return replace(worker.peer(), address=address.encode())
 
 
@@ -260,7 +260,7 @@ def test_a_unix_socket_that_leads_elsewhere_falls_back_to_tcp_with_one_line(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b, c = make(Settings(), Settings(), Settings(), known=False)
-    wrong = Address.decode(c.address).unix_name
+    wrong = TensorWireAddress.decode(c.address).unix_name
     a.transport.add_peer(spoil(b, unix_name=wrong))
     b.transport.add_peer(a.peer())
     with caplog.at_level(logging.WARNING, "rpc.transports.tensorwire"):
@@ -299,7 +299,7 @@ def test_addresses_are_tried_in_turn(make: Maker) -> None:
     a, b = make(Settings(local_paths=False), Settings(local_paths=False), known=False)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[:2]
-    tcp = (nobody, *Address.decode(b.address).tcp)
+    tcp = (nobody, *TensorWireAddress.decode(b.address).tcp)
     a.transport.add_peer(spoil(b, tcp=tcp))
     b.transport.add_peer(a.peer())
     assert a.call(b, b"h").header == b"h"
@@ -309,7 +309,7 @@ def test_a_peer_that_cannot_be_reached_is_lost_with_what_was_tried(make: Maker) 
     (a,) = make(Settings(local_paths=False))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[:2]
-    address = Address("", "", (nobody,), b"secret")
+    address = TensorWireAddress("", "", (nobody,), b"secret")
     a.transport.add_peer(Peer(WorkerInfo("nobody", 5), 1, address.encode()))
     a.transport.send(5, Frame(FrameKind.NOTICE, 0, b"h"))
     a.until(lambda: bool(a.lost))
@@ -321,7 +321,7 @@ def test_a_peer_that_cannot_be_reached_is_lost_with_what_was_tried(make: Maker) 
 def test_a_frozen_peer_delays_neither_others_nor_closing(make: Maker) -> None:
     a, b = make(Settings(local_paths=False, connect_seconds=60), Settings(local_paths=False))
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        address = Address("", "", (frozen.getsockname()[:2],), b"secret")
+        address = TensorWireAddress("", "", (frozen.getsockname()[:2],), b"secret")
         a.transport.add_peer(Peer(WorkerInfo("frozen", 5), 1, address.encode()))
         a.transport.send(5, Frame(FrameKind.NOTICE, 0, b"h"))
         assert a.call(b, b"h").header == b"h"
@@ -332,8 +332,8 @@ def test_a_frozen_peer_delays_neither_others_nor_closing(make: Maker) -> None:
 
 def test_listening_stays_on_the_loopback_interface_unless_told_otherwise(make: Maker) -> None:
     a, b = make(Settings(), Settings(bind_address="0.0.0.0"))
-    assert {host for host, _ in Address.decode(a.address).tcp} == {"127.0.0.1"}
-    reachable = {host for host, _ in Address.decode(b.address).tcp}
+    assert {host for host, _ in TensorWireAddress.decode(a.address).tcp} == {"127.0.0.1"}
+    reachable = {host for host, _ in TensorWireAddress.decode(b.address).tcp}
     assert "127.0.0.1" in reachable
     assert "0.0.0.0" not in reachable
 
@@ -381,8 +381,8 @@ def test_a_full_pool_falls_back_to_the_socket(make: Maker) -> None:
     b.until(lambda: len(b.received) == 20)
     found = {int(frame.header): frame.tensors[0] for _, frame in b.received}
     assert all(set(found[number].tolist()) == {float(number)} for number in range(20))
-    roads = {is_mapped(tensor) for tensor in found.values()}
-    assert roads == {True, False}
+    endpoints = {is_mapped(tensor) for tensor in found.values()}
+    assert endpoints == {True, False}
 
 
 def test_shared_memory_that_the_receiver_lacked_the_means_for_is_used_when_it_has_them(
@@ -444,10 +444,10 @@ def test_a_peer_is_not_lost_because_this_worker_has_no_descriptors_left(
     a, b = make(Settings(connect_seconds=0.5), Settings())
     opened, tries = Connector._open_one, itertools.count()
 
-    def open_one(self: Connector, road: Road, hello: Hello) -> tuple[socket.socket, int]:
+    def open_one(self: Connector, endpoint: Endpoint, hello: Hello) -> tuple[socket.socket, int]:
         if next(tries) < 3:
             raise OSError(errno.EMFILE, "Too many open files")
-        return opened(self, road, hello)
+        return opened(self, endpoint, hello)
 
     monkeypatch.setattr(Connector, "_open_one", open_one)
     assert a.call(b, b"h").header == b"h"
@@ -591,7 +591,7 @@ def test_a_worker_that_cannot_read_another_connection_is_reached_when_it_can(
     name: str,
 ) -> None:
     a, b = make(Settings(), Settings())
-    here = getattr(b.transport, "_running")().machinery  # noqa: B009
+    here = getattr(b.transport, "_running")().shared  # noqa: B009
     add, errors = getattr(owner, name), [OSError(errno.ENOSPC, "no watch is left")] * 2
 
     def scarce(side: object, *arguments: Any) -> None:
@@ -996,7 +996,7 @@ class Interrupt(BaseException):
     ("owner", "name"),
     [
         (RemotePeer, "flush"),
-        (Mender, "join"),
+        (Reconnector, "join"),
         (threading.Thread, "join"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -1033,13 +1033,13 @@ def test_ctrl_c_in_the_middle_of_a_step_of_closing_waits_until_nothing_is_left_o
     threads, files = set(threading.enumerate()), descriptors()
     a, b = make(Settings(), Settings())
     a.call(b, b"h")
-    ring, rings = Bell.ring, list[Bell]()
+    wake, woken = WakeUp.set, list[WakeUp]()
 
-    def ring_and_interrupt(bell: Bell) -> None:
-        if not rings:
-            rings.append(bell)
+    def wake_and_interrupt(wake_up: WakeUp) -> None:
+        if not woken:
+            woken.append(wake_up)
             signal.raise_signal(signal.SIGALRM)
-        ring(bell)
+        wake(wake_up)
 
     def interrupt(*_: object) -> None:
         raise Interrupt
@@ -1047,7 +1047,7 @@ def test_ctrl_c_in_the_middle_of_a_step_of_closing_waits_until_nothing_is_left_o
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(Bell, "ring", ring_and_interrupt)
+            patched.setattr(WakeUp, "set", wake_and_interrupt)
             with pytest.raises(Interrupt):
                 a.close()
     finally:

@@ -8,43 +8,43 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc.transports.tensorwire.wakeup import Bell
+from rpc.transports.tensorwire.wakeup import WakeUp
 
 
 @pytest.fixture
-def bell() -> Iterator[Bell]:
-    made = Bell()
+def wake_up() -> Iterator[WakeUp]:
+    made = WakeUp()
     yield made
     made.close()
 
 
-def _rings(bell: Bell) -> bool:
-    return bool(select.select([bell.descriptor], [], [], 0)[0])
+def _rings(wake_up: WakeUp) -> bool:
+    return bool(select.select([wake_up.descriptor], [], [], 0)[0])
 
 
-def test_a_bell_rings_until_it_is_silenced(bell: Bell) -> None:
-    assert not _rings(bell)
-    bell.ring()
-    bell.ring()
-    assert _rings(bell)
-    bell.silence()
-    assert not _rings(bell)
+def test_a_bell_rings_until_it_is_silenced(wake_up: WakeUp) -> None:
+    assert not _rings(wake_up)
+    wake_up.set()
+    wake_up.set()
+    assert _rings(wake_up)
+    wake_up.clear()
+    assert not _rings(wake_up)
 
 
-def test_a_silent_bell_may_be_silenced(bell: Bell) -> None:
-    bell.silence()
-    assert not _rings(bell)
+def test_a_silent_bell_may_be_silenced(wake_up: WakeUp) -> None:
+    wake_up.clear()
+    assert not _rings(wake_up)
 
 
 def test_a_closed_bell_does_not_reach_what_has_its_number_now() -> None:
     reading, writing = os.pipe()
-    bell = Bell()
-    bell.close()
+    wake_up = WakeUp()
+    wake_up.close()
     try:
-        os.dup2(writing, bell.descriptor)
-        bell.ring()
-        bell.silence()
+        os.dup2(writing, wake_up.descriptor)
+        wake_up.set()
+        wake_up.clear()
         assert not select.select([reading], [], [], 0)[0]
     finally:
-        for descriptor in (reading, writing, bell.descriptor):
+        for descriptor in (reading, writing, wake_up.descriptor):
             os.close(descriptor)
