@@ -12,6 +12,7 @@
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, one to three minutes
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
+#   make docs     the documentation as web pages, in build/docs
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
 # make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
@@ -43,7 +44,7 @@ TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py 
   tutorials/parameter_server/sharded.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check bench soak chaos conformance simulate mutants clean
+.PHONY: help setup train test test-command check docs bench soak chaos conformance simulate mutants clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -84,6 +85,11 @@ check: $(READY)
 	$(RUN) -m mypy --strict
 	$(RUN) -m mypy --strict benchmarks chaos tutorials/parameter_server/train.py
 	$(RUN) -m mypy --strict --namespace-packages --explicit-package-bases $(TUTORIALS)
+
+# Fails on a broken link, a name that does not exist and a docstring that cannot be read.
+docs: $(READY)
+	$(RUN) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+	@echo 'open build/docs/index.html'
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)

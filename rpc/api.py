@@ -243,11 +243,17 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
     retry: Retry | None = None,
 ) -> Future[T]:
-    """Like :func:`rpc_sync`, but returns a future at once.
+    """Calls a function on another worker and returns a future of its result at once.
 
-    Errors in the arguments are raised here, those of the call by the future. A call to a
-    worker that has not joined its dynamic group yet is made when it joins, within the
-    timeout; its arguments are taken then.
+    For ``to``, ``func``, ``args``, ``kwargs``, ``timeout`` and ``retry`` see :func:`rpc_sync`.
+    Errors in the arguments are raised here, those of the call by the future's ``wait()``. A
+    call to a worker that has not joined its dynamic group yet is made when it joins, within
+    the timeout; its arguments are taken then.
+
+    Example::
+
+        futures = [rpc.rpc_async(worker, torch.ones, (2,)) for worker in ("ps0", "ps1")]
+        total = sum(future.wait() for future in futures)
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs, retry)
@@ -320,7 +326,10 @@ new_method = method_factory("to_here", RRef.to_here.__doc__)
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """The ``WorkerInfo`` of a worker, by name or id; of this one without an argument.
+    """Returns the :class:`rpc.WorkerInfo` of a worker.
+
+    Args:
+        worker_name: name or id of the worker; default this one.
 
     Raises:
         UnknownWorkerError: there is no such worker.
@@ -397,7 +406,11 @@ def _set_rpc_timeout(seconds: float) -> None:
     """Changes the default timeout of calls made from now on.
 
     Args:
-        seconds: 0 for none; so does a billion or more.
+        seconds: 0 for no limit; a billion or more means the same.
+
+    Raises:
+        TypeError: ``seconds`` is no number.
+        ValueError: ``seconds`` is negative.
     """
     seconds = deadlines.seconds_of(seconds, "rpc_timeout")
     if not seconds >= 0:

@@ -107,7 +107,11 @@ def ours(backend: object) -> BackendType:
 
 
 def backend_registered(backend_name: str) -> bool:
-    """True if a backend of that name exists."""
+    """True if a backend of that name exists.
+
+    Args:
+        backend_name: such as ``"TENSORWIRE"``.
+    """
     return backend_name in BackendType.__members__
 
 
@@ -157,7 +161,13 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """Makes the options of a backend; ``kwargs`` are its own.
+    """Makes the options of a backend.
+
+    Args:
+        backend: the backend, a member of :class:`rpc.BackendType`.
+        rpc_timeout: seconds a call may take. Default 60.
+        init_method: where the group's store is. Default ``"env://"``.
+        kwargs: the other arguments of the backend's options.
 
     Raises:
         TypeError: ``backend`` is none, or what it makes are no options.
@@ -179,6 +189,14 @@ def init_backend(
     rpc_backend_options: RpcBackendOptions,
 ) -> Agent:
     """Forms the group over ``backend`` and returns this worker's agent.
+
+    Args:
+        backend: the backend, a member of :class:`rpc.BackendType`.
+        store: where the workers of the group meet.
+        name: of this worker.
+        rank: this worker's id.
+        world_size: number of workers; None for a dynamic group.
+        rpc_backend_options: options that fit the backend.
 
     Raises:
         TypeError: ``backend`` is none, or what it returns is no agent.

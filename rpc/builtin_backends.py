@@ -30,7 +30,7 @@ _logger = logging.getLogger("rpc")
 
 
 class TensorPipeAgent(Agent):
-    """A worker connected by TENSORPIPE."""
+    """A worker connected by TENSORPIPE; ``init_rpc`` makes it. See :class:`rpc.RpcAgent`."""
 
 
 def register_builtin_backends() -> None:

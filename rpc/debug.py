@@ -42,7 +42,11 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Lets debug info tell how long a thread of this worker waits for the interpreter lock."""
+    """Lets debug info tell how long a thread of this worker waits for the interpreter lock.
+
+    Args:
+        flag: True to measure from now on, False to stop.
+    """
     current_agent().gil_profiling = flag
 
 

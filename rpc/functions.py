@@ -57,6 +57,9 @@ def idempotent(fn: Callable[P, T]) -> Callable[P, T]:
     Only such functions can be called with ``retry=``. Order among other decorators
     does not matter.
 
+    Args:
+        fn: the function.
+
     Raises:
         TypeError: the function cannot be marked, as it is built in; wrap it in one of
             your own.

@@ -239,7 +239,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     @property
     def link_resume_timeout(self) -> float:
-        """Seconds within which a connection that broke is opened again; 0: it never is."""
+        """Seconds within which a connection that broke is opened again; with 0 it never is."""
         return self._link_resume_timeout
 
     @link_resume_timeout.setter

@@ -178,7 +178,11 @@ def apart(function: Callable[[T], None], argument: T) -> None:
 
 
 class Tracing:
-    """The extension that carries traces; see :class:`rpc.extensions.CallExtension`."""
+    """The call extension that records traces, one object for each worker.
+
+    Args:
+        agent: the worker whose calls it records.
+    """
 
     name: ClassVar[str] = "rpc.tracing"
 

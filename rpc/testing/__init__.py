@@ -64,7 +64,15 @@ def connect(
     options: AgentOptions | None = None,
     transport: Callable[[], Transport] | None = None,
 ) -> list[Agent]:
-    """Starts one agent per name, all connected to each other; see :func:`local_group`."""
+    """Starts one agent per name, all connected to each other.
+
+    Whoever calls this ends each with ``agent.shutdown(graceful=False)``. For the arguments,
+    and for a group that ends by itself, see :func:`local_group`.
+
+    Raises:
+        TypeError: ``options`` are of another kind, such as those of ``init_rpc``.
+        ValueError: a name is given twice.
+    """
     _require_different(names)
     if not isinstance(options, AgentOptions | None):
         raise TypeError(f"options={options!r} are a {type(options).__name__}, not AgentOptions")

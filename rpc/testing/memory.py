@@ -36,10 +36,16 @@ _logger = logging.getLogger("rpc")
 
 
 class NetworkScript(Protocol):
-    """Decides the fate of each frame."""
+    """Decides the fate of each frame; an object of yours with this method will do."""
 
     def delay(self, source: int, destination: int, frame: Frame) -> float | None:
-        """Seconds until delivery; None drops the frame."""
+        """Returns the seconds until ``frame`` is delivered, or None to drop it.
+
+        Args:
+            source: id of the worker that sends it.
+            destination: id of the worker that it is for.
+            frame: what is sent, with ``header``, ``payload`` and ``tensors``.
+        """
 
 
 class _Prompt:
@@ -165,7 +171,11 @@ class MemoryHub:
 
 
 class MemoryTransport:
-    """One worker's end of a :class:`MemoryHub`; see ``base.Transport``."""
+    """One worker's connection to the others through memory.
+
+    Args:
+        hub: the network that it belongs to; ``hub.transport()`` makes one.
+    """
 
     inline_handlers: ClassVar[int] = 0
     inline_completions: ClassVar[int] = 0
