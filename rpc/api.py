@@ -7,6 +7,7 @@ for it changes its imports and nothing else.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import operator
 import os
@@ -25,7 +26,7 @@ from rpc.calls.gathering import AllGatherStates as AllGatherStates
 from rpc.calls.gathering import all_gather as _all_gather
 from rpc.calls.gathering import barrier as _barrier  # noqa: F401  (programs call rpc.api._barrier)
 from rpc.calls.retrying import require_retriable
-from rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpc.current import (
     current_agent,
     find_agent,
@@ -37,6 +38,7 @@ from rpc.current import (
 )
 from rpc.errors import RpcError
 from rpc.functions import is_async_execution
+from rpc.group.environment import find_place
 from rpc.group.events import MembershipEvent
 from rpc.group.store import open_store
 from rpc.internal import (
@@ -75,7 +77,7 @@ def is_available() -> bool:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -86,8 +88,14 @@ def init_rpc(
     Returns once all ``world_size`` workers are there. Without a ``world_size``, given
     or in the environment, the group is dynamic: workers join and leave at any time.
 
+    Without a name, everything that is not given comes from the launcher: rpcrun, torchrun,
+    Slurm's srun, or mpirun (Open MPI, MPICH and others that speak PMI). A worker of rpcrun
+    joins a dynamic group under the name of its seat, such as ``trainer:3``; the others are
+    called ``worker:RANK``, or after the role that torchrun was given.
+
     Args:
         name: unique in the group; letters, digits, ``-``, ``_``, ``:``, at most 127.
+            Default what the launcher says.
         backend: how workers are connected; default what the options are for, or
             the environment variable ``RPC_BACKEND``, or ``TENSORPIPE``.
         rank: this worker's id, 0 to ``world_size - 1``; default, with ``env://``,
@@ -97,9 +105,15 @@ def init_rpc(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the value of an argument, or of ``RPC_BACKEND``, cannot be.
+        ValueError: the value of an argument, or of ``RPC_BACKEND``, cannot be; or there is
+            no name and no launcher, or a variable that it should have set is missing.
         BringUpError: workers are missing or disagree; says which and how.
         RuntimeError: RPC is initialized already, or the name is not unique.
+
+    Example::
+
+        rpc.init_rpc()  # under rpcrun, torchrun, srun or mpirun
+        rpc.init_rpc("worker0", rank=0, world_size=2)
     """
     register_builtin_backends()
     backend = None if backend is None else ours(backend)
@@ -108,18 +122,33 @@ def init_rpc(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
             f"{rpc_backend_options!r}{leftovers.remedy(rpc_backend_options)}"
         )
-    if not isinstance(name, str):
+    if not isinstance(name, str | None):
         raise TypeError(f"name={name!r} is a {type(name).__name__}, not a str")
     rank = _whole_number("rank", rank)
     world_size = None if world_size is None else _whole_number("world_size", world_size)
-    WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or construct_rpc_backend_options(chosen)
+    if name is None:
+        place = find_place(os.environ)
+        name = place.name
+        rank = place.rank if rank < 0 else rank
+        world_size = place.world_size if world_size in (None, -1) else world_size
+        options = _meeting_at(options, place.init_method)
+    WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     with joining():
         found = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
         store, rank, size = found
         keep_store(store)
         _init_rpc_backend(chosen, store, name, rank, size, options)
+
+
+def _meeting_at(options: RpcBackendOptions, init_method: str) -> RpcBackendOptions:
+    """The options with the launcher's meeting place, unless the program named one itself."""
+    if options.init_method != DEFAULT_INIT_METHOD:
+        return options
+    options = copy.copy(options)
+    options.init_method = init_method
+    return options
 
 
 def _whole_number(argument: str, value: SupportsIndex) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc
+from torch.distributed import TCPStore
 
 import rpc
 from rpc import api, current
@@ -275,3 +276,22 @@ def test_the_states_of_a_gathering_begin_as_in_the_original() -> None:
 def test_no_reference_is_made_of_plain_data() -> None:
     with pytest.raises(RpcError, match="cannot be made of tuple data: it arrives only in"):
         rpc.RRef._deserialize((0, 0, 0))
+
+
+def test_init_rpc_without_arguments_takes_the_seat_that_rpcrun_gave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for kept in ("store", "joined"):
+        monkeypatch.setattr(current._Process, kept, getattr(current._Process, kept))
+    monkeypatch.setenv("RPC_WORKER_NAME", "trainer:3")
+    monkeypatch.setenv("RPC_WORKER_ID", "7")
+    monkeypatch.setenv("RPC_INIT_METHOD", f"tcp://127.0.0.1:{store.port}")
+    monkeypatch.setenv("RPC_BACKEND", "TENSORWIRE")
+    monkeypatch.setenv("WORLD_SIZE", "9")  # of all seats, which need not be taken
+    rpc.init_rpc()
+    try:
+        assert rpc.get_worker_info() == rpc.WorkerInfo("trainer:3", 7)
+        assert rpc.rpc_sync("trainer:3", torch.add, (1, 2)) == 3
+    finally:
+        rpc.shutdown()
