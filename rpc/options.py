@@ -15,7 +15,6 @@ import torch
 from rpc.constants import (
     DEFAULT_BRING_UP_TIMEOUT_SEC,
     DEFAULT_INIT_METHOD,
-    DEFAULT_LINK_RESUME_TIMEOUT_SEC,
     DEFAULT_LIVENESS_TIMEOUT_SEC,
     DEFAULT_MAX_BYTES_IN_FLIGHT,
     DEFAULT_NUM_WORKER_THREADS,
@@ -129,6 +128,9 @@ class RpcBackendOptions:
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Options of the TENSORPIPE backend.
 
+    A worker whose connection breaks is lost at once: torch never opens it again. Of the
+    backends here only TENSORWIRE does, see ``link_resume_timeout`` of its options.
+
     Args:
         num_worker_threads: handlers that run at the same time. Default 16.
         rpc_timeout: see :class:`RpcBackendOptions`.
@@ -139,11 +141,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         bring_up_timeout: see :class:`RpcBackendOptions`.
         shutdown_timeout: see :class:`RpcBackendOptions`.
         liveness_timeout: see :class:`RpcBackendOptions`.
-        link_resume_timeout: seconds within which a connection that broke while both ends
-            live is opened again; then everything goes on where it stopped, and nothing is
-            lost or repeated. A worker that cannot be reached for so long is lost; one whose
-            process is gone is lost at once. 0, at either end: every connection that breaks
-            is a loss. Default 5.
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers of
             this host; what finds no room there goes through torch. 0: everything does, in
             both directions. Default 1 GiB.
@@ -152,8 +149,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             counted apart, and one that is larger than the bound travels alone. Likewise on
             the replies to one worker that carry tensors or more than 16 KiB, do not go
             through shared memory, and have not arrived: beyond it a function that ended
-            waits to reply, and keeps its thread. (Not where ``link_resume_timeout`` is 0.)
-            Default 32 MiB.
+            waits to reply, and keeps its thread. Default 32 MiB.
         when_full: what a call does at that bound. Default wait.
         _transports: torch's names, best first. Default torch's choice; ``["uv"]``, which is
             TCP, in a dynamic group, as torch keeps what a peer in shared memory took, and
@@ -186,7 +182,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
-        link_resume_timeout: float = DEFAULT_LINK_RESUME_TIMEOUT_SEC,
         shared_memory: int = DEFAULT_SHARED_MEMORY_BYTES,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         when_full: WhenFull = WhenFull.BLOCK,
@@ -203,7 +198,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [] if devices is None else devices
         self._transports = _names("_transports", _transports, _TRANSPORTS)
         self._channels = _names("_channels", _channels, _CHANNELS)
-        self.link_resume_timeout = link_resume_timeout
         self.shared_memory = shared_memory
         self.max_bytes_in_flight = max_bytes_in_flight
         self.when_full = when_full
@@ -236,15 +230,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         if not isinstance(choice, WhenFull):
             raise _wrong_type("when_full", choice, "WhenFull.BLOCK or WhenFull.RAISE")
         self._when_full = choice
-
-    @property
-    def link_resume_timeout(self) -> float:
-        """Seconds within which a connection that broke is opened again; with 0 it never is."""
-        return self._link_resume_timeout
-
-    @link_resume_timeout.setter
-    def link_resume_timeout(self, seconds: float) -> None:
-        self._link_resume_timeout = _seconds("link_resume_timeout", seconds)
 
     @property
     def num_worker_threads(self) -> int:

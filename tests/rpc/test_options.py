@@ -96,15 +96,9 @@ class TestValues:
         with pytest.raises(error, match=f"num_worker_threads={value}"):
             TensorPipeRpcBackendOptions(num_worker_threads=value)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize(
-        ("value", "error"), [(-1, ValueError), (float("inf"), ValueError), (None, TypeError)]
-    )
-    def test_a_break_may_last_a_number_of_seconds(
-        self, value: object, error: type[Exception]
-    ) -> None:
-        assert TensorPipeRpcBackendOptions().link_resume_timeout == 5.0
-        with pytest.raises(error, match=f"link_resume_timeout={value}"):
-            TensorPipeRpcBackendOptions(link_resume_timeout=value)  # type: ignore[arg-type]
+    def test_tensorpipe_opens_no_connection_again(self) -> None:
+        with pytest.raises(TypeError, match="link_resume_timeout"):
+            TensorPipeRpcBackendOptions(link_resume_timeout=5.0)  # type: ignore[call-arg]
 
     def test_transports_are_a_list_of_names(self) -> None:
         with pytest.raises(TypeError, match="_transports='uv'"):

@@ -65,14 +65,6 @@ def play_store(seed: int) -> object:
     return None
 
 
-def play_pipes(seed: int) -> object:
-    """Calls over TensorPipe whose pipes break; and how one pipe is replaced."""
-    games = load(_RPC / "transports", "tensorpipe_games")
-    games.check_calls(seed)
-    games.check_mending(seed)
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """A module that is mutated, and the unit tests that are its own.
@@ -109,12 +101,6 @@ TARGETS = (
     Target("rpc.protocol.retry", "Attempts", ("rpc/protocol/test_retry.py",), (play_attempts,)),
     Target("rpc.protocol.cancellation", None, ("rpc/protocol/test_cancellation.py",)),
     Target("rpc.protocol.resumption", None, ("rpc/protocol/test_resumption.py",)),
-    Target(
-        "rpc.transports.tensorpipe.ledger",
-        None,
-        ("rpc/transports/tensorpipe/test_ledger.py",),
-        (play_pipes,),
-    ),
     Target("rpc.protocol.liveness", None, ("rpc/protocol/test_liveness.py",), (play_silence,)),
     Target("rpc.group.watch", None, ("rpc/group/test_watch.py",), (play_silence,)),
     Target("rpc.group.loss_reports", None, ("rpc/group/test_loss_reports.py",), (play_silence,)),

@@ -1,67 +1,47 @@
-"""Answers the calls that one TensorPipe transport took.
-
-What to answer, and when, is for others to know; this is how.
-"""
+"""Answers the calls that one TensorPipe transport took."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.tensorpipe import wire as wire
-from rpc.transports.tensorpipe.ledger import Again, AnswerFuture
-from rpc.transports.tensorpipe.links import Link
-from rpc.transports.tensorpipe.torch_agent import Leaving
-from rpc.transports.tensorpipe.wire import Answer, Envelope, Sender
+from rpc.transports.tensorpipe import wire
+from rpc.transports.tensorpipe.links import PeerLink
+from rpc.transports.tensorpipe.outstanding import AnswerFuture
+from rpc.transports.tensorpipe.torch_agent import UnsentAnswers
+from rpc.transports.tensorpipe.wire import Envelope, SenderId, TorchAnswer
 
 
 class Answers:
     """Gives answers.
 
     Args:
-        sender: who gives them.
+        sender: this worker, which gives them.
     """
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: SenderId) -> None:
         self._sender = sender
-        self._leaving = Leaving()
+        self._unsent = UnsentAnswers()
 
-    def make(
-        self, kind: int, payload: str | bytes = b"", number: int = 0, attempt: int = 0
-    ) -> Answer:
-        """An answer without a frame.
+    def make(self, kind: int, payload: str | bytes = b"", number: int = 0) -> TorchAnswer:
+        """Returns an answer without a frame.
 
         Args:
-            kind: one of ``tensorpipe_wire``'s.
+            kind: one of those in ``wire``.
             payload: what it says.
-            number: which of the other's calls it answers.
-            attempt: which of the other's attempts at a pipe.
+            number: the number of the call that it answers; 0 if it has none.
         """
         data = payload.encode() if isinstance(payload, str) else payload
-        envelope = self._sender.envelope(kind, 0, number, attempt)
-        return Answer(*wire.pack(envelope, Frame(FrameKind.NOTICE, 0, b"", data)))
+        envelope = self._sender.envelope(kind, 0, number)
+        return TorchAnswer(*wire.pack(envelope, Frame(FrameKind.NOTICE, 0, b"", data)))
 
-    def give_reply(self, link: Link, request: Envelope, future: AnswerFuture, frame: Frame) -> None:
+    def give_reply(
+        self, link: PeerLink, request: Envelope, future: AnswerFuture, frame: Frame
+    ) -> None:
         """Answers a request of a peer's with a frame."""
         me, life = self._sender
         envelope = Envelope(FrameKind.REPLY, me, life, request.correlation, request.number)
-        future.set_result(Answer(*wire.pack(envelope, frame, link.replies_lent_from)))
-
-    def give_again(
-        self,
-        link: Link,
-        request: Envelope,
-        future: AnswerFuture,
-        again: Again,
-        reply: Frame | None,
-    ) -> None:
-        """Answers a request that was taken before, unless its handler is to answer it."""
-        if reply is not None:
-            self.give_reply(link, request, future, reply)
-        elif again is Again.FORGOTTEN:
-            future.set_result(self.make(wire.FORGOTTEN, b"", request.number))
-        elif again is Again.STALE:
-            future.set_result(self.make(wire.DONE))
+        future.set_result(TorchAnswer(*wire.pack(envelope, frame, link.replies_lent_from)))
 
     def give(self, futures: Iterable[AnswerFuture], kind: int, reason: str = "") -> None:
         """Answers calls that have no number."""
@@ -75,22 +55,22 @@ class Answers:
         for envelope, future in asked:
             future.set_result(self.make(kind, reason, envelope.number))
 
-    def turn_away(
+    def refuse(
         self,
         asked: Iterable[tuple[Envelope, AnswerFuture]],
         lifelines: Iterable[AnswerFuture],
         reason: str,
     ) -> None:
-        """Refuses all that waits for an answer, and ends the lifelines, for one reason."""
+        """Refuses requests that wait for an answer, and ends lifelines, for one reason."""
         self.give_asked(asked, wire.REFUSED, reason)
         self.give(lifelines, wire.LIFELINE, reason)
 
     def give_visibly(self, future: AnswerFuture, kind: int, payload: bytes) -> None:
         """Answers, and lets :meth:`wait` see when the answer has left."""
         answer = self.make(kind, payload)
-        answer.tensors.append(self._leaving.sign())
+        answer.tensors.append(self._unsent.sign())
         future.set_result(answer)
 
     def wait(self, deadline: float) -> None:
         """Waits until what was given visibly has left, at most until then (monotonic clock)."""
-        self._leaving.wait(deadline)
+        self._unsent.wait(deadline)

@@ -1,17 +1,16 @@
-"""What a TensorPipe transport knows of one peer, and when two workers have parted.
+"""The state of one peer of a TensorPipe transport, its close handshake included. Sans-IO.
 
-Pure bookkeeping: no torch calls, no locks. Futures are only stored and returned.
-The calls in both directions, and how they outlive a pipe, are ``tensorpipe_ledger``'s.
+Makes no calls and takes no locks. Futures are only stored and returned. The calls in both
+directions are counted by ``outstanding``.
 
-Parting: a worker that leaves says farewell, and how many frames it sent before.
-The other side starts no call to it any more, and confirms when all those frames
-were taken and none of its own calls is under way. When both leave at once their
-farewells cross, and each would wait for the other: the worker with the lower id
-then confirms although its farewell is still out, and says so, and the other
-stays until it has confirmed that one too. Lifelines are not counted: the leaver
-answers them last. If it has given up waiting for the other by then, as a handler of
-its own does not end and so a call of the other's is not answered, it says so with
-that answer, and the other does not wait for it either.
+Close handshake: a worker that leaves sends CLOSE with the number of calls that it made. The
+peer begins no call to it any more, and confirms when all those calls were taken and none of
+its own is under way. When both leave at once their CLOSE calls cross, and each would wait for
+the other: the worker with the lower id then confirms although its own CLOSE is not confirmed
+yet, and says so, and the other stays until it has confirmed that one too. Lifelines are not
+counted: the worker that leaves answers them last. If it gives up waiting for the peer, because
+a handler does not end and so a call of the peer's is not answered, it says so with that answer,
+and the peer does not wait for it either.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
 from rpc.ids import Life
-from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
 from rpc.transports.tensorpipe.device_readiness import Readiness
-from rpc.transports.tensorpipe.ledger import AnswerFuture, Call, Calls, Mending, Served
+from rpc.transports.tensorpipe.outstanding import AnswerFuture, Call, SentCalls, TakenCalls
 from rpc.transports.tensorpipe.shared_tensors import SharedTensors, nothing_shared
-from rpc.transports.tensorpipe.wire import AGAIN, LIFELINE, Envelope, lent_from
+from rpc.transports.tensorpipe.wire import LIFELINE, Envelope, lent_from
 
 if TYPE_CHECKING:
     from torch._C import _distributed_rpc as torch_rpc
@@ -39,11 +37,11 @@ _CLOSE_SECONDS = 300e-6
 _BURST_FROM = 8
 _BATCH_BYTES = 1 << 18
 
-CROSSED = b"a farewell of mine is still to come"
+CROSSED = b"a close of mine is still to be confirmed"
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class PeerLink:
     """One life of a peer.
 
     Frames that need not leave at once wait in ``outbox`` while a batch of them is under
@@ -52,56 +50,50 @@ class Link:
     its own whose answer could carry the reply, which comes as a frame of the other side.
 
     Args:
-        peer: who it is.
-        route: what torch calls it; None while its pipe is broken, and calls wait.
+        peer: name, id, incarnation and address.
+        route: torch's name and id for it.
         precedes_me: its id is lower than ours.
-        requests: our devices to its devices, for what we ask.
-        replies: our devices to its devices, for what we answer.
-        calls: what we call it with.
-        served: what it calls us with.
-        seconds: how long its pipe may be broken; 0 if it may not.
+        requests: our devices to its devices, for our requests.
+        replies: our devices to its devices, for our replies.
         shared: large tensors, if it is on this host.
         window: bounds the requests to it that are under way.
-        reply_window: bounds the replies to it that no receipt has named yet.
+        reply_window: bounds the large replies to it that no receipt has named yet.
         loopback: the way to it if it is this worker itself, and torch is not needed.
+        calls: our calls to it.
+        taken: its calls to us.
     """
 
     peer: Peer
-    route: torch_rpc.WorkerInfo | None
+    route: torch_rpc.WorkerInfo
     precedes_me: bool
     requests: DeviceMap
     replies: DeviceMap
-    calls: Calls
-    served: Served
-    seconds: float = 0.0
     shared: SharedTensors = field(default_factory=nothing_shared)
     window: FlowWindow = field(default_factory=FlowWindow)
     reply_window: FlowWindow = field(default_factory=FlowWindow)
     loopback: Loopback | None = None
+    calls: SentCalls = field(default_factory=SentCalls)
+    taken: TakenCalls = field(default_factory=TakenCalls)
 
     life: Life = field(init=False)
     requests_lent_from: int = field(init=False)
-    """The size from which what we call it with may travel as a tensor."""
+    """The size from which payloads of our requests may travel as a tensor."""
     replies_lent_from: int = field(init=False)
-    """And what we answer."""
+    """The size from which payloads of our replies may travel as a tensor."""
     readiness: Readiness = field(default_factory=Readiness)
-    """Whether its devices can take what we ask."""
+    """Whether its devices can take the tensors of our requests."""
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
     reported: bool = False
-    """The receiver knows that it is lost."""
+    """The receiver was told of its loss."""
     broken: bool = False
     """Its pipe is gone too, so that nothing comes from it either."""
     watched: bool = False
     """Our lifeline to it was opened."""
     lifeline_open: bool = False
-    """And it did not end yet."""
-    epoch: ReconnectEpoch = field(default_factory=ReconnectEpoch)
-    """Which attempt at a pipe is in place."""
-    mending: Mending | None = None
-    """How its broken pipe is being replaced."""
-    lifeline: tuple[int, AnswerFuture] | None = None
-    """Its call that we answer when we leave, and the attempt at a pipe that it came by."""
+    """Our lifeline to it has not ended yet."""
+    lifeline: AnswerFuture | None = None
+    """Its lifeline to us, a call that we answer when we leave."""
     loose: set[int] = field(default_factory=set)
     """Its requests that came in batches and wait for our reply."""
     outbox: deque[Frame] = field(default_factory=deque)
@@ -111,21 +103,22 @@ class Link:
     """Our last requests of which each followed the one before it closely."""
     last_request: float = 0.0
 
-    said_farewell: bool = False
-    confirmed: bool = False
-    """It confirmed our farewell."""
-    awaits_another: bool = False
-    """It confirmed, but a farewell of its own is still to come."""
-    will_say_farewell: bool = False
-    """It refused a call because it is leaving."""
-    farewell: AnswerFuture | None = None
-    """Its farewell, not confirmed yet."""
+    close_sent: bool = False
+    """We told it that we leave."""
+    close_confirmed: bool = False
+    """It confirmed that."""
+    crossed: bool = False
+    """It confirmed, but its own CLOSE is still to be confirmed."""
+    will_close: bool = False
+    """It refused a call because it leaves."""
+    close_request: AnswerFuture | None = None
+    """Its CLOSE, not confirmed yet."""
     announced: int = 0
-    """How many frames it sent before its farewell."""
+    """How many calls it made before its CLOSE."""
     parted: bool = False
-    """Its farewell was confirmed."""
+    """We confirmed its CLOSE."""
     left: bool = False
-    """It closed, whether all was confirmed or not; nothing is answered any more."""
+    """It closed, whether all was confirmed or not; it answers nothing any more."""
 
     def __post_init__(self) -> None:
         self.life = self.peer.life
@@ -137,57 +130,42 @@ class Link:
         """The peer's name."""
         return self.peer.info.name
 
-    def take(self, envelope: Envelope, frame: Frame, future: AnswerFuture | None) -> bool:
-        """Takes a call of the peer; False if it was taken before, or asks for an old reply."""
-        kind = envelope.kind
-        if kind == LIFELINE:
-            if future is not None and (
-                self.lifeline is None or self.lifeline[0] <= envelope.attempt
-            ):
-                self.lifeline = envelope.attempt, future
+    def take(self, envelope: Envelope, future: AnswerFuture | None) -> bool:
+        """Takes a call of the peer; False if its number was taken before."""
+        if envelope.kind == LIFELINE:
+            self.lifeline = future
             return True
-        if kind == AGAIN:
-            return False
-        return self.served.take(envelope, frame, None if self.broken else future)
+        return self.taken.take(envelope, None if self.broken else future)
 
     def take_asked(self) -> list[tuple[Envelope, AnswerFuture]]:
         """Removes its requests that wait for our reply; returns those that can be answered."""
         self.loose.clear()
-        return self.served.take_asked()
+        return self.taken.take_asked()
 
     def awaits(self, correlation: int) -> bool:
-        """Whether a request of it waits for our reply."""
-        return correlation in self.served.asked or correlation in self.loose
+        """Returns whether a request of it waits for our reply."""
+        return correlation in self.taken.asked or correlation in self.loose
 
-    def key_of_reply(self, correlation: int) -> int:
-        """What a reply counts under: the number of its request, which a receipt will name.
-
-        A request that came in a batch has none. Its reply is a call of our own, and counts
-        until that has come back.
-        """
-        held = self.served.asked.get(correlation)
-        return ~correlation if held is None else held[0].number
-
-    def took(self, call: Call) -> None:
-        """It took a call of ours."""
-        kind, frame = call
+    def was_answered(self, call: Call) -> None:
+        """Notes that it answered a call of ours; a reply that came as a call has arrived."""
+        kind, correlation = call
         if kind == FrameKind.REPLY:
-            self.reply_window.release(~frame.correlation)
+            self.reply_window.release(correlation)
 
     def close_windows(self) -> None:
-        """Nothing comes back any more: nobody is to wait for it."""
+        """Lets nobody wait for room any more, as nothing comes back."""
         self.window.close()
         self.reply_window.close()
         self.readiness.close()
 
     def take_loose(self, correlation: int) -> bool:
-        """Whether a frame of ours is to answer a request; at most once."""
+        """Returns whether a frame of ours is to answer a request that came in a batch; once."""
         owed = correlation in self.loose and self.lost is None
         self.loose.discard(correlation)
         return owed
 
     def in_burst(self, now: float) -> bool:
-        """Whether a request of ours is one of many in a short time, which may wait for company.
+        """Returns whether a request of ours is one of many in a short time, which may wait.
 
         Args:
             now: seconds on any steady clock.
@@ -201,7 +179,7 @@ class Link:
     def take_lifelines(self) -> list[AnswerFuture]:
         """Removes and returns its lifeline."""
         lifeline, self.lifeline = self.lifeline, None
-        return [] if lifeline is None else [lifeline[1]]
+        return [] if lifeline is None else [lifeline]
 
     def take_batch(self) -> list[Frame]:
         """Takes the frames to send next, under way from now on; none while others are."""
@@ -217,12 +195,12 @@ class Link:
         return batch
 
     def lifeline_ended(self, reason: str) -> None:
-        """It answered our lifeline."""
+        """Notes that it answered our lifeline."""
         self.lifeline_open = False
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """Nothing can be sent to it any more."""
+        """Notes that nothing can be sent to it any more."""
         if self.lost is None:
             self.lost = reason
             self.shared.stop_sending()
@@ -230,80 +208,44 @@ class Link:
         self.outbox.clear()
 
     def break_off(self, reason: str) -> None:
-        """The pipe is gone, and with it all that was under way on it."""
+        """Notes that its pipe broke, and forgets all that was under way on it."""
         self.lose(reason)
         self.broken = True
-        self.mending = None
         self.batch_under_way = False
         self.lifeline = None
-        self.farewell = None
+        self.close_request = None
         self.calls.forget()
         self.take_asked()
-        self.served.forget()
 
-    def mend(self, now: float, reason: str) -> Mending | None:
-        """Its pipe broke; returns how it is to be replaced, if it may be."""
-        if not self.seconds or self.lost is not None or self.said_farewell:
-            return None
-        self.epoch.broke(now, reason)
-        self.route = None
-        self.lifeline_open = False
-        self.mending = Mending(self.epoch, self.seconds, now)
-        return self.mending
-
-    def is_whole(self, attempt: int) -> bool:
-        """Whether that attempt's pipe is in place."""
-        return self.epoch.attempt == attempt and self.epoch.since is None
-
-    def begin_pipe(self, attempt: int) -> None:
-        """Another pipe is in place; calls wait until those before them have been made on it."""
-        self.epoch.joined(attempt)
-        self.mending = None
-        self.watched = self.lifeline_open = True
-
-    def abandon_pipe(self) -> None:
-        """It leaves while its pipe is broken: what was under way to it there is dropped."""
-        self.mending = None
-        self.batch_under_way = self.lifeline_open = False
-        self.calls.forget()
-
-    def forget_contents(self) -> None:
-        """It is no peer any more; what was kept for another pipe is not needed."""
-        self.close_windows()
-        self.mending = None
-        self.seconds = 0.0
-        self.calls.forget_contents()
-        self.served.forget()
-
-    def say_farewell(self) -> None:
-        """We leave. Only the worker with the higher id counts its farewell as under way."""
-        self.said_farewell = True
+    def send_close(self) -> None:
+        """Notes that we leave. Only the worker with the higher id counts its CLOSE as under way."""
+        self.close_sent = True
         if self.precedes_me:
             self.calls.under_way += 1
 
-    def farewell_confirmed(self, message: bytes) -> None:
-        """Its answer to our farewell arrived."""
-        self.confirmed = True
-        self.awaits_another = message == CROSSED
+    def close_was_confirmed(self, message: bytes) -> None:
+        """Takes its answer to our CLOSE."""
+        self.close_confirmed = True
+        self.crossed = message == CROSSED
         if self.precedes_me:
             self.calls.under_way -= 1
 
     def take_due_confirmation(self) -> tuple[AnswerFuture, bytes] | None:
-        """Removes its farewell once it can be confirmed; returns it with what to say."""
-        if self.farewell is None or self.calls.under_way > 0:
+        """Removes its CLOSE once it can be confirmed; returns it with what to say."""
+        if self.close_request is None or self.calls.under_way > 0:
             return None
-        if self.served.delivered < self.announced:
+        if self.taken.delivered < self.announced:
             return None
-        due, self.farewell, self.parted = self.farewell, None, True
-        return due, CROSSED if self.said_farewell and not self.confirmed else b""
+        due, self.close_request, self.parted = self.close_request, None, True
+        return due, CROSSED if self.close_sent and not self.close_confirmed else b""
 
     def is_finished(self) -> bool:
-        """Whether neither side reads from the other any more, if one of them left."""
+        """Returns whether neither side reads from the other any more, if one of them left."""
         if self.broken or self.left:
             return True
-        if self.farewell is not None or (self.said_farewell and not self.confirmed):
+        if self.close_request is not None or (self.close_sent and not self.close_confirmed):
             return False
-        if self.awaits_another and not self.parted:
+        if self.crossed and not self.parted:
             return False
-        leaves = self.said_farewell or self.parted or self.will_say_farewell
+        leaves = self.close_sent or self.parted or self.will_close
         return not (leaves and self.lifeline_open)

@@ -27,7 +27,7 @@ _STAY_LOCKED = 0
 _SECONDS_TO_MEET = 0.5
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What is known of the running thread."""
 
     kept: bool = False
@@ -42,7 +42,7 @@ class PoolThreads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._here = _Here()
+        self._here = _ThreadState()
         self._over = False
         self._kept: set[int] = set()  # changed in single steps, so without a lock
         self._gate = threading.Barrier(count)

@@ -1,9 +1,9 @@
-"""Lets threads that poll without a pause run in short turns.
+"""Shortens the time slices of threads that poll without a pause.
 
-torch's reactor looks for messages and never sleeps. Where there are no more cores than
-reactors, whoever wakes to act on a message waits until a reactor's turn is over, which is
-milliseconds by default. Since version 6.12 Linux lets a thread have turns of its own
-length (the runtime of ``sched_setattr``, see sched(7)); before, it takes no notice.
+torch's reactor polls for messages and never sleeps. Where there are no more cores than
+reactors, a thread that wakes to act on a message waits until a reactor's time slice is over,
+which takes milliseconds by default. Since version 6.12 Linux lets a thread have time slices of
+its own length (the runtime of ``sched_setattr``, see sched(7)); before, it takes no notice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 SHORTEST_SECONDS: Final = 100e-6
-"""The shortest turn that Linux grants."""
+"""The shortest time slice that Linux grants."""
 
 _REACTOR: Final = "TP_SHM_reactor"
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
@@ -25,12 +25,12 @@ _ORDINARY: Final = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 _system: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def shorten(thread: int, seconds: float = SHORTEST_SECONDS) -> None:
-    """Asks for short turns for a thread of this process; all else stays as it is.
+def shorten_slice(thread: int, seconds: float = SHORTEST_SECONDS) -> None:
+    """Asks the system for short time slices for a thread of this process.
 
     Args:
-        thread: what the system calls it.
-        seconds: how long a turn is to be.
+        thread: the system's id of it.
+        seconds: how long a time slice is to be.
 
     Raises:
         OSError: the system refuses.
@@ -41,8 +41,8 @@ def shorten(thread: int, seconds: float = SHORTEST_SECONDS) -> None:
         _call(0, thread, ctypes.create_string_buffer(attributes), 0)
 
 
-def seconds_of(thread: int) -> float:
-    """How long a thread's turns are, where the system says so; 0.0 if it does not.
+def slice_seconds(thread: int) -> float:
+    """Returns how long a thread's time slices are; 0.0 where the system does not say so.
 
     Raises:
         OSError: the system refuses.
@@ -51,7 +51,7 @@ def seconds_of(thread: int) -> float:
 
 
 def reactors() -> list[int]:
-    """The threads of this process that poll without a pause."""
+    """Returns the threads of this process that poll without a pause."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -73,7 +73,9 @@ def _call(which: int, *arguments: object) -> None:
     """``sched_setattr`` or ``sched_getattr``, for which the C library has no functions."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        raise OSError(f"which calls set the turns of threads on {platform.machine()} is not known")
+        raise OSError(
+            f"which calls set the time slices of threads on {platform.machine()} is not known"
+        )
     if _system.syscall(numbers[which], *arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -1,7 +1,7 @@
-"""What one TensorPipe transport sends: which frame takes which way, and when it may.
+"""Sends the frames of one TensorPipe transport: chooses how each travels, and when it may.
 
-Owns no state of its own: links are the roster's, calls the caller's. What comes
-back from a call, and what peers send, is taken by ``tensorpipe``.
+Owns no state: the links are the peers', calls the caller's. What comes back from a call, and
+what peers send, is taken by ``transport``.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from rpc.transports.base import Frame, FrameKind, Patience
 from rpc.transports.flow import FlowWindow
 from rpc.transports.host.segments import SHARED_FROM
 from rpc.transports.loopback import Loopback
-from rpc.transports.tensorpipe import wire as wire
+from rpc.transports.tensorpipe import wire
 from rpc.transports.tensorpipe.answers import Answers
-from rpc.transports.tensorpipe.caller import Caller, is_large
-from rpc.transports.tensorpipe.closing import Exit
-from rpc.transports.tensorpipe.ledger import size
-from rpc.transports.tensorpipe.links import Link
-from rpc.transports.tensorpipe.peers import REPLACED, Roster
+from rpc.transports.tensorpipe.caller import PipeCaller
+from rpc.transports.tensorpipe.closing import CloseGate
+from rpc.transports.tensorpipe.links import PeerLink
+from rpc.transports.tensorpipe.outstanding import is_large, size
+from rpc.transports.tensorpipe.peers import REPLACED, Peers
 from rpc.transports.tensorpipe.torch_agent import PipeBrokenError, TorchAgent
 from rpc.worker_info import WorkerInfo
 
 
-class Outgoing:
+class FrameSender:
     """The sending half of a transport.
 
     Args:
         info: this worker.
-        lock: guards the roster and its links.
-        leaving: holds up an exit while something is being sent.
-        roster: whom it can send to.
+        lock: guards the peers and their links.
+        gate: keeps the transport from closing while something is being sent.
+        peers: whom it can send to.
         agent: torch's.
         caller: makes calls.
         answers: gives answers.
         loopback: the way to this worker itself.
         patience: the receiver's.
-        broke: takes a link whose pipe broke, which attempt at one it was, and why.
+        broke: told of a link whose pipe broke, and why.
     """
 
     def __init__(
         self,
         info: WorkerInfo,
         lock: threading.Lock,
-        leaving: Exit,
-        roster: Roster,
+        gate: CloseGate,
+        peers: Peers,
         agent: TorchAgent,
-        caller: Caller,
+        caller: PipeCaller,
         answers: Answers,
         loopback: Loopback,
         patience: Callable[[int], Patience],
-        broke: Callable[[Link, int, str], None],
+        broke: Callable[[PeerLink, str], None],
     ) -> None:
         self._info = info
         self._lock = lock
-        self._exit = leaving
-        self._roster = roster
+        self._gate = gate
+        self._peers = peers
         self._agent = agent
         self._caller = caller
         self._answers = answers
@@ -88,11 +88,11 @@ class Outgoing:
         """Opens the lifeline to a peer, if need be; see ``TensorPipeTransport.watch``."""
         with self._lock:
             link = self._usable(worker_id)
-            self._exit.hold()
+            self._gate.hold()
         try:
             self.open_lifeline(link)
         finally:
-            self._exit.release()
+            self._gate.release()
 
     def _admit(self, to: int, frame: Frame) -> FlowWindow | None:
         """Counts a request among those under way, and waits until it may be.
@@ -100,8 +100,8 @@ class Outgoing:
         None if it cannot be sent, which whoever sends it finds out with the lock held.
         """
         nbytes = size(frame)
-        while self._roster.open:
-            link = self._roster.links.get(to)
+        while self._peers.open:
+            link = self._peers.links.get(to)
             if link is None or link.lost is not None:
                 break
             window = link.window
@@ -112,27 +112,27 @@ class Outgoing:
         return None
 
     def _may_wait(self) -> bool:
-        """Whether the running thread may; of those that deliver, only those that are lent may."""
+        """Returns whether the running thread may wait: of those that deliver, only handlers may."""
         return in_handler() or not (self._agent.threads.is_here() or self._loopback.is_here())
 
     def _call_or_queue(self, to: int, frame: Frame) -> None:
         if to == self._info.id and self._loop_back(frame, "Request"):
             return
-        if self._caller.may_wait(self._roster.links.get(to), frame):
+        if self._caller.may_wait(self._peers.links.get(to), frame):
             self._queue(to, frame)
         else:
             self._call(to, frame)
 
     def _loop_back(self, frame: Frame, kind: Literal["Request", "Response"]) -> bool:
         """Takes a frame of this worker to itself; False if torch has to, or it cannot be sent."""
-        link = self._roster.links.get(self._info.id)
-        if link is None or link.loopback is None or not self._roster.open:
+        link = self._peers.links.get(self._info.id)
+        if link is None or link.loopback is None or not self._peers.open:
             return False
         check_devices(frame.tensors, {}, kind, link.name)
         return link.loopback.send(frame)
 
     def _call(self, to: int, frame: Frame) -> None:
-        former: Link | None = None
+        former: PeerLink | None = None
         if frame.tensors or len(frame.payload) >= SHARED_FROM:
             with self._lock:
                 former = self._usable(to)
@@ -144,30 +144,30 @@ class Outgoing:
             link = self._usable(to)
             if former is not None and link is not former:
                 raise WorkerLostError(former.name, former.peer.incarnation, former.lost or REPLACED)
-            begun = self._caller.begin(link, frame.kind, frame)
-            self._exit.hold()
+            envelope = self._caller.begin(link, frame.kind, frame.correlation)
+            self._gate.hold()
         try:
             self.open_lifeline(link)
-            self._caller.carry(link, begun, frame)
+            self._caller.carry(link, envelope, frame)
         except PipeBrokenError as error:
-            self._broke(link, begun[0].attempt, str(error))
+            self._broke(link, str(error))
         except BaseException:
-            self._caller.void(link, begun, frame)
+            self._caller.void(link, envelope, frame)
             raise
         else:
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         finally:
-            self._exit.release()
+            self._gate.release()
 
-    def _await_devices(self, link: Link, frame: Frame) -> None:
+    def _await_devices(self, link: PeerLink, frame: Frame) -> None:
         """Waits until the peer's devices are ready for a request."""
         if link.readiness.is_settled:
             return
         with self._lock:
             inquiry, unasked = link.readiness.ask()
             if unasked:
-                self._exit.hold()
+                self._gate.hold()
         if unasked:
             try:
                 self.open_lifeline(link)
@@ -176,7 +176,7 @@ class Outgoing:
                 link.readiness.answered(f"it could not be asked: {says(error)}")
                 raise
             finally:
-                self._exit.release()
+                self._gate.release()
         inquiry.wait(link.name, frame, self._patience)
 
     def _queue(self, to: int, frame: Frame) -> None:
@@ -184,20 +184,20 @@ class Outgoing:
             link = self._usable(to)
             link.outbox.append(frame)
             batch = link.take_batch()
-            self._exit.hold()
+            self._gate.hold()
         try:
             self.open_lifeline(link)
             self._caller.send_batch(link, batch)
         finally:
-            self._exit.release()
+            self._gate.release()
 
     def _reply(self, to: int, frame: Frame) -> None:
         if to == self._info.id and self._loop_back(frame, "Response"):
             return
-        link = self._roster.links.get(to)
+        link = self._peers.links.get(to)
         if link is None:
             return
-        room: tuple[FlowWindow, int] | None = None
+        room: FlowWindow | None = None
         if is_large(frame):
             with self._lock:
                 awaited = link.awaits(frame.correlation)
@@ -213,14 +213,14 @@ class Outgoing:
                 _give_up(link, frame, room)
                 raise
         with self._lock:
-            if self._roster.links.get(to) is not link:  # a later life counts its requests anew
+            if self._peers.links.get(to) is not link:  # a later life counts its requests anew
                 _give_up(link, frame, room)
                 return
-            held = link.served.reply(frame)
-            if held is None and not (link.take_loose(frame.correlation) and self._roster.open):
+            held = link.taken.reply(frame.correlation)
+            if held is None and not (link.take_loose(frame.correlation) and self._peers.open):
                 _give_up(link, frame, room)
                 return
-            self._exit.hold()
+            self._gate.hold()
         try:
             if held is None:
                 self.open_lifeline(link)
@@ -230,67 +230,63 @@ class Outgoing:
             if link.shared.has_offer:
                 self._caller.offer_segment(link)
         except BaseException:
-            _release(room)
+            if room is not None:
+                room.release(frame.correlation)
             raise
         finally:
-            self._exit.release()
+            self._gate.release()
 
-    def _await_room(self, link: Link, frame: Frame) -> tuple[FlowWindow, int] | None:
+    def _await_room(self, link: PeerLink, frame: Frame) -> FlowWindow | None:
         """Counts a reply that travels through torch, and waits until it may leave.
 
-        The peer's receipts make room. Without them, where its pipe is not to be replaced,
-        nothing is counted.
+        The peer's receipts make room.
 
         Returns:
-            Where it is counted, and as what.
+            Where it is counted; None if it is not.
         """
-        if not link.seconds or not is_large(frame):
+        if not is_large(frame):
             return None
-        nbytes = size(frame)
-        with self._lock:
-            key = link.key_of_reply(frame.correlation)
-        if not link.reply_window.try_charge(key, nbytes):
-            link.reply_window.charge(key, nbytes, self._may_wait)
-        return link.reply_window, key
+        window, nbytes = link.reply_window, size(frame)
+        if not window.try_charge(frame.correlation, nbytes):
+            window.charge(frame.correlation, nbytes, self._may_wait)
+        return window
 
     def acknowledge(self) -> None:
-        """Tells peers which of their replies, and of their large requests, have arrived."""
+        """Tells peers which of their large replies have arrived."""
         with self._lock:
-            links = self._roster.sendable()
+            links = self._peers.sendable()
         for link in links:
             self.send_receipt(link)
 
-    def send_receipt(self, link: Link) -> None:
+    def send_receipt(self, link: PeerLink) -> None:
         """Tells one peer what has arrived, if it has not been told."""
         with self._lock:
-            if not self._roster.open or link.lost is not None or not link.seconds:
+            if not self._peers.open or link.lost is not None:
                 return
             receipt = self._caller.take_receipt(link)
             if receipt is None:
                 return
-            self._exit.hold()
+            self._gate.hold()
         try:
             self._caller.carry_or_break(link, *receipt)
         finally:
-            self._exit.release()
+            self._gate.release()
 
-    def open_lifeline(self, link: Link) -> None:
+    def open_lifeline(self, link: PeerLink) -> None:
         """Makes the call to a peer by which its loss is noticed, unless it was made before."""
         if link.watched or link.peer.info.id == self._info.id:
             return
         with self._lock:
-            if link.watched or link.lost is not None or not self._roster.open:
+            if link.watched or link.lost is not None or not self._peers.open:
                 return
             link.watched = link.lifeline_open = True
-            route, attempt = link.route, link.epoch.attempt
-        if route is not None:
-            self._caller.open_lifeline(link, route, attempt)
+        self._caller.open_lifeline(link)
 
-    def _usable(self, to: int) -> Link:
-        """The link to a peer that can be sent to. Needs the lock."""
-        if not self._roster.open:
+    def _usable(self, to: int) -> PeerLink:
+        """Returns the link to a peer that can be sent to. Needs the lock."""
+        if not self._peers.open:
             raise AgentClosedError("this worker's TensorPipe transport is not running")
-        link = self._roster.links.get(to)
+        link = self._peers.links.get(to)
         if link is None:
             raise UnknownWorkerError(f"{self._info!r} could not find destination id {to}")
         if link.lost is not None:
@@ -298,14 +294,8 @@ class Outgoing:
         return link
 
 
-def _give_up(link: Link, frame: Frame, room: tuple[FlowWindow, int] | None) -> None:
-    """A reply will not be sent, and nobody has kept it to be sent again."""
+def _give_up(link: PeerLink, frame: Frame, room: FlowWindow | None) -> None:
+    """Gives back the memory and the room of a reply that is not sent."""
     link.shared.take_back(frame)
-    _release(room)
-
-
-def _release(room: tuple[FlowWindow, int] | None) -> None:
-    """A reply does not count any more, if it was counted."""
     if room is not None:
-        window, key = room
-        window.release(key)
+        room.release(frame.correlation)

@@ -1,10 +1,8 @@
 """Large tensors between two workers on one host: copied once, into shared memory.
 
 Owns the segments in which this worker sends to one peer, and those it was handed by
-it; :mod:`shared_memory` says how they are filled and how a part is free again. Here a
-frame is turned into one that says where its tensors lie (:class:`PlacedFrame`), and
-back. That is done once per frame: should its pipe break, it is sent again as it is,
-and as a frame is taken once, each place is read once.
+it; ``host.segments`` says how they are filled and how a part is free again. Here a
+frame is turned into one that says where its tensors lie (:class:`PlacedFrame`), and back.
 
 A segment has no name. Its sender tells process, descriptor and a random token that
 stands in the segment; the receiver opens what it finds there, and answers that it may be
@@ -168,7 +166,7 @@ class SharedTensors:
     def take_back(self, frame: Frame) -> None:
         """Frees what :meth:`place` filled for a frame that is not sent, and never will be.
 
-        Only if the peer cannot have heard of it: nothing else may keep it to be sent again.
+        Only if the peer cannot have heard of it.
         """
         if self._pool is not None and type(frame) is PlacedFrame:
             filled = _filled(frame.split()[0])

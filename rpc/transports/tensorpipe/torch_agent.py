@@ -27,7 +27,7 @@ from rpc.devices import DeviceMap, check_present
 from rpc.errors import BringUpError
 from rpc.runtime.executor import SECONDS_TO_END, abandon
 from rpc.runtime.threads import Thread
-from rpc.transports.tensorpipe import scheduling as turns
+from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe.pool_threads import PoolThreads
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class TorchAgent:
                 f"_channels={options._channels!r}, which may not work on this host: {error}"
             ) from error
         self.url: bytes = self._addresses.get(name)
-        _shorten_turns()
+        _shorten_time_slices()
 
     def reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
         """Makes the worker at ``url`` callable under ``name``, in place of an earlier one.
@@ -159,8 +159,8 @@ class TorchAgent:
             self._update(name, self._ids[name], False)
         if self._next_id > _LAST_ID:
             raise BringUpError(
-                f"torch has no ids left for worker {name!r}: workers joined, came back, or had "
-                f"their connections opened again {_LAST_ID} times in the life of this process"
+                f"torch has no ids left for worker {name!r}: workers joined or came back "
+                f"{_LAST_ID} times in the life of this process"
             )
         self._ids[name] = self._next_id
         self._next_id += 1
@@ -374,7 +374,7 @@ def _end_handlers(threads: PoolThreads, stopping: weakref.ref[Thread]) -> None:
         running.join(_SECONDS_TO_UNWIND)
 
 
-class Leaving:
+class UnsentAnswers:
     """Answers that were given and may not have left yet.
 
     The only sign of that which torch gives is that it lets go of a tensor.
@@ -422,18 +422,15 @@ def refusal_of(future: Any) -> str:
     return ""
 
 
-def nobody_listens(error: str) -> bool:
-    """Whether a call failed because its worker's process is gone."""
-    return "ECONNREFUSED" in error
-
-
-def _shorten_turns() -> None:
-    """Lets others run between the looks of torch's reactor, which never sleeps."""
-    for thread in turns.reactors():
+def _shorten_time_slices() -> None:
+    """Lets other threads run between two polls of torch's reactor, which never sleeps."""
+    for thread in scheduling.reactors():
         try:
-            turns.shorten(thread)
+            scheduling.shorten_slice(thread)
         except OSError as error:
-            _log.debug("thread %d, which polls without a pause, keeps its turns: %s", thread, error)
+            _log.debug(
+                "thread %d, which polls without a pause, keeps its time slice: %s", thread, error
+            )
 
 
 def _unprofiled(send: Callable[[], Any]) -> Any:

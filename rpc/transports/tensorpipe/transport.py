@@ -1,22 +1,19 @@
 """torch's TensorPipe agent as a bus for our frames.
 
-Owns the links to peers and takes what comes from them; ``tensorpipe_sending``
-sends. A frame is one asynchronous Python call of torch's (``tensorpipe_wire``
-makes and takes them, ``tensorpipe_torch`` carries them), and a reply completes
-the call its request came with; but small frames that would only crowd each other
-share a call, and so do the replies (``tensorpipe_links``). Handlers and deadlines
-are the agent's.
+Owns the peers and takes what comes from them; ``sending`` sends. A frame is one
+asynchronous Python call of torch's (``wire`` makes and takes them, ``torch_agent``
+carries them), and a reply completes the call its request came with; but small frames
+that would only crowd each other share a call, and so do the replies (``links``).
+Handlers and deadlines are the agent's.
 
-How a broken pipe is noticed: each carries one call, its lifeline, that the other
-side answers only when it leaves. A pipe whose lifeline breaks is replaced and all
-goes on (``tensorpipe_mender``), unless the peer is gone or takes too long: then it
-is lost. How a worker leaves: it answers every call and lifeline it holds and parts
-from each peer (``tensorpipe_parting``), so that no pipe closes while someone reads
-from it.
+How a broken pipe is noticed: each carries one call, its lifeline, that the other side
+answers only when it leaves. torch never opens a pipe again that broke, so a worker whose
+pipe breaks is lost at once. How a worker leaves: it answers every call and lifeline it
+holds and completes a close handshake with each peer (``closing``), so that no pipe closes
+while someone reads from it.
 
-Identity is ours, not torch's (``tensorpipe_roster``): it numbers peers as they
-come, and as it never reopens a pipe that broke, a worker that returns, or whose
-pipe is replaced, is a new peer to it.
+Identity is ours, not torch's (``peers``): torch numbers peers as they come, and a worker
+that returns is a new peer to it.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from __future__ import annotations
 import enum
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -45,20 +41,19 @@ from rpc.runtime.executor import SECONDS_TO_END
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver, Unreceived
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.loopback import Loopback
-from rpc.transports.tensorpipe import wire as wire
-from rpc.transports.tensorpipe.address import Address
+from rpc.transports.tensorpipe import wire
+from rpc.transports.tensorpipe.address import TensorPipeAddress
 from rpc.transports.tensorpipe.answers import Answers
-from rpc.transports.tensorpipe.caller import Caller
-from rpc.transports.tensorpipe.closing import Exit, Handlers, Parting
+from rpc.transports.tensorpipe.caller import PipeCaller
+from rpc.transports.tensorpipe.closing import CloseGate, CloseHandshake, Handlers
 from rpc.transports.tensorpipe.device_readiness import make_ready
-from rpc.transports.tensorpipe.ledger import AnswerFuture, Taken, decode_receipt
-from rpc.transports.tensorpipe.links import Link
-from rpc.transports.tensorpipe.peers import REMOVED, SHUT_DOWN, Roster
-from rpc.transports.tensorpipe.reconnect import Mender
-from rpc.transports.tensorpipe.sending import Outgoing
+from rpc.transports.tensorpipe.links import PeerLink
+from rpc.transports.tensorpipe.outstanding import AnswerFuture, decode_receipt, is_large, size
+from rpc.transports.tensorpipe.peers import REMOVED, SHUT_DOWN, Peers
+from rpc.transports.tensorpipe.sending import FrameSender
 from rpc.transports.tensorpipe.shared_tensors import HostMemory
 from rpc.transports.tensorpipe.torch_agent import POOL_THREADS, TorchAgent, available
-from rpc.transports.tensorpipe.wire import Answer, Envelope, Sender
+from rpc.transports.tensorpipe.wire import Envelope, SenderId, TorchAnswer
 from rpc.wire.messages import Reply, Status
 from rpc.worker_info import WorkerInfo
 
@@ -69,14 +64,14 @@ __all__ = ["TensorPipeTransport", "available"]
 
 _log = logging.getLogger(__name__)
 
-_ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.AGAIN, wire.LIFELINE, wire.FAREWELL})
+_ANSWERED_LATER = frozenset({FrameKind.REQUEST, wire.LIFELINE, wire.CLOSE})
 _ABOUT_SEGMENTS = frozenset({wire.SEGMENT, wire.SEGMENT_ANSWER, wire.VOID})
 _FROM_OURSELVES = frozenset({wire.PRIMER, wire.LET_GO})
 _FAILED = Reply(Status.ERROR).encode()
-"""All that a transport has to say of messages: that of an accepted request nothing will come."""
+"""The header of the reply that fails an accepted request of which nothing will come."""
 
 
-class _State(enum.Enum):
+class _Lifecycle(enum.Enum):
     NEW = enum.auto()
     OPEN = enum.auto()
     CLOSING = enum.auto()
@@ -105,24 +100,22 @@ class TensorPipeTransport:
     _info: WorkerInfo
     _incarnation: int
     _receiver: Receiver
-    _sender: Sender
+    _sender: SenderId
     _answers: Answers
-    _caller: Caller
+    _caller: PipeCaller
     _late: LateReceipts
     _loopback: Loopback
-    _mender: Mender
     _memory: HostMemory
-    _outgoing: Outgoing
-    _parting: Parting
+    _frames: FrameSender
+    _closing: CloseHandshake
 
     def __init__(self, options: TensorPipeRpcBackendOptions, over_tcp: bool = False) -> None:
         self._options = options
         self._transports = options._transports or (["uv"] if over_tcp else None)
         self._lock = threading.Lock()
-        self._exit = Exit(self._lock)
-        self._state = _State.NEW
-        self._life = secrets.token_hex(8)
-        self._roster = Roster(self._life)
+        self._gate = CloseGate(self._lock)
+        self._state = _Lifecycle.NEW
+        self._peers = Peers()
         self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
@@ -141,17 +134,15 @@ class TensorPipeTransport:
         self._agent = TorchAgent(info.name, self._options, self._transports, used, back)
         self._late = LateReceipts(f"tensorpipe-receipts-{info.name}")
         self._loopback = Loopback(f"tensorpipe-loopback-{info.name}", self._take_own)
-        sender = self._sender = Sender(info.id, incarnation)
+        sender = self._sender = SenderId(info.id, incarnation)
         self._answers = Answers(sender)
         self._memory = HostMemory(f"tensorpipe-{info.name}", self._options.shared_memory)
-        self._caller = Caller(sender, self._lock, self._agent, self._broke, self._failed)
-        mending = f"tensorpipe-mend-{info.name}"
-        self._mender = Mender(mending, self._lock, self._agent, self._caller, self)
-        self._outgoing = Outgoing(
+        self._caller = PipeCaller(sender, self._lock, self._agent, self._broke, self._failed)
+        self._frames = FrameSender(
             info,
             self._lock,
-            self._exit,
-            self._roster,
+            self._gate,
+            self._peers,
             self._agent,
             self._caller,
             self._answers,
@@ -159,11 +150,11 @@ class TensorPipeTransport:
             lambda correlation: receiver.patience(correlation),
             self._broke,
         )
-        self._parting = Parting(
-            info.id, self._lock, self._exit, self._answers, self._caller, self._report
+        self._closing = CloseHandshake(
+            info.id, self._lock, self._gate, self._answers, self._caller, self._report
         )
         wire.attach(self, self._agent.tensor_tables)
-        self._state = _State.OPEN
+        self._state = _Lifecycle.OPEN
         self._process = os.getpid()
         self._at_exit = weakref.finalize(self, _abandon, weakref.ref(self))
         try:
@@ -171,14 +162,13 @@ class TensorPipeTransport:
         except BaseException:
             self.close(0.0)
             raise
-        life = self._life if self._options.link_resume_timeout else ""
-        return Address(self._agent.url.decode(), devices, life, self._memory.host).encode()
+        return TensorPipeAddress(self._agent.url.decode(), devices, self._memory.host).encode()
 
     def add_peer(self, peer: Peer) -> None:
         """Makes ``peer`` known, and takes what it sent before that."""
-        if self._state is not _State.OPEN:
+        if self._state is not _Lifecycle.OPEN:
             raise AgentClosedError("this worker's TensorPipe transport is not running")
-        known = self._roster.links.get(peer.info.id)
+        known = self._peers.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
         link = self._caller.link_to(
@@ -191,34 +181,34 @@ class TensorPipeTransport:
             in_replies=moves_host(link.replies),
         )
         with self._lock:
-            early = self._roster.add(link)
+            early = self._peers.add(link)
         for envelope, frame, future in early:
             self._take(envelope, frame, future, in_batch=True)
 
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer; what it still sends is refused."""
         with self._lock:
-            link = self._roster.links.get(worker_id)
-            if link is None or self._state is not _State.OPEN:
-                self._roster.links.pop(worker_id, None)
+            link = self._peers.links.get(worker_id)
+            if link is None or self._state is not _Lifecycle.OPEN:
+                self._peers.links.pop(worker_id, None)
                 return
-            self._roster.remove(worker_id)
-            link.forget_contents()
+            self._peers.remove(worker_id)
+            link.close_windows()
             asked, lifelines = link.take_asked(), link.take_lifelines()
             route = link.route if link.watched and not link.broken else None
-            self._exit.hold()
+            self._gate.hold()
         try:
             if route is not None:
                 self._agent.abandon(route)
-            self._answers.turn_away(asked, lifelines, REMOVED)
+            self._answers.refuse(asked, lifelines, REMOVED)
         finally:
             link.shared.close()
-            self._exit.release()
+            self._gate.release()
 
     def device_map(self, worker_id: int) -> DeviceMap:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
         with self._lock:
-            link = self._roster.links.get(worker_id)
+            link = self._peers.links.get(worker_id)
         return {} if link is None else dict(link.requests)
 
     def send(self, to: int, frame: Frame) -> None:
@@ -226,11 +216,11 @@ class TensorPipeTransport:
 
         A reply to a worker that is gone is dropped.
         """
-        self._outgoing.send(to, frame)
+        self._frames.send(to, frame)
 
     def look_again(self, to: int) -> None:
         """See ``base.Transport.look_again``."""
-        link = self._roster.links.get(to)
+        link = self._peers.links.get(to)
         if link is not None:
             link.window.look_again()
 
@@ -241,7 +231,7 @@ class TensorPipeTransport:
             WorkerLostError: the peer was lost.
             UnknownWorkerError: the peer was never added.
         """
-        self._outgoing.watch(worker_id)
+        self._frames.watch(worker_id)
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
@@ -254,41 +244,40 @@ class TensorPipeTransport:
         """Leaves the group and joins torch's threads. Requests not replied to are dropped.
 
         Args:
-            flush_seconds: how long to wait for peers to take what was sent, and to part.
+            flush_seconds: how long to wait for peers to take what was sent, and to confirm.
             handler_seconds: what handlers that run on torch's threads get to end in; they
                 are abandoned then.
         """
         began = time.monotonic()
         deadline = began + flush_seconds
         with self._lock:
-            if self._state is not _State.OPEN:
+            if self._state is not _Lifecycle.OPEN:
                 return
             handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
-            self._state = _State.CLOSING
-            self._roster.open = False
-            for link in self._roster.everyone():
+            self._state = _Lifecycle.CLOSING
+            self._peers.open = False
+            for link in self._peers.everyone():
                 link.close_windows()
-            self._exit.wait_for_senders()
-            self._exit.wait_until(self._roster.is_flushed, deadline)
+            self._gate.wait_for_senders()
+            self._gate.wait_until(self._peers.is_flushed, deadline)
         self._loopback.close(deadline)
         self._late.close()
-        self._mender.close()
-        self._parting.leave(self._roster, deadline, handlers)
+        self._closing.leave(self._peers, deadline, handlers)
         if flush_seconds:  # otherwise the process ends, or never began to take calls
             self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
         self._agent.stop(handlers.until)
         wire.detach(self)
         with self._lock:
-            self._state = _State.CLOSED
-            links = self._roster.clear()
+            self._state = _Lifecycle.CLOSED
+            links = self._peers.clear()
         for link in links:
             link.shared.close()
         self._memory.close()
         self._at_exit.detach()
 
-    # Receiving: torch's threads come in here, through ``tensorpipe_wire``.
+    # Receiving: torch's threads come in here, through ``wire``.
 
-    def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | Answer:
+    def question(self, envelope: Envelope, frame: Frame) -> AnswerFuture | TorchAnswer:
         """Takes a peer's call."""
         self._agent.threads.keep()
         if frame.tensors:
@@ -298,8 +287,6 @@ class TensorPipeTransport:
             future: AnswerFuture = self._agent.future()
             self._take(envelope, frame, future)
             return future
-        if kind == wire.RESUME:
-            return self._resume(envelope, frame)
         if kind == wire.LET_GO:
             self._agent.threads.let_go()
         refusal = None if kind in _FROM_OURSELVES else self._take(envelope, frame, None)
@@ -316,68 +303,54 @@ class TensorPipeTransport:
         self._agent.threads.keep()
         if frame.tensors:
             streams.leave_tensors(frame.tensors)
-        link = self._roster.of_sender(envelope)
+        link = self._peers.of_sender(envelope)
         if link is None or link.broken:
             return
         if not envelope.number:
             self._take_uncounted(link, envelope, bytes(frame.payload))
         elif (call := link.calls.came_back(envelope.number)) is not None:
-            link.took(call)
+            link.was_answered(call)
             kind = envelope.kind
             if kind == FrameKind.REPLY:
                 self._deliver(link, frame)
             elif kind == wire.REFUSED:
                 self._refused(link, bytes(frame.payload).decode())
-            elif kind == wire.FORGOTTEN:
-                self.give_up(link, "its connection broke, and a reply is not kept any more")
             elif kind == wire.READY:
                 link.readiness.answered(bytes(frame.payload).decode())
             self._came_back(link, envelope, frame)
 
-    def _take_uncounted(self, link: Link, envelope: Envelope, payload: bytes) -> None:
+    def _take_uncounted(self, link: PeerLink, envelope: Envelope, payload: bytes) -> None:
         """Takes what came back from a call that carried no frame."""
         kind, lifeline = envelope.kind, envelope.kind in (wire.LIFELINE, wire.LEFT)
         with self._lock:
             if lifeline:
                 link.lifeline_ended(payload.decode())
                 link.left |= kind == wire.LEFT
-            elif link.mending is not None and kind == wire.RESUMED:
-                link.mending.agree(envelope.attempt, Taken.decode(payload))
-            elif link.mending is not None and kind == wire.REFUSED:
-                link.mending.end(payload.decode())
-            self._mender.look()
-            self._exit.look()
+            self._gate.changed()
         if lifeline:
             self._report(link)
-        elif kind == wire.FAREWELL:
-            self._parting.confirmed(link, payload)
+        elif kind == wire.CLOSE:
+            self._closing.confirmed(link, payload)
 
-    def came_back(self, link: Link, kind: int, frame: Frame) -> None:
-        """A call was taken, but its answer was lost with the pipe."""
-        link.took((kind, frame))
-        if kind == wire.DEVICES:
-            self._caller.ask_for_devices(link)
-        self._came_back(link, self._sender.envelope(kind), frame)
-
-    def _came_back(self, link: Link, envelope: Envelope, frame: Frame) -> None:
+    def _came_back(self, link: PeerLink, envelope: Envelope, frame: Frame) -> None:
         batch: list[Frame] = []
-        reply = envelope.kind == FrameKind.REPLY and link.calls.remembers
+        reply = envelope.kind == FrameKind.REPLY and is_large(frame)
         with self._lock:
             link.calls.under_way -= 1
-            due = reply and link.calls.received(envelope.number, frame)
+            due = reply and link.calls.received(envelope.correlation, size(frame))
             if envelope.kind == wire.BATCH:
                 link.batch_under_way = False
                 batch = link.take_batch()
-            parting = link.farewell is not None
-            self._exit.look()
+            closing = link.close_request is not None
+            self._gate.changed()
         if batch:
             self._caller.send_batch(link, batch)
-        if parting:
-            self._parting.settle(link)
+        if closing:
+            self._closing.settle(link)
         if due:
-            self._outgoing.send_receipt(link)
+            self._frames.send_receipt(link)
         elif reply:
-            self._late.add(self._outgoing)
+            self._late.add(self._frames)
 
     def _take(
         self,
@@ -387,40 +360,36 @@ class TensorPipeTransport:
         in_batch: bool = False,
     ) -> str | None:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
-        if envelope.kind == wire.FAREWELL and future is not None:
+        if envelope.kind == wire.CLOSE and future is not None:
             with self._lock:
-                leaver = self._roster.of_sender(envelope)
-            self._parting.take_farewell(leaver, int(bytes(frame.payload)), future)
+                leaver = self._peers.of_sender(envelope)
+            self._closing.take_close(leaver, int(bytes(frame.payload)), future)
             return None
         fresh, refusal = False, None
         with self._lock:
-            link = self._roster.member(envelope)
-            if link is None or self._state is not _State.OPEN:
-                refusal = self._roster.refusal(envelope)
+            link = self._peers.member(envelope)
+            if link is None or self._state is not _Lifecycle.OPEN:
+                refusal = self._peers.refusal(envelope)
             if refusal is not None:
                 link = None
             elif link is None:
-                self._roster.early.append((envelope, frame, future))
+                self._peers.early.append((envelope, frame, future))
             else:
-                fresh = link.take(envelope, frame, future)
+                fresh = link.take(envelope, future)
         if link is not None and fresh:
             self._act(link, envelope, frame, in_batch)
-        elif link is not None and future is not None:
-            with self._lock:
-                again, reply = link.served.ask_again(envelope, future)
-            self._answers.give_again(link, envelope, future, again, reply)
         elif refusal is not None and future is not None:
             kind = wire.LIFELINE if envelope.kind == wire.LIFELINE else wire.REFUSED
             self._answers.give_asked([(envelope, future)], kind, refusal)
         return refusal
 
-    def _act(self, link: Link, envelope: Envelope, frame: Frame, in_batch: bool) -> None:
+    def _act(self, link: PeerLink, envelope: Envelope, frame: Frame, in_batch: bool) -> None:
         """Acts on a call that was taken."""
         kind = envelope.kind
         if kind < wire.LIFELINE:
             self._deliver(link, frame, in_batch)
         elif kind == wire.LIFELINE:
-            self._outgoing.open_lifeline(link)
+            self._frames.open_lifeline(link)
             return
         elif kind == wire.BATCH:
             batch = wire.split(frame.payload)
@@ -431,39 +400,24 @@ class TensorPipeTransport:
         elif kind in _ABOUT_SEGMENTS:
             self._take_segment(link, kind, frame.payload)
         elif kind == wire.RECEIPT:
-            received, arrived = decode_receipt(frame.payload)
-            with self._lock:
-                link.served.acknowledged(received)
-                link.calls.arrived(arrived)
-            link.reply_window.release_all(received)
+            link.reply_window.release_all(decode_receipt(frame.payload))
         with self._lock:
-            link.served.delivered += 1
-            parting = link.farewell is not None
-        if parting:
-            self._parting.settle(link)
-        if link.served.arrived:
-            self._late.add(self._outgoing)
+            link.taken.delivered += 1
+            closing = link.close_request is not None
+        if closing:
+            self._closing.settle(link)
 
     def _take_own(self, frame: Frame) -> None:
         """Takes a frame that this worker sent to itself."""
-        link = self._roster.links.get(self._info.id)
-        if link is not None and (self._roster.open or frame.kind is FrameKind.REPLY):
+        link = self._peers.links.get(self._info.id)
+        if link is not None and (self._peers.open or frame.kind is FrameKind.REPLY):
             self._deliver(link, frame, in_batch=True)
 
-    def _resume(self, envelope: Envelope, frame: Frame) -> Answer:
-        """A peer's pipe to us broke, and it asks to go on over this one."""
+    def _take_segment(self, link: PeerLink, kind: int, payload: wire.Payload) -> None:
         with self._lock:
-            outcome = self._roster.resume(envelope, bytes(frame.payload).decode())
-            if isinstance(outcome, str):
-                return self._answers.make(wire.REFUSED, outcome, attempt=envelope.attempt)
-            taken = outcome.encode()
-        return self._answers.make(wire.RESUMED, taken, attempt=envelope.attempt)
-
-    def _take_segment(self, link: Link, kind: int, payload: wire.Payload) -> None:
-        with self._lock:
-            if self._state is not _State.OPEN:
+            if self._state is not _Lifecycle.OPEN:
                 return
-            self._exit.hold()
+            self._gate.hold()
         try:
             if kind == wire.SEGMENT:
                 self._caller.answer_offer(link, payload)
@@ -474,14 +428,14 @@ class TensorPipeTransport:
         except FrameError as error:
             self._refuse(link, error)
         finally:
-            self._exit.release()
+            self._gate.release()
 
-    def _deliver(self, link: Link, frame: Frame, in_batch: bool = False) -> None:
+    def _deliver(self, link: PeerLink, frame: Frame, in_batch: bool = False) -> None:
         if type(frame) is wire.PlacedFrame:
             try:
                 frame = link.shared.open(frame)
             except FrameError as error:
-                if self._roster.links.get(link.peer.info.id) is link:  # else it was removed
+                if self._peers.links.get(link.peer.info.id) is link:  # else it was removed
                     self._refuse(link, error)
                 return
         if frame.kind is FrameKind.REPLY:
@@ -493,52 +447,48 @@ class TensorPipeTransport:
 
     # Losing peers, and leaving
 
-    def _failed(self, link: Link, correlation: int, problem: str) -> None:
-        """To a request of ours no reply will come."""
-        if link.calls.remembers:
-            self._late.add(self._outgoing)
+    def _failed(self, link: PeerLink, correlation: int, problem: str) -> None:
+        """Fails a request of ours to which no reply will come."""
+        self._late.add(self._frames)
         why = Unreceived(f"worker {link.name!r} answered with an error: {problem}".encode())
         self._deliver(link, Frame(FrameKind.REPLY, correlation, _FAILED, why))
 
-    def _refuse(self, link: Link, error: FrameError) -> None:
+    def _refuse(self, link: PeerLink, error: FrameError) -> None:
         """Gives up a peer that sent what cannot be read, and tells it why."""
         with self._lock:
             asked, lifelines = link.take_asked(), link.take_lifelines()
-            self._exit.hold()
+            self._gate.hold()
         try:
             reason = f"it cannot read what this worker sent: {error}"
-            self._answers.turn_away(asked, lifelines, reason)
+            self._answers.refuse(asked, lifelines, reason)
         finally:
-            self._exit.release()
-            self.give_up(link, f"what it sent cannot be read: {error}")
+            self._gate.release()
+            self._give_up(link, f"what it sent cannot be read: {error}")
 
-    def _refused(self, link: Link, reason: str) -> None:
+    def _refused(self, link: PeerLink, reason: str) -> None:
         """A peer that leaves is reported when it says so, after the frames that it sent."""
         leaving = reason == SHUT_DOWN
         with self._lock:
             link.lose(reason)
-            link.will_say_farewell = leaving
+            link.will_close = leaving
         if not leaving:
             self._report(link)
 
-    def _broke(self, link: Link, attempt: int, reason: str) -> None:
-        self._mender.broke(link, attempt, reason)
+    def _broke(self, link: PeerLink, reason: str) -> None:
+        """Gives up a peer whose pipe broke."""
+        if not link.broken:
+            self._give_up(link, f"its connection broke: {reason}")
 
-    def give_up(self, link: Link, reason: str) -> None:
-        """A pipe broke and is not replaced."""
+    def _give_up(self, link: PeerLink, reason: str) -> None:
         with self._lock:
             link.break_off(reason)
-            self._exit.look()
+            self._gate.changed()
         self._report(link)
 
-    def mended(self) -> None:
-        """A pipe was replaced. Needs the lock."""
-        self._exit.look()
-
-    def _report(self, link: Link) -> None:
+    def _report(self, link: PeerLink) -> None:
         life = link.life
         with self._lock:
-            current = self._roster.links.get(life.worker) is link and self._state is _State.OPEN
+            current = self._peers.links.get(life.worker) is link and self._state is _Lifecycle.OPEN
             if link.reported or not current:
                 return
             link.reported = True

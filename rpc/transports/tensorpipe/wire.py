@@ -11,7 +11,7 @@ transport is attached, pickles name the two entry points by a number instead of
 looking them up by module and name, which takes microseconds at either end.
 
 Envelope, little endian: ``version u8, kind u8, flags u8, pad, sender i32,
-incarnation u64, correlation u64, number u64, attempt u32, header length u32``,
+incarnation u64, correlation u64, number u64, header length u32``,
 then header and payload.
 """
 
@@ -36,20 +36,16 @@ Payload = bytes | bytearray | memoryview
 
 LIFELINE = 16
 """Asks to be answered only when the worker that gets it leaves."""
-FAREWELL = 17
-"""The sender is leaving; answered once nothing of the receiver's is under way to it."""
+CLOSE = 17
+"""Says that the sender leaves; answered once nothing of the receiver's is under way to it."""
 PRIMER = 18
 """Sent to oneself once, so that torch imports what it needs before real traffic."""
 BATCH = 19
 """Several frames without tensors in one."""
 VOID = 20
 """Takes the number of a call that was not taken; the payload says what it had in shared memory."""
-AGAIN = 21
-"""Asks again for the reply to a request, over another pipe."""
-RESUME = 22
-"""Asks to go on over another pipe; the payload says who is meant."""
 RECEIPT = 23
-"""Says which replies and which large requests have arrived."""
+"""Says which large replies have arrived."""
 LET_GO = 24
 """Sent to oneself at the end, once for each of torch's threads."""
 SEGMENT = 25
@@ -59,13 +55,9 @@ SEGMENT_ANSWER = 26
 DEVICES = 27
 """Asks for the devices that tensors will arrive on; the payload names them."""
 DONE = 32
-"""Answer without a frame: taken, or no longer wanted."""
+"""Answer without a frame: the call was taken, or is no longer wanted."""
 REFUSED = 33
 """Answer without a frame: the payload says why nothing from the sender is accepted."""
-RESUMED = 34
-"""Answer to RESUME: the payload says which calls were taken."""
-FORGOTTEN = 35
-"""Answer without a frame: there was a reply, which is kept no more."""
 LEFT = 36
 """Last answer to LIFELINE: its sender closes, and neither answers nor waits any more."""
 READY = 37
@@ -78,10 +70,10 @@ _NEVER = sys.maxsize
 _QUESTION_CODE = 0x7457_0001
 _ANSWER_CODE = 0x7457_0002
 _KINDS = {kind.value: kind for kind in FrameKind}
-_VERSION = 4
+_VERSION = 5
 _PAYLOAD_IN_TENSOR = 1
 _PLACED = 2
-_ENVELOPE = struct.Struct("<BBBxiQQQII")
+_ENVELOPE = struct.Struct("<BBBxiQQQI")
 _ENTRY = struct.Struct("<BQII")
 _LENGTH = struct.Struct("<Q")
 
@@ -96,7 +88,6 @@ class Envelope(NamedTuple):
         correlation: ties an answer to its question.
         number: which of the sender's calls this is, counting from 1, or which of the receiver's
             it answers; 0 if it is none that counts.
-        attempt: at which attempt to have a pipe it was made; the first pipe has 0.
     """
 
     kind: int
@@ -104,11 +95,10 @@ class Envelope(NamedTuple):
     incarnation: int
     correlation: int = 0
     number: int = 0
-    attempt: int = 0
 
 
-class Sender(NamedTuple):
-    """Who sends: what stands in all its envelopes.
+class SenderId(NamedTuple):
+    """The worker that sends, as all its envelopes name it.
 
     Args:
         worker_id: which worker.
@@ -118,17 +108,17 @@ class Sender(NamedTuple):
     worker_id: int
     incarnation: int
 
-    def envelope(
-        self, kind: int, correlation: int = 0, number: int = 0, attempt: int = 0
-    ) -> Envelope:
-        """An envelope of this sender's; the arguments are those of :class:`Envelope`."""
-        return Envelope(kind, self.worker_id, self.incarnation, correlation, number, attempt)
+    def envelope(self, kind: int, correlation: int = 0, number: int = 0) -> Envelope:
+        """Returns an envelope of this sender's; the arguments are those of :class:`Envelope`."""
+        return Envelope(kind, self.worker_id, self.incarnation, correlation, number)
 
 
 class Bus(Protocol):
     """The transport, as torch's threads see it. Nothing here may raise or block."""
 
-    def question(self, envelope: Envelope, frame: Frame) -> torch.futures.Future[Answer] | Answer:
+    def question(
+        self, envelope: Envelope, frame: Frame
+    ) -> torch.futures.Future[TorchAnswer] | TorchAnswer:
         """Takes a call; the answer, or its future where the kind expects one later."""
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
@@ -158,7 +148,7 @@ class PlacedFrame(Frame):
         return header[_LENGTH.size : end], header[end:]
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """What torch's callee runs: ``func(*args, **kwargs)``."""
 
     func: Callable[..., Any]
@@ -169,8 +159,8 @@ class Call(NamedTuple):
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class _Socket:
-    """Where the one attached transport is plugged in."""
+class _Attachment:
+    """Holds the one attached transport."""
 
     __slots__ = ("bus", "tables")
 
@@ -179,7 +169,7 @@ class _Socket:
         self.tables: Any = None
 
 
-_socket = _Socket()
+_attached = _Attachment()
 
 
 def attach(bus: Bus, tensor_tables: Any) -> None:
@@ -189,21 +179,21 @@ def attach(bus: Bus, tensor_tables: Any) -> None:
         bus: the transport of torch's current agent.
         tensor_tables: torch's thread-local holder of a message's tensors.
     """
-    _socket.bus, _socket.tables = bus, tensor_tables
+    _attached.bus, _attached.tables = bus, tensor_tables
     for function, code in _ENTRY_POINTS:
         copyreg.add_extension(function.__module__, function.__name__, code)
 
 
 def detach(bus: Bus) -> None:
     """Routes nothing to ``bus`` any more."""
-    if _socket.bus is not bus:
+    if _attached.bus is not bus:
         return
-    _socket.bus = None
+    _attached.bus = None
     for function, code in _ENTRY_POINTS:
         copyreg.remove_extension(function.__module__, function.__name__, code)
 
 
-class Answer:
+class TorchAnswer:
     """The value of a finished call; its pickle delivers itself when it is loaded."""
 
     __slots__ = ("data", "tensors")
@@ -213,7 +203,7 @@ class Answer:
         self.tensors = tensors
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        outgoing = getattr(_socket.tables, "send_tables", None)
+        outgoing = getattr(_attached.tables, "send_tables", None)
         if outgoing is None:  # torch only looks for the devices of the tensors in it
             return tuple, (self.tensors,)
         outgoing.extend(self.tensors)
@@ -221,20 +211,20 @@ class Answer:
         return receive_answer, (self.data,)
 
 
-def receive_question(data: bytes) -> Call:
+def receive_question(data: bytes) -> TorchCall:
     """Entry point of torch's deserializer at the callee."""
-    bus = _socket.bus
+    bus = _attached.bus
     if bus is None:
         raise FrameError("no TensorWire transport is attached to this process's RPC agent")
-    envelope, frame = unpack(data, _socket.tables.recv_tables)
-    return new_tuple(Call, (bus.question, (envelope, frame), _NO_KEYWORDS))
+    envelope, frame = unpack(data, _attached.tables.recv_tables)
+    return new_tuple(TorchCall, (bus.question, (envelope, frame), _NO_KEYWORDS))
 
 
 def receive_answer(data: bytes) -> None:
     """Entry point of torch's deserializer at the caller."""
-    bus = _socket.bus
+    bus = _attached.bus
     if bus is not None:
-        bus.answer(*unpack(data, _socket.tables.recv_tables))
+        bus.answer(*unpack(data, _attached.tables.recv_tables))
 
 
 def lent_from(device_map: DeviceMap) -> int:
@@ -271,7 +261,6 @@ def pack(
         envelope.incarnation,
         envelope.correlation,
         envelope.number,
-        envelope.attempt,
         len(frame.header),
     )
     return b"".join((head, frame.header, payload)), tensors
@@ -284,9 +273,7 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
         FrameError: if ``data`` is not what ``pack`` makes.
     """
     try:
-        version, kind, flags, sender, life, correlation, number, attempt, size = (
-            _ENVELOPE.unpack_from(data)
-        )
+        version, kind, flags, sender, life, correlation, number, size = _ENVELOPE.unpack_from(data)
     except struct.error as error:
         raise FrameError(f"a message of {len(data)} bytes has no envelope") from error
     split = _ENVELOPE.size + size
@@ -301,7 +288,7 @@ def unpack(data: bytes, tensors: list[torch.Tensor]) -> tuple[Envelope, Frame]:
     # what Frame(...) and Envelope(...) do, without a call of Python's in between
     frame_type = PlacedFrame if flags & _PLACED else Frame
     frame = new_tuple(frame_type, (frame_kind, correlation, header, payload, tuple(tensors)))
-    return new_tuple(Envelope, (kind, sender, life, correlation, number, attempt)), frame
+    return new_tuple(Envelope, (kind, sender, life, correlation, number)), frame
 
 
 def call_pickle(data: bytes) -> bytes:
@@ -341,7 +328,7 @@ _CALL_HEAD = (
 _CALL_TAIL = b"\x85R."  # make a tuple, call, stop
 
 
-class _Lent:
+class _WritableView:
     """Presents read-only bytes to numpy as writable, to lend them to torch unwritten."""
 
     def __init__(self, payload: Payload) -> None:
@@ -353,7 +340,7 @@ class _Lent:
 
 
 def _as_tensor(payload: Payload) -> torch.Tensor:
-    return torch.from_numpy(numpy.asarray(_Lent(payload)))
+    return torch.from_numpy(numpy.asarray(_WritableView(payload)))
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

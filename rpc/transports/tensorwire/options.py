@@ -116,7 +116,6 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             bring_up_timeout=bring_up_timeout,
             shutdown_timeout=shutdown_timeout,
             liveness_timeout=liveness_timeout,
-            link_resume_timeout=link_resume_timeout,
             shared_memory=shared_memory,
             max_bytes_in_flight=max_bytes_in_flight,
             when_full=when_full,
@@ -128,13 +127,22 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             bulk_connections=tcp_connections,
             max_message_bytes=max_message_bytes,
             busy_poll_seconds=busy_poll,
+            resume_seconds=link_resume_timeout,
         )
+
+    @property
+    def link_resume_timeout(self) -> float:
+        """Seconds within which a connection that broke is opened again; 0: it never is."""
+        return self._settings.resume_seconds
+
+    @link_resume_timeout.setter
+    def link_resume_timeout(self, seconds: float) -> None:
+        self._settings = replace(self._settings, resume_seconds=seconds)
 
     def settings(self) -> Settings:
         """What the transport is to be made with."""
         return replace(
             self._settings,
-            resume_seconds=self.link_resume_timeout,
             shared_memory_bytes=self.shared_memory,
             max_bytes_in_flight=self.max_bytes_in_flight,
             when_full=self.when_full,
@@ -156,7 +164,6 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             bring_up_timeout=options.bring_up_timeout,
             shutdown_timeout=options.shutdown_timeout,
             liveness_timeout=options.liveness_timeout,
-            link_resume_timeout=options.link_resume_timeout,
             shared_memory=options.shared_memory,
             max_bytes_in_flight=options.max_bytes_in_flight,
             when_full=options.when_full,

@@ -28,13 +28,11 @@ from rpc.errors import RpcError
 from rpc.ids import Life
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.base import Frame, FrameKind, Patience, Peer, Receiver
-from rpc.transports.tensorpipe import scheduling as turns
+from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe import sending as tensorpipe_sending
 from rpc.transports.tensorpipe import transport as tensorpipe
 from rpc.transports.tensorpipe import wire as tensorpipe_wire
-from rpc.transports.tensorpipe.device_readiness import Readiness, make_ready
-from rpc.transports.tensorpipe.ledger import size
-from rpc.transports.tensorpipe.links import Link
+from rpc.transports.tensorpipe.device_readiness import make_ready
 from rpc.transports.tensorpipe.transport import TensorPipeTransport
 from rpc.worker_info import WorkerInfo
 from tests.processes import ready_made
@@ -224,15 +222,11 @@ class _Bench:
         self.lock = threading.Lock()
         self.transport: TensorPipeTransport | None = None
         self.cutter: Cutter | None = None
-        self.lifelines: dict[int, int] = {}
-        self.cutting: tuple[threading.Thread, threading.Event] | None = None
-        self.cuts = 0
         self.patches = pytest.MonkeyPatch()
 
     def make(self, options: dict[str, Any]) -> None:
         self.patches.undo()
         self.cutter = Cutter()
-        self.lifelines.clear()
         self.transport = TensorPipeTransport(TensorPipeRpcBackendOptions(**options))
 
     def start(self, info: WorkerInfo, incarnation: int) -> bytes:
@@ -252,8 +246,8 @@ class _Bench:
         tasks = Path("/proc/self/task").iterdir()
         return sorted((task / "comm").read_text().strip() for task in tasks)
 
-    def turns_of_reactors(self) -> list[float]:
-        return [turns.seconds_of(thread) for thread in turns.reactors()]
+    def time_slices_of_reactors(self) -> list[float]:
+        return [scheduling.slice_seconds(thread) for thread in scheduling.reactors()]
 
     def start_another(self) -> None:
         another = TensorPipeTransport(TensorPipeRpcBackendOptions())
@@ -262,60 +256,13 @@ class _Bench:
     def cut(self) -> int:
         """Breaks every connection of the transport; returns how many it were."""
         assert self.cutter is not None
-        for link in self.peers():
-            self.lifelines[link.peer.info.id] = link.lifeline[0] if link.lifeline else -1
         return self.cutter.cut()
-
-    def peers(self) -> list[Link]:
-        assert self.transport is not None
-        links = self.transport._roster.links.values()
-        return [link for link in list(links) if link.seconds]
-
-    def is_whole(self) -> bool:
-        """Whether all connections were opened again since they were broken, at both ends.
-
-        One that is broken just when it is opened is the end of torch's listener.
-        """
-        return all(
-            link.route is not None
-            and link.lifeline is not None
-            and link.lifeline[0] > self.lifelines.get(link.peer.info.id, -1)
-            for link in self.peers()
-        )
-
-    def cut_every(self, pause: float) -> None:
-        """Breaks them again and again, until :meth:`stop_cutting`."""
-        end = threading.Event()
-
-        def cut() -> None:
-            while not end.wait(pause):
-                if self.is_whole():
-                    self.cut()
-                    self.cuts += 1
-
-        self.cuts = 0
-        self.cutting = threading.Thread(target=cut), end
-        self.cutting[0].start()
-
-    def cuts_so_far(self) -> int:
-        return self.cuts
-
-    def stop_cutting(self) -> None:
-        assert self.cutting is not None
-        thread, end = self.cutting
-        end.set()
-        thread.join()
 
     def forget_shared_memory(self) -> None:
         """What peers handed over is gone."""
         assert self.transport is not None
-        for link in self.transport._roster.links.values():
+        for link in self.transport._peers.links.values():
             link.shared.close()
-
-    def be_somebody_else(self) -> None:
-        """The transport's address becomes that of another one."""
-        assert self.transport is not None
-        self.transport._roster._life = "another"
 
     def take_host_memory_for_devices(self) -> None:
         """Whatever tensors arrive on, it has to be made ready."""
@@ -330,11 +277,6 @@ class _Bench:
             lambda *what: make_ready(*what) if next(left, None) is None else "it has none",
         )
 
-    def forget_who_is_ready(self) -> None:
-        """Every peer has to be asked for its devices again."""
-        for link in self.peers():
-            link.readiness = Readiness()
-
     def choke_on(self, words: bytes) -> None:
         """Calls that say this cannot be read, and answers that do cannot be written."""
 
@@ -348,13 +290,13 @@ class _Bench:
                 raise ValueError("this cannot be written")
             return write(answer)
 
-        read, write = tensorpipe_wire.unpack, tensorpipe_wire.Answer.__reduce__
+        read, write = tensorpipe_wire.unpack, tensorpipe_wire.TorchAnswer.__reduce__
         self.patches.setattr(tensorpipe_wire, "unpack", unpack)
-        self.patches.setattr(tensorpipe_wire.Answer, "__reduce__", reduce)
+        self.patches.setattr(tensorpipe_wire.TorchAnswer, "__reduce__", reduce)
 
     def early_calls(self) -> int:
         assert self.transport is not None
-        return len(self.transport._roster.early)
+        return len(self.transport._peers.early)
 
     def ask_until_it_fails(self, to: int) -> tuple[int, str]:
         """Sends requests until one cannot be sent; returns how many could, and what was wrong."""
@@ -369,24 +311,17 @@ class _Bench:
     def in_flight(self, worker_id: int) -> int:
         """Bytes of requests to a peer that were not replied to."""
         assert self.transport is not None
-        return self.transport._roster.links[worker_id].window.held
+        return self.transport._peers.links[worker_id].window.held
 
     def replies_in_flight(self, worker_id: int) -> int:
         """Bytes of replies to a peer that it has not said it has."""
         assert self.transport is not None
-        return self.transport._roster.links[worker_id].reply_window.held
+        return self.transport._peers.links[worker_id].reply_window.held
 
     def reply(self, to: int, correlation: int, nbytes: int) -> None:
         """Answers a request."""
         assert self.transport is not None
         self.transport.send(to, Frame(FrameKind.REPLY, correlation, b"", bytes(nbytes)))
-
-    def remembers(self, worker_id: int) -> tuple[int, int]:
-        """The bytes kept for another pipe to and from a peer: of requests, and of replies."""
-        assert self.transport is not None
-        link = self.transport._roster.links[worker_id]
-        calls = sum(size(frame) for _, frame in list(link.calls.unanswered.values()))
-        return calls, link.served.kept_bytes
 
     def tell(self, *message: Any) -> None:
         data = _pack(message)

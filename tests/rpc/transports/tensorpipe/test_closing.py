@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorpipe import closing as tensorpipe_parting
-from rpc.transports.tensorpipe import wire as wire
-from rpc.transports.tensorpipe.closing import Exit, Handlers, Parting
-from rpc.transports.tensorpipe.ledger import Calls, Served
-from rpc.transports.tensorpipe.links import CROSSED, Link
-from rpc.transports.tensorpipe.peers import SHUT_DOWN, Roster
+from rpc.transports.base import FrameKind, Peer
+from rpc.transports.tensorpipe import wire
+from rpc.transports.tensorpipe.closing import CloseGate, CloseHandshake, Handlers
+from rpc.transports.tensorpipe.links import CROSSED, PeerLink
+from rpc.transports.tensorpipe.peers import SHUT_DOWN, Peers
 from rpc.transports.tensorpipe.wire import Envelope
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
@@ -43,37 +41,38 @@ class Told:
     def wait(self, deadline: float) -> None:
         self.notes.append(("waited",))
 
-    def say_farewell(self, link: Link) -> None:
-        self.notes.append(("farewell", link.name))
+    def send_close(self, link: PeerLink) -> None:
+        self.notes.append(("close", link.name))
 
-    def report(self, link: Link) -> None:
+    def report(self, link: PeerLink) -> None:
         self.notes.append(("reported", link.name, link.lost))
 
 
 class Worker:
-    """The parts of a transport that part."""
+    """The parts of a transport that close it."""
 
-    def __init__(self) -> None:
+    def __init__(self, sender_seconds: float = WAIT, told: Told | None = None) -> None:
         self.lock = threading.Lock()
-        self.exit = Exit(self.lock)
-        self.told = Told()
+        self.gate = CloseGate(self.lock, sender_seconds)
+        self.told = told or Told()
         stand_in: Any = self.told
-        self.parting = Parting(ME, self.lock, self.exit, stand_in, stand_in, self.told.report)
-        self.roster = Roster("life")
+        self.closing = CloseHandshake(
+            ME, self.lock, self.gate, stand_in, stand_in, self.told.report
+        )
+        self.peers = Peers()
 
-    def add(self, worker_id: int, *, watched: bool = True) -> Link:
+    def add(self, worker_id: int, *, watched: bool = True) -> PeerLink:
         info = WorkerInfo(f"worker{worker_id}", worker_id)
         route: Any = object()
-        calls, served = Calls(remembers=True), Served(keeps=True)
-        link = Link(Peer(info, 1, b""), route, worker_id < ME, {}, {}, calls, served, 5.0)
+        link = PeerLink(Peer(info, 1, b""), route, worker_id < ME, {}, {})
         link.watched = link.lifeline_open = watched
-        self.roster.add(link)
+        self.peers.add(link)
         return link
 
     def change(self, what: Callable[[], None]) -> None:
         with self.lock:
             what()
-            self.exit.look()
+            self.gate.changed()
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def worker() -> Worker:
 def leaving(worker: Worker) -> Iterator[threading.Thread]:
     deadline = time.monotonic() + WAIT
     handlers = Handlers(deadline, set)
-    thread = threading.Thread(target=worker.parting.leave, args=(worker.roster, deadline, handlers))
+    thread = threading.Thread(target=worker.closing.leave, args=(worker.peers, deadline, handlers))
     yield thread
     thread.join(2 * WAIT)
     assert not thread.is_alive()
@@ -95,17 +94,17 @@ def future() -> torch.futures.Future[Any]:
     return torch.futures.Future()
 
 
-class TestExit:
+class TestCloseGate:
     def test_it_opens_once_everybody_has_sent(self) -> None:
         lock = threading.Lock()
-        exit_, order = Exit(lock), []
+        gate, order = CloseGate(lock), []
         with lock:
-            exit_.hold()
-            exit_.hold()
+            gate.hold()
+            gate.hold()
 
         def close() -> None:
             with lock:
-                exit_.wait_for_senders()
+                gate.wait_for_senders()
                 order.append("open")
 
         closer = threading.Thread(target=close)
@@ -113,79 +112,76 @@ class TestExit:
         for number in range(2):
             with lock:
                 order.append(f"sent {number}")
-            exit_.release()
+            gate.release()
         closer.join(WAIT)
         assert order == ["sent 0", "sent 1", "open"]
 
     def test_nobody_waits_longer_than_the_deadline(self) -> None:
         lock = threading.Lock()
-        exit_ = Exit(lock)
+        gate = CloseGate(lock)
         with lock:
-            assert not exit_.wait_until(lambda: False, time.monotonic() - 1.0)
+            assert not gate.wait_until(lambda: False, time.monotonic() - 1.0)
 
-    def test_who_does_not_end_to_send_is_left_behind(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    def test_a_thread_that_does_not_end_to_send_is_left_behind(
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(tensorpipe_parting, "_SENDERS_SECONDS", 0.0)
         lock = threading.Lock()
-        exit_ = Exit(lock)
+        gate = CloseGate(lock, seconds=0.0)
         with lock:
-            exit_.hold()
-            exit_.wait_for_senders()
+            gate.hold()
+            gate.wait_for_senders()
         assert "1 messages are still being sent" in caplog.text
 
     def test_it_opens_although_an_answer_cannot_be_given(
-        self, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def fail(*_: object) -> None:
-            raise RuntimeError("the agent has stopped")
+        class Stopped(Told):
+            def give_visibly(self, future: Any, kind: int, payload: bytes) -> None:
+                raise RuntimeError("the agent has stopped")
 
-        monkeypatch.setattr(tensorpipe_parting, "_SENDERS_SECONDS", 0.0)
-        monkeypatch.setattr(worker.told, "give_visibly", fail)
+        worker = Worker(0.0, Stopped())
         link = worker.add(1)
-        link.lifeline = 0, future()
+        link.lifeline = future()
         with pytest.raises(RuntimeError, match="has stopped"):
-            worker.parting.take_farewell(None, 0, future())
+            worker.closing.take_close(None, 0, future())
         with pytest.raises(RuntimeError, match="has stopped"):
-            worker.parting.take_farewell(link, 0, future())
-        link.lifeline = 0, future()
+            worker.closing.take_close(link, 0, future())
+        link.lifeline = future()
         with pytest.raises(RuntimeError, match="has stopped"):
-            worker.parting.confirmed(link, b"")
+            worker.closing.confirmed(link, b"")
         with worker.lock:
-            worker.exit.wait_for_senders()
+            worker.gate.wait_for_senders()
         assert "still being sent" not in caplog.text
 
 
 class TestLeaving:
-    def test_farewell_is_said_to_those_that_are_connected(
+    def test_close_is_sent_to_those_that_are_connected(
         self, worker: Worker, leaving: threading.Thread
     ) -> None:
         connected, stranger = worker.add(1), worker.add(2, watched=False)
         asked, lifeline = future(), future()
-        connected.lifeline = 0, lifeline
+        connected.lifeline = lifeline
         request = Envelope(FrameKind.REQUEST, 1, 1, 7, 1)
-        connected.take(request, Frame(FrameKind.REQUEST, 7, b""), asked)
+        connected.take(request, asked)
         leaving.start()
-        until(lambda: ("farewell", connected.name) in worker.told.notes)
-        worker.change(lambda: connected.farewell_confirmed(b""))
+        until(lambda: ("close", connected.name) in worker.told.notes)
+        worker.change(lambda: connected.close_was_confirmed(b""))
         worker.change(lambda: connected.lifeline_ended(SHUT_DOWN))
         leaving.join(WAIT)
         assert worker.told.notes == [
             ("asked", asked, wire.REFUSED, SHUT_DOWN),
-            ("farewell", connected.name),
+            ("close", connected.name),
             ("visibly", lifeline, wire.LEFT, SHUT_DOWN.encode()),
             ("waited",),
         ]
-        assert not stranger.said_farewell
+        assert not stranger.close_sent
 
     def test_a_peer_whose_pipe_is_broken_is_not_waited_for(
         self, worker: Worker, leaving: threading.Thread
     ) -> None:
-        broken = worker.add(1)
-        broken.route = None
+        worker.add(1).break_off("its connection broke")
         leaving.start()
         leaving.join(WAIT)
-        assert broken.broken
         assert worker.told.notes == [("waited",)]
 
     @pytest.mark.parametrize(("running", "seconds"), [({1}, 0.0), (set(), 0.2)])
@@ -195,26 +191,26 @@ class TestLeaving:
         worker.add(1)
         began = time.monotonic()
         handlers = Handlers(began, lambda: running)
-        worker.parting.leave(worker.roster, began + (WAIT if running else seconds), handlers)
+        worker.closing.leave(worker.peers, began + (WAIT if running else seconds), handlers)
         assert seconds <= time.monotonic() - began < WAIT
 
     def test_one_that_is_left_without_its_answer_hears_that_none_will_come(
         self, worker: Worker
     ) -> None:
         kept_waiting, lifeline = worker.add(1), future()
-        kept_waiting.lifeline = 0, lifeline
+        kept_waiting.lifeline = lifeline
         began = time.monotonic()
-        worker.parting.leave(worker.roster, began + WAIT, Handlers(began, lambda: {1}))
-        assert not kept_waiting.confirmed
+        worker.closing.leave(worker.peers, began + WAIT, Handlers(began, lambda: {1}))
+        assert not kept_waiting.close_confirmed
         assert ("visibly", lifeline, wire.LEFT, SHUT_DOWN.encode()) in worker.told.notes
 
-    def test_that_a_farewell_was_confirmed_does_not_end_what_the_other_waits_for(
+    def test_that_a_close_was_confirmed_does_not_end_what_the_other_waits_for(
         self, worker: Worker
     ) -> None:
         peer, lifeline = worker.add(1), future()
-        peer.lifeline = 0, lifeline
-        peer.say_farewell()
-        worker.parting.confirmed(peer, CROSSED)
+        peer.lifeline = lifeline
+        peer.send_close()
+        worker.closing.confirmed(peer, CROSSED)
         assert worker.told.notes == [("visibly", lifeline, wire.LIFELINE, SHUT_DOWN.encode())]
 
     def test_calls_to_itself_are_waited_for(
@@ -237,43 +233,43 @@ class TestPeersThatLeave:
     def test_one_is_confirmed_when_its_frames_and_our_calls_are_through(
         self, worker: Worker
     ) -> None:
-        peer, farewell = worker.add(1), future()
+        peer, close = worker.add(1), future()
         peer.calls.under_way = 1
-        worker.parting.take_farewell(peer, 2, farewell)
+        worker.closing.take_close(peer, 2, close)
         assert worker.told.notes == []
-        peer.served.delivered = 2
-        worker.parting.settle(peer)
+        peer.taken.delivered = 2
+        worker.closing.settle(peer)
         assert worker.told.notes == []
         peer.calls.under_way = 0
-        worker.parting.settle(peer)
-        worker.parting.settle(peer)
+        worker.closing.settle(peer)
+        worker.closing.settle(peer)
         assert worker.told.notes == [
-            ("visibly", farewell, wire.FAREWELL, b""),
+            ("visibly", close, wire.CLOSE, b""),
             ("reported", peer.name, SHUT_DOWN),
         ]
 
     def test_its_requests_and_its_lifeline_are_let_go(self, worker: Worker) -> None:
-        peer, farewell, lifeline, asked = worker.add(1), future(), future(), future()
-        peer.lifeline = 0, lifeline
+        peer, close, lifeline, asked = worker.add(1), future(), future(), future()
+        peer.lifeline = lifeline
         request = Envelope(FrameKind.REQUEST, 1, 1, 7, 1)
-        peer.take(request, Frame(FrameKind.REQUEST, 7, b""), asked)
-        worker.parting.take_farewell(peer, 1, farewell)
+        peer.take(request, asked)
+        worker.closing.take_close(peer, 1, close)
         assert worker.told.notes == [
             ("asked", asked, wire.DONE, ""),
             ("given", lifeline, wire.LIFELINE, ""),
         ]
 
     def test_one_that_is_not_known_any_more_is_confirmed_at_once(self, worker: Worker) -> None:
-        farewell = future()
-        worker.parting.take_farewell(None, 3, farewell)
-        assert worker.told.notes == [("visibly", farewell, wire.FAREWELL, b"")]
+        close = future()
+        worker.closing.take_close(None, 3, close)
+        assert worker.told.notes == [("visibly", close, wire.CLOSE, b"")]
 
     def test_both_leave_at_once(self, worker: Worker, leaving: threading.Thread) -> None:
-        peer, farewell = worker.add(1), future()
+        peer, close = worker.add(1), future()
         leaving.start()
-        worker.parting.take_farewell(peer, 0, farewell)
-        worker.parting.confirmed(peer, b"")
+        worker.closing.take_close(peer, 0, close)
+        worker.closing.confirmed(peer, b"")
         worker.change(lambda: peer.lifeline_ended(SHUT_DOWN))
         leaving.join(WAIT)
-        assert ("farewell", peer.name) in worker.told.notes or not peer.said_farewell
+        assert ("close", peer.name) in worker.told.notes or not peer.close_sent
         assert peer.parted

@@ -1,27 +1,25 @@
-"""Two workers part in every order of events without either reading from a closed pipe."""
+"""Two workers close in every order of events, and neither reads from a closed pipe."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorpipe.ledger import AnswerFuture, Calls, Served
-from rpc.transports.tensorpipe.links import Link
+from rpc.transports.tensorpipe.links import PeerLink
+from rpc.transports.tensorpipe.outstanding import AnswerFuture
 from rpc.transports.tensorpipe.wire import LIFELINE, Envelope
 from rpc.worker_info import WorkerInfo
 
 
-def link(peer: int, me: int) -> Link:
-    info = WorkerInfo(f"worker{peer}", peer)
-    route = cast("object", None)
-    calls, served = Calls(remembers=True), Served(keeps=True)
-    return Link(Peer(info, 1, b""), route, peer < me, {}, {}, calls, served, 5.0)  # type: ignore[arg-type]
+def link(peer: int, me: int) -> PeerLink:
+    route: Any = None
+    return PeerLink(Peer(WorkerInfo(f"worker{peer}", peer), 1, b""), route, peer < me, {}, {})
 
 
 def future() -> AnswerFuture:
@@ -56,22 +54,20 @@ class TestCalls:
         peer.lose("it shut down")
         assert not peer.take_loose(5)
 
-    def test_a_reply_counts_under_what_its_arrival_will_name(self) -> None:
+    def test_a_reply_counts_until_its_arrival_is_named_or_the_call_it_came_as_is_answered(
+        self,
+    ) -> None:
         peer = link(1, 0)
-        asked = Envelope(FrameKind.REQUEST, 1, 1, correlation=5, number=9)
-        peer.take(asked, Frame(FrameKind.REQUEST, 5, b""), future())
-        peer.loose.add(6)
-        assert peer.key_of_reply(5) == 9
         for correlation in (5, 6):
-            assert peer.reply_window.try_charge(peer.key_of_reply(correlation), 10_000)
-        peer.took((FrameKind.REQUEST, Frame(FrameKind.REQUEST, 6, b"")))
+            assert peer.reply_window.try_charge(correlation, 10_000)
+        peer.was_answered((FrameKind.REQUEST, 6))
         assert peer.reply_window.held == 20_000
-        peer.took((FrameKind.REPLY, Frame(FrameKind.REPLY, 6, b"")))
-        peer.reply_window.release_all([8, 9, 10])
+        peer.was_answered((FrameKind.REPLY, 6))
+        peer.reply_window.release_all([4, 5])
         assert peer.reply_window.held == 0
 
-    @pytest.mark.parametrize("end", [lambda peer: peer.lose("eof"), Link.forget_contents])
-    def test_nobody_waits_for_a_peer_that_is_gone(self, end: Callable[[Link], None]) -> None:
+    @pytest.mark.parametrize("end", [lambda peer: peer.lose("eof"), PeerLink.close_windows])
+    def test_nobody_waits_for_a_peer_that_is_gone(self, end: Callable[[PeerLink], None]) -> None:
         peer = link(1, 0)
         for window in (peer.window, peer.reply_window):
             assert window.try_charge(1, 1 << 30)
@@ -83,20 +79,11 @@ class TestCalls:
         peer = link(1, 0)
         request, lifeline = future(), future()
         asked = Envelope(FrameKind.REQUEST, 1, 1, 5, number=1)
-        frame = Frame(FrameKind.REQUEST, 5, b"")
-        assert peer.take(asked, frame, request)
-        assert peer.take(Envelope(LIFELINE, 1, 1), frame, lifeline)
-        assert peer.served.take_asked() == [(asked, request)]
+        assert peer.take(asked, request)
+        assert peer.take(Envelope(LIFELINE, 1, 1), lifeline)
+        assert peer.take_asked() == [(asked, request)]
         assert peer.take_lifelines() == [lifeline]
-        assert (peer.served.take_asked(), peer.take_lifelines()) == ([], [])
-
-    def test_the_lifeline_of_the_latest_pipe_is_held(self) -> None:
-        peer = link(1, 0)
-        frame = Frame(FrameKind.NOTICE, 0, b"")
-        first, second = future(), future()
-        peer.take(Envelope(LIFELINE, 1, 1, attempt=2), frame, second)
-        peer.take(Envelope(LIFELINE, 1, 1, attempt=0), frame, first)
-        assert peer.take_lifelines() == [second]
+        assert (peer.take_asked(), peer.take_lifelines()) == ([], [])
 
     def test_the_first_reason_for_a_loss_is_kept(self) -> None:
         peer = link(1, 0)
@@ -105,37 +92,11 @@ class TestCalls:
         assert peer.lost == "it shut down"
         assert peer.is_finished()
 
-    def test_a_broken_pipe_is_replaced_unless_the_peer_or_this_worker_leaves(self) -> None:
-        peer = link(1, 0)
-        assert peer.mend(1.0, "eof") is not None
-        assert (peer.route, peer.lifeline_open, peer.is_whole(0)) == (None, False, False)
-        peer.begin_pipe(peer.epoch.next_attempt())
-        assert (peer.mending, peer.lifeline_open, peer.is_whole(1)) == (None, True, True)
-        peer.say_farewell()
-        assert peer.mend(2.0, "eof") is None
-        left = link(2, 0)
-        left.lose("it shut down")
-        assert left.mend(1.0, "eof") is None
-        forbidden = link(3, 0)
-        forbidden.seconds = 0.0
-        assert forbidden.mend(1.0, "eof") is None
-
-    def test_a_peer_that_leaves_while_its_pipe_is_broken_need_not_be_waited_for(self) -> None:
-        peer = link(1, 0)
-        peer.lifeline_open = peer.watched = True
-        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 1, b""))
-        peer.mend(1.0, "eof")
-        peer.lose("it shut down")
-        peer.abandon_pipe()
-        peer.farewell = future()
-        assert peer.take_due_confirmation() is not None
-        assert peer.is_finished()
-
     def test_one_that_closed_without_all_answers_is_not_waited_for(self) -> None:
         peer = link(1, 0)
         peer.lifeline_open = peer.watched = True
-        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 1, b""))
-        peer.farewell = future()
+        peer.calls.begin(FrameKind.REQUEST, 1)
+        peer.close_request = future()
         peer.lifeline_ended("it shut down")
         assert not peer.is_finished()
         peer.left = True
@@ -144,10 +105,10 @@ class TestCalls:
 
 class TestBursts:
     @staticmethod
-    def busy_link() -> Link:
+    def busy_link() -> PeerLink:
         peer = link(1, 0)
         for _ in range(4):
-            peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
+            peer.calls.begin(FrameKind.REQUEST)
         return peer
 
     def test_requests_that_follow_each_other_closely_are_a_burst(self) -> None:
@@ -163,7 +124,7 @@ class TestBursts:
 
     def test_a_caller_that_waits_for_each_reply_makes_no_burst(self) -> None:
         peer = link(1, 0)
-        peer.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
+        peer.calls.begin(FrameKind.REQUEST)
         assert not any(peer.in_burst(1.0 + number * 100e-6) for number in range(100))
 
     def test_slow_calls_make_no_burst(self) -> None:
@@ -183,26 +144,26 @@ class Side:
     def __init__(self, me: int, peer: int, pipe: deque[tuple[str, bytes]]) -> None:
         self.link = link(peer, me)
         self.link.watched = self.link.lifeline_open = True
-        self.link.lifeline = 0, future()
+        self.link.lifeline = future()
         self.out = pipe
         self.stopped = False
         self.reading = 1
 
     def call(self) -> None:
-        if self.link.lost is None and not self.link.said_farewell:
-            self.link.calls.begin(FrameKind.REQUEST, Frame(FrameKind.REQUEST, 0, b""))
+        if self.link.lost is None and not self.link.close_sent:
+            self.link.calls.begin(FrameKind.REQUEST)
             self.reading += 1
             self.out.append(("call", b""))
 
     def leave(self) -> None:
-        if self.link.lost is None and not self.link.said_farewell:
-            self.link.say_farewell()
+        if self.link.lost is None and not self.link.close_sent:
+            self.link.send_close()
             self.reading += 1
-            self.out.append(("farewell", str(self.link.calls.sent).encode()))
+            self.out.append(("close", str(self.link.calls.sent).encode()))
 
     def receive(self, kind: str, data: bytes) -> None:
         if kind == "call":
-            self.link.served.delivered += 1
+            self.link.taken.delivered += 1
             self.out.append(("done", b""))
         elif kind == "done":
             self.link.calls.under_way -= 1
@@ -210,13 +171,13 @@ class Side:
         elif kind == "lifeline":
             self.link.lifeline_ended("it shut down")
             self.reading -= 1
-        elif kind == "farewell":
+        elif kind == "close":
             self.link.lose("it shut down")
-            self.link.farewell, self.link.announced = future(), int(data)
+            self.link.close_request, self.link.announced = future(), int(data)
             self.answer_lifelines()
         else:
             self.reading -= 1
-            self.link.farewell_confirmed(data)
+            self.link.close_was_confirmed(data)
             self.answer_lifelines()
         due = self.link.take_due_confirmation()
         if due is not None:

@@ -1,4 +1,4 @@
-"""Short turns for threads that poll, where the system grants them."""
+"""Short time slices for threads that poll, where the system grants them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc.transports.tensorpipe import scheduling as turns
+from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe import torch_agent as tensorpipe_torch
 
 SECONDS = 20
@@ -28,20 +28,20 @@ def thread() -> Iterator[int]:
     sleeper.join(SECONDS)
 
 
-def test_a_thread_gets_shorter_turns_and_stays_as_nice_as_it_was(thread: int) -> None:
+def test_a_thread_gets_shorter_time_slices_and_stays_as_nice_as_it_was(thread: int) -> None:
     os.setpriority(os.PRIO_PROCESS, thread, 7)
-    others = turns.seconds_of(threading.get_native_id())
-    turns.shorten(thread, 0.5e-3)
+    others = scheduling.slice_seconds(threading.get_native_id())
+    scheduling.shorten_slice(thread, 0.5e-3)
     assert os.getpriority(os.PRIO_PROCESS, thread) == 7
-    assert turns.seconds_of(threading.get_native_id()) == others
+    assert scheduling.slice_seconds(threading.get_native_id()) == others
     if not others:
-        pytest.skip("this kernel is older than 6.12 and knows no turns of a thread's own")
-    assert turns.seconds_of(thread) == 0.5e-3
+        pytest.skip("this kernel is older than 6.12 and knows no time slices of a thread's own")
+    assert scheduling.slice_seconds(thread) == 0.5e-3
 
 
 def test_one_that_is_not_there_is_an_error() -> None:
     with pytest.raises(OSError, match="No such process"):
-        turns.shorten(1 << 22)
+        scheduling.shorten_slice(1 << 22)
 
 
 def test_a_machine_whose_calls_are_not_known_is_named(
@@ -49,15 +49,17 @@ def test_a_machine_whose_calls_are_not_known_is_named(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "sparc")
     with pytest.raises(OSError, match="sparc"):
-        turns.shorten(thread)
+        scheduling.shorten_slice(thread)
 
 
 def test_one_with_a_schedule_of_its_own_keeps_it(
     thread: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_get", lambda _: (48, 6, 0, 0, 0, 10, 20, 30))  # SCHED_DEADLINE
-    monkeypatch.setattr(turns, "_call", lambda *_: pytest.fail("it was changed"))
-    turns.shorten(thread)
+    monkeypatch.setattr(
+        scheduling, "_get", lambda _: (48, 6, 0, 0, 0, 10, 20, 30)
+    )  # SCHED_DEADLINE
+    monkeypatch.setattr(scheduling, "_call", lambda *_: pytest.fail("it was changed"))
+    scheduling.shorten_slice(thread)
 
 
 def test_a_refusal_is_logged(
@@ -66,10 +68,10 @@ def test_a_refusal_is_logged(
     def refuse(_: int) -> None:
         raise PermissionError("not here")
 
-    monkeypatch.setattr(turns, "reactors", lambda: [thread])
-    monkeypatch.setattr(turns, "shorten", refuse)
+    monkeypatch.setattr(scheduling, "reactors", lambda: [thread])
+    monkeypatch.setattr(scheduling, "shorten_slice", refuse)
     with caplog.at_level(logging.DEBUG, "rpc"):
-        tensorpipe_torch._shorten_turns()
+        tensorpipe_torch._shorten_time_slices()
     assert caplog.messages == [
-        f"thread {thread}, which polls without a pause, keeps its turns: not here"
+        f"thread {thread}, which polls without a pause, keeps its time slice: not here"
     ]

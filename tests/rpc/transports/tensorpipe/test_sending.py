@@ -1,4 +1,4 @@
-"""Which life of a peer a frame is for, and what becomes of one that is not sent."""
+"""A frame is for one life of a peer, and one that is not sent leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from rpc.errors import CallCancelledError, DeviceMapError, WorkerLostError
 from rpc.transports.base import Frame, FrameKind, Patience, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorpipe.answers import Answers
-from rpc.transports.tensorpipe.caller import Caller
-from rpc.transports.tensorpipe.closing import Exit
+from rpc.transports.tensorpipe.caller import PipeCaller
+from rpc.transports.tensorpipe.closing import CloseGate
 from rpc.transports.tensorpipe.device_readiness import Inquiry
-from rpc.transports.tensorpipe.ledger import Calls, Served
-from rpc.transports.tensorpipe.links import Link
-from rpc.transports.tensorpipe.peers import Roster
-from rpc.transports.tensorpipe.sending import Outgoing
+from rpc.transports.tensorpipe.links import PeerLink
+from rpc.transports.tensorpipe.peers import Peers
+from rpc.transports.tensorpipe.sending import FrameSender
 from rpc.transports.tensorpipe.shared_tensors import HostMemory, SharedTensors, nothing_shared
 from rpc.transports.tensorpipe.torch_agent import PipeBrokenError
-from rpc.transports.tensorpipe.wire import TENSOR_PAYLOAD_MIN, VOID, Envelope, PlacedFrame, Sender
+from rpc.transports.tensorpipe.wire import (
+    TENSOR_PAYLOAD_MIN,
+    VOID,
+    Envelope,
+    PlacedFrame,
+    SenderId,
+    call_pickle,
+    unpack,
+)
 from rpc.worker_info import WorkerInfo
 from tests.waiting import until
 
@@ -39,6 +46,7 @@ BESIDE = [torch.zeros(24_000, dtype=torch.uint8)] * 3
 Moves = Mapping[torch.device, torch.device]
 NOWHERE: Moves = {}
 TO_DEVICE: Moves = {torch.device("cpu"): torch.device("meta")}
+CALL_TAIL = b"\x85R."
 OFTEN = 20
 """That many slots of what is ``LARGE`` are more than there are."""
 
@@ -82,12 +90,10 @@ class StandIn:
 
 def link_to_peer(
     incarnation: int, shared: SharedTensors, requests: Moves = NOWHERE, replies: Moves = NOWHERE
-) -> Link:
+) -> PeerLink:
     peer = Peer(WorkerInfo("peer", PEER), incarnation, b"")
     route: Any = "a route"
-    calls, served = Calls(remembers=True), Served(keeps=True)
-    maps = dict(requests), dict(replies)
-    link = Link(peer, route, False, *maps, calls, served, 5.0, shared)
+    link = PeerLink(peer, route, False, dict(requests), dict(replies), shared)
     link.reply_window = FlowWindow("peer", ROOM, gives_way=False)
     link.watched = True
     return link
@@ -99,22 +105,25 @@ class Bench:
 
     agent: StandIn = field(default_factory=StandIn)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    roster: Roster = field(default_factory=lambda: Roster("life"))
+    peers: Peers = field(default_factory=Peers)
     memory: HostMemory = field(default_factory=lambda: HostMemory("test", LIMIT))
-    broke: list[tuple[Link, int, str]] = field(default_factory=list)
-    failed: list[tuple[Link, int, str]] = field(default_factory=list)
+    broke: list[tuple[PeerLink, str]] = field(default_factory=list)
+    failed: list[tuple[PeerLink, int, str]] = field(default_factory=list)
     patience: Patience = Patience.WAITS
 
     def __post_init__(self) -> None:
         agent: Any = self.agent
-        sender = Sender(0, 1)
-        self.outgoing = Outgoing(
+        sender = SenderId(0, 1)
+        self.caller = PipeCaller(
+            sender, self.lock, agent, self.note, lambda *what: self.failed.append(what)
+        )
+        self.outgoing = FrameSender(
             WorkerInfo("me", 0),
             self.lock,
-            Exit(self.lock),
-            self.roster,
+            CloseGate(self.lock),
+            self.peers,
             agent,
-            Caller(sender, self.lock, agent, self.note, lambda *what: self.failed.append(what)),
+            self.caller,
             Answers(sender),
             agent,
             lambda _: self.patience,
@@ -122,14 +131,14 @@ class Bench:
         )
         self.theirs = self.share()
         self.link = link_to_peer(1, self.share())
-        self.roster.add(self.link)
+        self.peers.add(self.link)
         self.link.shared.place(frame_of(FrameKind.REQUEST, LARGE))
         offer = self.link.shared.take_offer()
         assert offer is not None
         self.link.shared.answered(self.theirs.map(offer.payload).payload)
 
-    def note(self, link: Link, attempt: int, reason: str) -> None:
-        self.broke.append((link, attempt, reason))
+    def note(self, link: PeerLink, reason: str) -> None:
+        self.broke.append((link, reason))
 
     def share(self) -> SharedTensors:
         return self.memory.shared_with("peer", self.memory.host)
@@ -137,18 +146,18 @@ class Bench:
     def send(self, frame: Frame) -> None:
         self.outgoing.send(PEER, frame)
 
-    def is_asked(self, link: Link) -> torch.futures.Future[Any]:
+    def is_asked(self, link: PeerLink) -> torch.futures.Future[Any]:
         """The peer asks; returns where the answer is to be."""
         request = Envelope(FrameKind.REQUEST, PEER, link.peer.incarnation, REQUEST, 1)
         future: torch.futures.Future[Any] = torch.futures.Future()
-        assert link.take(request, Frame(FrameKind.REQUEST, REQUEST, b""), future)
+        assert link.take(request, future)
         return future
 
     def have_maps(self, requests: Moves, replies: Moves) -> None:
         """Another life of the peer takes the place of this one."""
         self.link.shared.close()
         self.link = link_to_peer(2, nothing_shared(), requests, replies)
-        self.roster.add(self.link)
+        self.peers.add(self.link)
 
     def room(self) -> int:
         """How many slots there are for what is ``LARGE``."""
@@ -174,6 +183,12 @@ def frame_of(kind: FrameKind, *tensors: torch.Tensor) -> Frame:
     return Frame(kind, REQUEST, b"header", b"value", tensors)
 
 
+def carried_by(pickle: bytes) -> tuple[Envelope, Frame]:
+    """What a call to torch carries between the ends of its pickle."""
+    ends = len(call_pickle(b""))
+    return unpack(pickle[ends - len(CALL_TAIL) : -len(CALL_TAIL)], [])
+
+
 def fail(error: BaseException) -> NoReturn:
     raise error
 
@@ -195,9 +210,9 @@ def test_a_reply_that_waited_for_room_is_not_given_to_a_later_life(bench: Bench)
     replying.start()
     until(lambda: former.reply_window.waiting == 1)
     with bench.lock:
-        bench.roster.remove(PEER)
-        bench.roster.add(later)
-        former.forget_contents()
+        bench.peers.remove(PEER)
+        bench.peers.add(later)
+        former.close_windows()
     replying.join(10)
     assert not replying.is_alive()
     assert later.awaits(REQUEST)
@@ -276,23 +291,7 @@ class TestMemoryOfAMessageThatMayArrive:
     def test_as_its_pipe_broke(self, bench: Bench) -> None:
         bench.agent.before_a_call = lambda: fail(PipeBrokenError("it broke"))
         bench.send(frame_of(FrameKind.REQUEST, LARGE))
-        assert bench.broke == [(bench.link, 0, "it broke")]
-        assert bench.room() == 3
-        ((_, kept),) = bench.link.calls.unanswered.values()
-        assert type(kept) is PlacedFrame
-        assert torch.equal(bench.theirs.open(kept).tensors[0], LARGE)
-
-    def test_as_it_was_made_again_on_another_pipe(self, bench: Bench) -> None:
-        def mended() -> None:
-            bench.agent.before_a_call = lambda: None
-            with bench.lock:
-                bench.link.epoch.next_attempt()
-                bench.link.begin_pipe(1)
-            fail(RuntimeError("it cannot"))
-
-        bench.agent.before_a_call = mended
-        with pytest.raises(RuntimeError, match="it cannot"):
-            bench.send(frame_of(FrameKind.REQUEST, LARGE))
+        assert bench.broke == [(bench.link, "it broke")]
         assert bench.room() == 3
 
     def test_as_only_what_comes_after_it_cannot_be_sent(self, bench: Bench) -> None:
@@ -305,8 +304,7 @@ class TestMemoryOfAMessageThatMayArrive:
         bench.agent.before_a_call = made
         with pytest.raises(MemoryError):
             bench.send(frame_of(FrameKind.REQUEST, LARGE))
-        first = next(iter(bench.link.calls.unanswered.values()))
-        assert first[0] != VOID
+        assert bench.link.calls.came_back(1) == (FrameKind.REQUEST, REQUEST)
 
     def test_as_its_reply_was_given(self, bench: Bench) -> None:
         answer = bench.is_asked(bench.link)
@@ -324,8 +322,8 @@ def test_a_request_that_lies_in_the_memory_of_a_former_life_is_not_sent_to_a_lat
     def place_slowly(frame: Frame) -> Frame:
         placed = place(frame)
         with bench.lock:
-            bench.roster.remove(PEER)
-            bench.roster.add(later)
+            bench.peers.remove(PEER)
+            bench.peers.add(later)
         return placed
 
     monkeypatch.setattr(former.shared, "place", place_slowly)
@@ -427,7 +425,7 @@ class TestDevicesThatAreNotReady:
             others.append(inquiry)
             raise MemoryError("nothing is left")
 
-        monkeypatch.setattr(bench.outgoing._caller, "ask_for_devices", fail_when_another_waits)
+        monkeypatch.setattr(bench.caller, "ask_for_devices", fail_when_another_waits)
         with pytest.raises(MemoryError):
             bench.send(frame_of(FrameKind.REQUEST, LARGE))
         with pytest.raises(DeviceMapError, match="could not be asked: nothing is left"):
@@ -449,14 +447,6 @@ class TestDevicesThatAreNotReady:
         bench.send(frame_of(FrameKind.REQUEST, LARGE))
         assert [len(tensors) for tensors in bench.agent.tensors] == [1]
 
-    def test_they_are_asked_for_again_if_the_answer_was_lost_with_the_pipe(
-        self, bench: Bench, sending: Future[None]
-    ) -> None:
-        bench.outgoing._caller.ask_for_devices(bench.link)
-        assert [b"meta" in pickle for pickle in bench.agent.calls] == [True, True]
-        bench.link.readiness.answered("")
-        sending.result(10)
-
 
 class TestRequestsThatTorchAnswersWithAnError:
     TEXT = "Response device mapping is not available for destination me"
@@ -466,17 +456,16 @@ class TestRequestsThatTorchAnswersWithAnError:
         asked = bench.agent.future_of(b"header")
         asked.set_exception(RuntimeError(self.TEXT))
         assert bench.failed == [(bench.link, REQUEST, self.TEXT)]
-        assert [kind for _, (kind, _) in bench.link.calls.after(0)] == [VOID]
         assert len(bench.agent.calls) == 2
-        assert bench.link.calls.under_way == 1, "until that has come back"
+        assert bench.link.calls.under_way == 1, "until VOID has come back"
+        assert bench.link.calls.came_back(1) == (VOID, 0)
 
     def test_with_its_number_goes_what_it_had_in_shared_memory(self, bench: Bench) -> None:
-        for number in range(1, OFTEN):
+        for _ in range(1, OFTEN):
             bench.send(frame_of(FrameKind.REQUEST, LARGE))
             bench.agent.futures[-1].set_exception(RuntimeError(self.TEXT))
-            ((_, (kind, frame)),) = bench.link.calls.after(number - 1)
-            assert kind == VOID
-            assert bytes(frame.payload) in bench.agent.calls[-1]
+            envelope, frame = carried_by(bench.agent.calls[-1])
+            assert envelope.kind == VOID
             bench.theirs.give_back(bytes(frame.payload))
             bench.link.window.release(REQUEST)
         assert bench.room() == 4

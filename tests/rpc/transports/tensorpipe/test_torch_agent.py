@@ -170,7 +170,7 @@ class TestDevices:
         monkeypatch.setattr(torch.cuda, "init", lambda: begun.append(known()))
         monkeypatch.setattr(torch._C, "_distributed_rpc", module)
         monkeypatch.setattr(tensorpipe_torch, "_allow_calls", lambda: None)
-        monkeypatch.setattr(tensorpipe_torch, "_shorten_turns", lambda: None)
+        monkeypatch.setattr(tensorpipe_torch, "_shorten_time_slices", lambda: None)
         return TorchAgent("me", TensorPipeRpcBackendOptions(), None, devices, own)
 
     def test_cuda_is_initialised_before_torch_hears_of_a_device_that_only_a_peer_names(
@@ -225,7 +225,7 @@ class TestDevices:
             assert known.reverse_maps.get("trainer", {}) == device_map
         assert known.reverse_maps["other"] == {GPUS[0]: CPU}
 
-    def test_a_pipe_that_is_replaced_leaves_no_moment_without_a_map(
+    def test_one_that_returns_with_the_same_map_is_never_without_it(
         self, agent: TorchAgent, module: Module
     ) -> None:
         for _ in range(3):

@@ -20,7 +20,7 @@ from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import WhenFull
-from rpc.transports.tensorpipe import scheduling as turns
+from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe import transport as tensorpipe
 from rpc.transports.tensorpipe.torch_agent import POOL_THREADS
 from rpc.transports.tensorpipe.transport import TensorPipeTransport, available
@@ -139,6 +139,18 @@ class TestLossOfAPeer:
                 worker.notify(victim, b"h")
         assert caller.call(called, b"h").header == b"h"
         place.end()
+
+    def test_a_worker_whose_connection_breaks_while_it_lives_is_lost_at_once(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        a, b = workers(2, _transports=["uv"])
+        for worker, other in ((a, b), (b, a)):
+            assert worker.call(other, b"h").header == b"h"
+        assert place_of(a).call("cut")
+        for worker, other in ((a, b), (b, a)):
+            worker.until(lambda worker=worker: bool(worker.lost))
+            ((life, reason),) = worker.lost
+            assert (life.worker, reason[:20]) == (other.info.id, "its connection broke")
 
     def test_a_peer_that_was_never_reached_is_lost_when_watched(
         self, workers: Callable[..., list[Worker]]
@@ -388,11 +400,10 @@ class TestDevicesOfPeers:
 
 
 class TestErrorsThatTorchAnswersWith:
-    @pytest.mark.parametrize("seconds", [5.0, 0.0], ids=["mended", "not mended"])
     def test_they_fail_the_call_alone_and_nobody_waits_for_it_in_the_end(
-        self, workers: Callable[..., list[Worker]], seconds: float
+        self, workers: Callable[..., list[Worker]]
     ) -> None:
-        a, b = workers(2, link_resume_timeout=seconds)
+        a, b = workers(2)
         b.answer = lambda worker, sender, frame: worker.transport.send(
             sender, Frame(FrameKind.REPLY, frame.correlation, frame.payload[::-1])
         )
@@ -452,11 +463,10 @@ class TestSharedMemory:
         for worker in made:
             worker.close(0.5)
 
-    @pytest.mark.parametrize("seconds", [5.0, 0.0], ids=["mended", "not mended"])
     def test_requests_that_could_not_be_read_give_theirs_back(
-        self, workers: Callable[..., list[Worker]], seconds: float
+        self, workers: Callable[..., list[Worker]]
     ) -> None:
-        a, b = workers(2, link_resume_timeout=seconds)
+        a, b = workers(2)
         until(lambda: echoes_large(a, b) and shares(a) == shares(b) == 2)
         place_of(b).call("choke_on", b"unreadable")
         for _ in range(100):  # a segment has room for forty
@@ -577,11 +587,13 @@ class TestLeaving:
         assert not [name for name in threads if name.startswith("TP_")]
         assert threads.count("pt_thread_pool") <= 1
 
-    def test_torchs_reactor_runs_in_short_turns(self, workers: Callable[..., list[Worker]]) -> None:
-        if not turns.seconds_of(threading.get_native_id()):
-            pytest.skip("this kernel is older than 6.12 and knows no turns of a thread's own")
+    def test_torchs_reactor_runs_in_short_time_slices(
+        self, workers: Callable[..., list[Worker]]
+    ) -> None:
+        if not scheduling.slice_seconds(threading.get_native_id()):
+            pytest.skip("this kernel is older than 6.12 and knows no time slices of a thread's own")
         (a,) = workers(1)
-        assert a.transport.place.call("turns_of_reactors") == [turns.SHORTEST_SECONDS]
+        assert a.transport.place.call("time_slices_of_reactors") == [scheduling.SHORTEST_SECONDS]
 
     def test_a_process_may_end_without_closing(self) -> None:
         program = (

@@ -12,7 +12,7 @@ import torch
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe import wire as wire
-from rpc.transports.tensorpipe.wire import Answer, Envelope
+from rpc.transports.tensorpipe.wire import Envelope, TorchAnswer
 
 ENVELOPE = Envelope(FrameKind.REQUEST, 3, 2**63 + 1, 2**64 - 1)
 
@@ -24,9 +24,9 @@ class Recorder:
         self.questions: list[tuple[Envelope, Frame]] = []
         self.answers: list[tuple[Envelope, Frame]] = []
 
-    def question(self, envelope: Envelope, frame: Frame) -> Answer:
+    def question(self, envelope: Envelope, frame: Frame) -> TorchAnswer:
         self.questions.append((envelope, frame))
-        return Answer(*wire.pack(envelope, frame))
+        return TorchAnswer(*wire.pack(envelope, frame))
 
     def answer(self, envelope: Envelope, frame: Frame) -> None:
         self.answers.append((envelope, frame))
@@ -132,7 +132,7 @@ class TestPickles:
     def test_an_answer_delivers_itself(self, bus: Recorder, tables: threading.local) -> None:
         tensor = torch.ones(2)
         sent = Frame(FrameKind.REPLY, 5, b"h", b"p", (tensor,))
-        answer = Answer(*wire.pack(ENVELOPE._replace(kind=FrameKind.REPLY), sent))
+        answer = TorchAnswer(*wire.pack(ENVELOPE._replace(kind=FrameKind.REPLY), sent))
         tables.send_tables = []
         data = pickle.dumps(answer)
         tables.recv_tables = tables.send_tables
@@ -145,7 +145,7 @@ class TestPickles:
     def test_an_answer_lets_go_of_its_tensors_when_torch_has_them(
         self, bus: Recorder, tables: threading.local
     ) -> None:
-        answer = Answer(b"", [torch.ones(2)])
+        answer = TorchAnswer(b"", [torch.ones(2)])
         tables.send_tables = []
         pickle.dumps(answer)
         assert answer.tensors == []
@@ -154,7 +154,7 @@ class TestPickles:
         self, bus: Recorder
     ) -> None:
         tensor = torch.ones(2)
-        assert Answer(b"", [tensor]).__reduce__() == (tuple, ([tensor],))
+        assert TorchAnswer(b"", [tensor]).__reduce__() == (tuple, ([tensor],))
 
     def test_without_a_transport_a_call_is_refused_and_an_answer_dropped(self) -> None:
         data, _ = wire.pack(ENVELOPE, Frame(FrameKind.NOTICE, 0, b""))

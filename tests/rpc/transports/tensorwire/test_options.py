@@ -63,6 +63,14 @@ def test_options_become_settings() -> None:
     )
 
 
+def test_how_long_a_connection_may_be_broken_can_be_changed() -> None:
+    options = TensorWireRpcBackendOptions(link_resume_timeout=1.5)
+    options.link_resume_timeout = 2.5
+    assert options.settings().resume_seconds == 2.5
+    with pytest.raises(ValueError, match="link_resume_timeout=-1"):
+        options.link_resume_timeout = -1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -99,13 +107,12 @@ def test_options_of_tensorpipe_are_taken_over() -> None:
         devices=[0],
         bring_up_timeout=11,
         shutdown_timeout=13,
-        link_resume_timeout=17,
     )
     adopted = TensorWireRpcBackendOptions.adopted(options)
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(adopted, name) == getattr(options, name)
     assert (adopted.bring_up_timeout, adopted.shutdown_timeout) == (11, 13)
-    assert adopted.settings().resume_seconds == 17
+    assert adopted.link_resume_timeout == 5
     assert TensorWireRpcBackendOptions.adopted(adopted) is adopted
 
 
