@@ -16,7 +16,7 @@ from rpc.devices import DeviceInfo
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.testing import local_group
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.tensorpipe.address import Address
+from rpc.transports.tensorpipe.address import TensorPipeAddress
 from rpc.transports.tensorpipe.transport import available
 from rpc.transports.tensorwire.settings import Settings
 from rpc.transports.tensorwire.transport import TensorWireTransport
@@ -72,15 +72,15 @@ def test_over_tensorpipe_torch_carries_what_moves(
     device_map: dict[torch.device, torch.device],
 ) -> None:
     from rpc.transports.loopback import Loopback
-    from rpc.transports.tensorpipe.caller import Caller
+    from rpc.transports.tensorpipe.caller import PipeCaller
     from rpc.transports.tensorpipe.shared_tensors import HostMemory
-    from rpc.transports.tensorpipe.wire import Sender
+    from rpc.transports.tensorpipe.wire import SenderId
 
     agent = SimpleNamespace(reach=lambda name, url, replies: None)
     options = TensorPipeRpcBackendOptions(device_maps={"bob": device_map})
     memory = HostMemory("test", 64 << 20)
-    address = Address("uv://127.0.0.1:5", DeviceInfo(0), "life", memory.host).encode()
-    caller = Caller(Sender(0, 1), threading.Lock(), cast(Any, agent), *[lambda *_: None] * 2)
+    address = TensorPipeAddress("uv://127.0.0.1:5", DeviceInfo(0), memory.host).encode()
+    caller = PipeCaller(SenderId(0, 1), threading.Lock(), cast(Any, agent), *[lambda *_: None] * 2)
     peer = Peer(WorkerInfo("bob", 1), 1, address)
     link = caller.link_to(peer, "alice", options, memory, Loopback("alice", lambda _: None))
     assert link.shared.place(LARGE) is LARGE
