@@ -72,3 +72,12 @@ def test_no_python_hides_from_the_tests(page: Path) -> None:
 
 def _number(page: Page) -> int:
     return len(page.programs) + sum(len(session.blocks) for session in page.sessions)
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len((_ROOT / "README.md").read_bytes()) <= 9000
+
+
+def test_the_glossary_is_short_enough_to_be_learnt() -> None:
+    terms = re.findall(r"^: ", (_ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 20 <= len(terms) <= 40
