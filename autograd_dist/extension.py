@@ -51,7 +51,7 @@ from rpc.errors import (
 from rpc.ids import new_tuple
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
+    from rpc.extend import Worker
     from rpc.extensions import Answer
     from rpc.outcomes.futures import Future
 
@@ -70,8 +70,8 @@ class AutogradExtension:
 
     name: ClassVar[str] = EXTENSION_NAME
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, worker: Worker) -> None:
+        self._agent = agent = worker._agent
         self._me = agent.info.id
         self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
         self.grad_fields = GradFields(partial(agent.timeout_of, 0.0))

@@ -19,6 +19,7 @@ import torch
 
 from rpc.calls.callee import Callee
 from rpc.calls.caller import Caller
+from rpc.calls.channels import Channels
 from rpc.calls.control_channel import Notices
 from rpc.calls.extension_set import ExtensionSet
 from rpc.calls.gathering import Gatherings
@@ -29,6 +30,7 @@ from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, U
 from rpc.current import context_of, forked_from
 from rpc.debug import agent_debug_info
 from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.extend import Worker
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import Accusations
 from rpc.group.members import Group
@@ -54,6 +56,7 @@ from rpc.runtime.event_loop import EventLoop
 from rpc.runtime.executor import SECONDS_TO_END, Executor
 from rpc.runtime.pulse import Pulse
 from rpc.runtime.signals import restore, shut_out
+from rpc.runtime.states import States
 from rpc.runtime.timers import Timers
 from rpc.transports.base import Announces, MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
@@ -136,6 +139,9 @@ class Agent(process_forks.Member):
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
         self.notices = Notices(self)
         self.references = ReferenceKeeper(self, self.life)
+        self.channels = Channels(self)
+        self.states = States()
+        self.worker = Worker(self)
         self.extensions = ExtensionSet(self)
         self.caller = Caller(self)
         self.callee = Callee(self)
@@ -271,6 +277,7 @@ class Agent(process_forks.Member):
         yield partial(self.gatherings.close, reason)
         yield self.timers.drop
         yield self.extensions.close
+        yield self.states.close
         yield partial(self.event_loop.close, seconds)
         yield partial(self.transport.close, self.options.flush_seconds, seconds)
         yield self.references.stop

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
+    from rpc.extend import Worker
     from rpc.outcomes.futures import Future
 
 
@@ -37,7 +37,7 @@ class CallExtension(Protocol):
     name: ClassVar[str]
     """The importable module whose ``RPC_EXTENSION`` is this class."""
 
-    def __init__(self, agent: Agent) -> None: ...
+    def __init__(self, worker: Worker) -> None: ...
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Runs at the caller, in the calling thread; None attaches nothing."""

@@ -69,6 +69,8 @@ class Callables:
     def kinds(self, frame: Frame) -> set[str]:
         """The types of the messages in a frame that this worker is sending."""
         if frame.kind is FrameKind.NOTICE:
+            if frame.header:  # of a channel
+                return set()
             _, messages = decode_batch(frame.payload)
             return {_NOTICES[type(each)] for each in messages if type(each) in _NOTICES}
         if frame.kind is FrameKind.REQUEST:

@@ -116,6 +116,21 @@ class Notices:
             with self._lock:
                 self._received[sender.worker] += counted
 
+    def post_begins(self, to: int) -> None:
+        """A message of a channel is about to be sent, which a graceful shutdown waits for."""
+        with self._lock:
+            self._sent[to] += 1
+
+    def post_failed(self, to: int) -> None:
+        """It was not sent, after all."""
+        with self._lock:
+            self._sent[to] -= 1
+
+    def post_handled(self, sender: Life) -> None:
+        """A message of a channel came, and its handler has ended."""
+        with self._lock:
+            self._received[sender.worker] += 1
+
     def forget(self, worker_id: int) -> None:
         """A worker is gone: what was exchanged with it does not count any more."""
         with self._lock:

@@ -65,7 +65,7 @@ class ExtensionSet:
                 f"the message needs the extension {name!r}, which worker "
                 f"{self._agent.info.name!r} cannot import: {error}"
             ) from error
-        made = cast(CallExtension, kind(self._agent))
+        made = cast(CallExtension, kind(self._agent.worker))
         with self._lock:
             if self._closed:
                 raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")

@@ -66,6 +66,8 @@ class Arrivals:
                 agent.callee.request_arrived(sender, frame, guests)
             elif frame.kind is FrameKind.REPLY:
                 agent.caller.reply_arrived(sender.worker, frame)
+            elif frame.header:
+                agent.channels.arrived(sender, frame, guests)
             else:
                 self._control_arrived(sender, frame)
         except (FrameError, UnknownWorkerError) as error:

@@ -31,6 +31,7 @@ from rpc.wire import codec
 
 if TYPE_CHECKING:
     from rpc.agent import Agent, Destination
+    from rpc.extend import Worker
     from rpc.outcomes.futures import Future
     from rpc.rrefs.rref import RRef
 
@@ -393,8 +394,8 @@ class ProfilingExtension:
 
     name: ClassVar[str] = EXTENSION
 
-    def __init__(self, agent: Agent) -> None:
-        self._here = agent.info.id
+    def __init__(self, worker: Worker) -> None:
+        self._here = worker.info.id
         self._lock = threading.Lock()
         # Only while their profile is kept: a call that fails brings no profile back.
         self._under_way: WeakValueDictionary[tuple[int, int], Recording] = WeakValueDictionary()

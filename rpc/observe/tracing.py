@@ -44,6 +44,7 @@ from rpc.wire.messages import Extensions
 
 if TYPE_CHECKING:
     from rpc.agent import Agent
+    from rpc.extend import Worker
     from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
@@ -181,13 +182,13 @@ class Tracing:
     """The call extension that records traces, one object for each worker.
 
     Args:
-        agent: the worker whose calls it records.
+        worker: whose calls it records.
     """
 
     name: ClassVar[str] = "rpc.tracing"
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, worker: Worker) -> None:
+        self._agent = worker._agent
         self._lock = threading.Lock()
         self._spans = count(1)
         self._recordings: dict[int, Recording] = {}

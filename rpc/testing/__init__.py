@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from torch._C._distributed_c10d import HashStore
+
 from rpc.agent import Agent, AgentOptions
 from rpc.current import enter_agent, leave_agent
 from rpc.group.probes import Prober, StoreProber
@@ -79,12 +81,14 @@ def connect(
     hub = hub or MemoryHub(clock)
     make = transport or hub.transport
     make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
+    store = HashStore()
     agents: list[Agent] = []
     peers: list[Peer] = []
     for rank, name in enumerate(names):
         info = WorkerInfo(name, rank)
         watches = options is not None and options.liveness_timeout > 0
         agent = Agent(info, 0, make(), options, clock, make_prober() if watches else None)
+        agent.store = store
         peers.append(Peer(info, 0, agent.start(), agent.liveness))
         agents.append(agent)
     for agent in agents:

@@ -231,6 +231,23 @@ class Announces(Protocol):
 
 
 @runtime_checkable
+class LendsMemory(Protocol):
+    """A transport that reaches peers through shared memory, and lets its users write there."""
+
+    def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
+        """A writable buffer; a tensor in it goes to the peer without being copied, once.
+
+        Args:
+            to: the peer.
+            kind: of the frames that may carry the tensor.
+            nbytes: what is needed.
+
+        Returns:
+            None where there is no such memory, now or for good.
+        """
+
+
+@runtime_checkable
 class MapsDevices(Protocol):
     """A transport that can take tensors from devices other than the CPU to the peer's."""
 

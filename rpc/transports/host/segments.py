@@ -22,10 +22,11 @@ import threading
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from rpc.errors import FrameError
+from rpc.errors import EncodeError, FrameError
 from rpc.ids import new_tuple
 from rpc.transports.host.backoff import Backoff, Refusals, number_of
 from rpc.transports.host.regions import Array, Region, array_at, view_of
@@ -84,6 +85,8 @@ class _Segment:
         self._touched = start
         self._unseen = 0
         """How many parts were taken since all were looked at."""
+        self.lent: set[int] = set()
+        """Where parts lie that this worker's own tensors are in, whoever else is done."""
 
     def take(self, length: int, touched: bool) -> int | None:
         """The position of a part of ``length`` bytes, now taken; None if there is none.
@@ -118,7 +121,7 @@ class _Segment:
         taken = self._taken
         if len(taken) <= _FEW:
             for position, size in taken.items():
-                if size != length or self._flags[position // BLOCK]:
+                if size != length or self._flags[position // BLOCK] or position in self.lent:
                     break
                 del taken[position]
                 taken[position] = length
@@ -136,7 +139,8 @@ class _Segment:
         if at_most >= len(self._taken):
             self._unseen = 0
         oldest = itertools.islice(self._taken, at_most)
-        for position in [p for p in oldest if not flags[p // BLOCK]]:
+        lent = self.lent
+        for position in [p for p in oldest if not flags[p // BLOCK] and p not in lent]:
             self._free(position, self._taken.pop(position))
 
     def _free(self, start: int, length: int) -> None:
@@ -192,6 +196,25 @@ class SegmentOffer(NamedTuple):
     token: bytes
 
 
+@dataclass(slots=True)
+class _Lent:
+    """A slot in which a tensor of this worker lies, which it may send once."""
+
+    segment: _Segment
+    position: int
+    length: int
+    sent: bool = False
+
+    def send(self) -> SharedSlot:
+        if self.sent:
+            raise EncodeError(
+                "a tensor from send_buffer or reply_buffer is sent once, as it is its receiver's "
+                "then: ask for another one, or send a copy"
+            )
+        self.sent = True
+        return SharedSlot(self.segment.number, self.position)
+
+
 class SendPool:
     """The segments in which one link sends.
 
@@ -218,6 +241,7 @@ class SendPool:
         self._instead = instead
         self._segments: dict[int, _Segment] = {}
         self._usable: list[_Segment] = []
+        self._lent: dict[int, _Lent] = {}  # by their addresses
         self._next = 0
         self._parting: list[_Segment] = []
         self._copying = 0
@@ -227,9 +251,15 @@ class SendPool:
     def put(self, address: int, length: int, copy: Copy | None = None) -> SharedSlot | None:
         """Copies ``length`` bytes at ``address`` into a slot; None if none is free.
 
-        With ``copy``, that copies them.
+        With ``copy``, that copies them. What lies in a slot that was lent stays there.
+
+        Raises:
+            EncodeError: it was sent from there before.
         """
         with self._lock:
+            lent = self._lent.get(address)
+            if lent is not None and length <= lent.length:
+                return lent.send()
             segment, position = self._take(-(-length // BLOCK) * BLOCK)
             if segment is None:
                 return None
@@ -252,8 +282,34 @@ class SendPool:
         with self._lock:
             for slot in slots:
                 segment = self._segments.get(slot.segment)
-                if segment is not None:
+                if segment is None:
+                    continue
+                lent = self._lent.get(segment.region.address + slot.position)
+                if lent is None:
                     segment.give_up(slot.position)
+                else:
+                    lent.sent = False
+
+    def lend(self, length: int) -> Array | None:
+        """A slot of ``length`` bytes for this worker to write to; None if none is free.
+
+        It is free again when the array is dead, and the peer is done if it was sent.
+        """
+        with self._lock:
+            segment, position = self._take(_round_up(length, BLOCK))
+            if segment is None:
+                return None
+            segment.lent.add(position)
+            address = segment.region.address + position
+            self._lent[address] = _Lent(segment, position, length)
+        return segment.region.array(position, length, partial(self._array_died, address))
+
+    def _array_died(self, address: int) -> None:
+        """Takes no lock, as garbage may be collected where it is held."""
+        lent = self._lent.pop(address)
+        if not lent.sent:
+            lent.segment.give_up(lent.position)
+        lent.segment.lent.discard(lent.position)
 
     def _take(self, length: int) -> tuple[_Segment | None, int]:
         """Called with the lock held."""

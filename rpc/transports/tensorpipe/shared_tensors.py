@@ -151,8 +151,20 @@ class SharedTensors:
 
     def _put(self, pool: SendPool, address: int, size: int) -> SharedSlot | None:
         slot = pool.put(address, size)
-        if slot is not None:
-            return slot
+        if slot is None:
+            self._offer(pool, size)
+        return slot
+
+    def lend(self, nbytes: int) -> Array | None:
+        """Shared memory from which a tensor is sent as it is; None if there is none."""
+        if self._pool is None or nbytes < SHARED_FROM:
+            return None
+        lent = self._pool.lend(nbytes)
+        if lent is None:
+            self._offer(self._pool, nbytes)
+        return lent
+
+    def _offer(self, pool: SendPool, size: int) -> None:
         offer = pool.offer(size)
         if offer is not None:
             fields = offer.segment, offer.size, os.getpid(), offer.descriptor, offer.token
@@ -161,7 +173,6 @@ class SharedTensors:
                 self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
             if pool.is_closed:  # meanwhile
                 self._take_back()
-        return None
 
     def take_back(self, frame: Frame) -> None:
         """Frees what :meth:`place` filled for a frame that is not sent, and never will be.

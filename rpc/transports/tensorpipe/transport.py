@@ -218,6 +218,11 @@ class TensorPipeTransport:
         """
         self._frames.send(to, frame)
 
+    def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
+        """See ``base.LendsMemory.lend_memory``."""
+        link = self._peers.links.get(to)
+        return None if link is None else link.shared.lend(nbytes)
+
     def look_again(self, to: int) -> None:
         """See ``base.Transport.look_again``."""
         link = self._peers.links.get(to)

@@ -217,6 +217,15 @@ class Link:
         if flush_soon is not None:
             flush_soon(main)
 
+    def lend_memory(self, nbytes: int) -> Array | None:
+        """Shared memory from which a tensor is sent as it is; None if there is none."""
+        if self._pool is None or nbytes < SHARED_FROM:
+            return None
+        lent = self._pool.lend(nbytes)
+        if lent is None:
+            self._offer_segment(self._pool, nbytes)
+        return lent
+
     def tell_soon(self) -> None:
         """Lets the other end know that something comes, unless it looks out for it anyway."""
         now = time.perf_counter()

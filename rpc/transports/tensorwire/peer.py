@@ -120,10 +120,12 @@ class RemotePeer:
         looks = self._look_at(frame.tensors, self._devices) if frame.tensors else ()
         size = self._check(frame, looks)
         link = self._outgoing
-        # A notice is small, and never waits: threads that others depend on send them.
+        # A control message is small, and never waits: threads that others depend on send them.
         is_request = frame.kind is FrameKind.REQUEST
         if is_request and not self._window.try_charge(frame.correlation, size):
             self._await_window(frame.correlation, size)
+        elif not is_request and frame.header and link is not None:  # of a channel, of any size
+            self._await_sockets(link)
         try:
             if link is None:
                 self._send_early(frame, looks)
@@ -150,10 +152,8 @@ class RemotePeer:
         self._check(frame, looks)
         if link is None:
             raise self._lost_error()
-        shared = self._shared
-        if link.unsent.count > shared.max_bytes_in_flight:
-            self._await_sockets(link)
-        requests = shared.requests
+        self._await_sockets(link)
+        requests = self._shared.requests
         link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
 
     @staticmethod
@@ -183,6 +183,11 @@ class RemotePeer:
         if not self._window.charge(correlation, size, shared.may_wait, shared.patience):
             raise self._lost_error()
 
+    def lend_memory(self, kind: FrameKind, nbytes: int) -> object | None:
+        """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
+        link = self._incoming if kind is FrameKind.REPLY else self._outgoing
+        return None if link is None else link.lend_memory(nbytes)
+
     def announce(self, kind: FrameKind) -> None:
         """See :meth:`rpc.transports.base.Announces.announce`."""
         if kind is FrameKind.REPLY:
@@ -202,6 +207,8 @@ class RemotePeer:
         On the main thread a signal handler would have to wait, too, and on a shared one
         other handlers would.
         """
+        if link.unsent.count <= self._shared.max_bytes_in_flight:
+            return
         if threading.get_ident() == _MAIN_THREAD or is_shared_thread():
             return
         if self._shared.may_wait():

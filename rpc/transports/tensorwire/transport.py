@@ -256,6 +256,11 @@ class TensorWireTransport:
         if peer is not None:
             peer.announce(kind)
 
+    def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
+        """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
+        peer = self._peers.get(to)
+        return None if peer is None else peer.lend_memory(kind, nbytes)
+
     def look_again(self, to: int) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
         peer = self._peers.get(to)

@@ -401,7 +401,7 @@ class _Shifted(MonotonicClock):
 
 def test_metadata_that_is_too_short_is_refused(group: Group) -> None:
     with pytest.raises(FrameError, match="trace metadata"):
-        Tracing(group[0]).incoming_request(1, b"short", [])
+        Tracing(group[0].worker).incoming_request(1, b"short", [])
 
 
 def test_what_is_no_path_is_refused_before_anything_is_recorded(group: Group) -> None:
