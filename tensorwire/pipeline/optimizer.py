@@ -1,0 +1,123 @@
+"""One optimizer over all stages of a pipeline: a local one per worker, stepped together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorwire.pipeline import remote_optimizer as remote
+from tensorwire.pipeline.remote_optimizer import GroupRule, Options
+
+if TYPE_CHECKING:
+    from tensorwire.pipeline.pipeline import Pipeline
+
+
+class PipelineOptimizer(torch.optim.Optimizer):
+    """Made by ``Pipeline.optimizer``; a ``torch.optim.Optimizer`` for all that drives one.
+
+    ``param_groups`` holds the hyperparameters. Whoever changes them, such as a scheduler of
+    ``torch.optim.lr_scheduler``, changes them everywhere, from the next step on. The parameters
+    are not here, but on the stages' workers.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        cls: type[torch.optim.Optimizer],
+        options: Options,
+        rule: GroupRule,
+    ) -> None:
+        self._pipeline = pipeline
+        self._cls = cls
+        self._options = options
+        self._rule = rule
+        self._key = uuid.uuid4().hex
+        made = self._make()
+        own: list[Options] = []
+        groups: list[dict[str, Any]] = []
+        for each in made.values():
+            for said, group in zip(each.own, each.groups, strict=True):
+                if said not in own:
+                    own.append(said)
+                    groups.append({"params": [torch.zeros(0)], **group})
+        if not groups:
+            raise ValueError("no parameter of the pipeline requires a gradient")
+        self._own = own
+        defaults = next(each.defaults for each in made.values() if each.groups)
+        super().__init__(groups, dict(defaults))
+        self._take_places(made)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps the optimizers of all workers, at the same time.
+
+        Args:
+            closure: called first; what it returns is returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        groups = [_plain(group) for group in self.param_groups]
+        self._pipeline.call_each(
+            remote.step_optimizer,
+            {worker: (self._key, self._changed(worker, groups)) for worker in self._places},
+        )
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all stages."""
+        self._pipeline.call_all(remote.zero_gradients, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizers keep, by the parameters' names in the pipeline, gathered here."""
+        state: dict[str, Any] = {}
+        for found in self._pipeline.call_all(remote.optimizer_state, self._key).values():
+            state.update(found)
+        return {"state": state, "param_groups": [_plain(group) for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned, also of a pipeline on other workers.
+
+        Raises:
+            ValueError: it has another number of groups.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, the optimizer "
+                f"{len(self.param_groups)}"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update(theirs)
+        self._pipeline.call_all(remote.load_optimizer_state, self._key, state_dict["state"])
+
+    def renew(self) -> None:
+        """Makes the local optimizers anew, after workers have come back; their state is lost."""
+        self._take_places(self._make())
+
+    def _make(self) -> dict[str, remote.Made]:
+        return self._pipeline.call_all(
+            remote.make_optimizer, self._key, self._cls, self._options, self._rule
+        )
+
+    def _take_places(self, made: Mapping[str, remote.Made]) -> None:
+        """Notes which groups each worker has, and which hyperparameters it knows."""
+        self._places = {
+            worker: [self._own.index(said) for said in each.own] for worker, each in made.items()
+        }
+        self._sent: dict[str, list[Options]] = {worker: [] for worker in made}
+
+    def _changed(self, worker: str, groups: list[Options]) -> list[Options] | None:
+        wanted = [groups[place] for place in self._places[worker]]
+        if wanted == self._sent[worker]:
+            return None
+        self._sent[worker] = wanted
+        return wanted
+
+
+def _plain(group: Options) -> Options:
+    """A group's hyperparameters, as they are now."""
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,154 @@
+"""The pipelines that a worker has a part in, and what their drivers may ask of it.
+
+The functions here are called from afar. Each finds the part of this worker by the
+pipeline's session; one that is not known here belongs to an earlier life of this worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import rpc
+from rpc import extend
+from tensorwire.pipeline import letters
+from tensorwire.pipeline.actions import Action
+from tensorwire.pipeline.errors import StepAbortedError
+from tensorwire.pipeline.plan import Plan, Progress, Rows, Span, StepOrder, StepReport
+from tensorwire.pipeline.worker import CHANNEL, Outbox, StageWorker
+
+_GONE = extend.MembershipChange.LOST, extend.MembershipChange.LEFT
+
+
+class Sessions:
+    """All pipelines of one worker."""
+
+    def __init__(self, me: extend.Worker) -> None:
+        self._me = me
+        self._lock = threading.Lock()
+        self._workers: dict[str, StageWorker] = {}
+        self._endings = [me.subscribe(CHANNEL, self._arrived), me.on_membership(self._changed)]
+
+    @classmethod
+    def here(cls) -> Sessions:
+        """Those of the current worker."""
+        return extend.worker_state("tensorwire.pipeline", lambda: cls(extend.worker()), cls.close)
+
+    def add(self, plan: Plan, modules: Mapping[int, tuple[nn.Module, torch.device]]) -> None:
+        """Takes part in a pipeline from now on."""
+        part = StageWorker(plan, modules, Outbox(plan, self._me, self.seek))
+        with self._lock:
+            self._workers[plan.session] = part
+
+    def find(self, session: str) -> StageWorker:
+        """This worker's part of a pipeline.
+
+        Raises:
+            StepAbortedError: it has none.
+        """
+        found = self.seek(session)
+        if found is None:
+            raise StepAbortedError(
+                f"worker {self._me.info.name!r} does not know this pipeline: it is another life of "
+                "the worker that did, or the pipeline was closed"
+            )
+        return found
+
+    def seek(self, session: str) -> StageWorker | None:
+        """This worker's part of a pipeline, if it has one."""
+        with self._lock:
+            return self._workers.get(session)
+
+    def drop(self, session: str, reason: str) -> None:
+        """Leaves a pipeline."""
+        with self._lock:
+            part = self._workers.pop(session, None)
+        if part is not None:
+            part.close(reason)
+
+    def close(self) -> None:
+        """The worker shuts down."""
+        for end in self._endings:
+            end()
+        with self._lock:
+            sessions = list(self._workers)
+        for session in sessions:
+            self.drop(session, "the worker shuts down")
+
+    def _arrived(self, sender: extend.Life, body: bytes, tensors: list[torch.Tensor]) -> None:
+        session, address, value = letters.read(body, tensors)
+        if (part := self.seek(session)) is not None:
+            part.inbox.put(address, value)
+
+    def _changed(self, event: extend.MembershipEvent) -> None:
+        if event.change not in _GONE:
+            return
+        lost = extend.Life(event.worker.id, event.incarnation)
+        with self._lock:
+            orphans = [name for name, part in self._workers.items() if part.plan.driver == lost]
+        for session in orphans:
+            self.drop(session, f"its driver {event.worker.name!r} is gone")
+
+
+def join(session: str, plan: Plan, modules: Mapping[int, tuple[rpc.RRef[nn.Module], str]]) -> None:
+    """Takes part in a pipeline with these stages, each a module and its device."""
+    here = {
+        index: (module.local_value(), torch.device(device))
+        for index, (module, device) in modules.items()
+    }
+    Sessions.here().add(plan, here)
+
+
+def leave(session: str) -> None:
+    """Takes no part in a pipeline any more."""
+    Sessions.here().drop(session, "the pipeline was closed")
+
+
+def install(session: str, rows: Rows, actions: tuple[Action, ...]) -> None:
+    """Keeps this worker's row of a table."""
+    Sessions.here().find(session).install(rows, actions)
+
+
+def run(session: str, order: StepOrder) -> StepReport:
+    """Does this worker's part of a step."""
+    return Sessions.here().find(session).run(order)
+
+
+def abort(session: str, step: int, last: int, reason: str) -> Progress | None:
+    """Calls off all steps until ``last``; None if this worker has no part in the pipeline.
+
+    Returns:
+        How far this worker got in ``step``.
+    """
+    part = Sessions.here().seek(session)
+    return None if part is None else part.abort(step, last, reason)
+
+
+def spans(session: str) -> list[Span]:
+    """When this worker did each action of its last step."""
+    return Sessions.here().find(session).spans
+
+
+def parameter_names(module: rpc.RRef[nn.Module]) -> list[str]:
+    """The names of a module's parameters."""
+    return [name for name, _ in module.local_value().named_parameters()]
+
+
+def read_parameters(session: str, stage: int, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """The values of some parameters and buffers of a stage, on the CPU."""
+    state: dict[str, Any] = Sessions.here().find(session).stages[stage].module.state_dict()
+    return [state[name].cpu() for name in names]
+
+
+def set_parameters(
+    session: str, stage: int, names: tuple[str, ...], values: list[torch.Tensor]
+) -> None:
+    """Overwrites parameters and buffers of a stage."""
+    state: dict[str, Any] = Sessions.here().find(session).stages[stage].module.state_dict()
+    with torch.no_grad():
+        for name, value in zip(names, values, strict=True):
+            state[name].copy_(value)
