@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +62,38 @@ def parameter_rrefs(
 def set_training(module_rref: rpc.RRef[nn.Module], mode: bool) -> None:
     """Puts the module into training or evaluation mode."""
     module_rref.local_value().train(mode)
+
+
+def read_state(
+    module_rref: rpc.RRef[nn.Module], prefix: str, is_device_map_set: bool
+) -> dict[str, Any]:
+    """The module's state, without graphs; on the CPU if there is no device map to the caller."""
+    state: dict[str, Any] = module_rref.local_value().state_dict(prefix=prefix)
+    return state if is_device_map_set else dict(move_tensors(dict(state), _CPU))
+
+
+def load_state(
+    module_rref: rpc.RRef[nn.Module], state: Mapping[str, Any], strict: bool, assign: bool
+) -> tuple[list[str], list[str]]:
+    """Copies a state into the module; returns the names that are missing and unexpected."""
+    found = module_rref.local_value().load_state_dict(state, strict, assign)
+    return list(found.missing_keys), list(found.unexpected_keys)
+
+
+def convert(
+    module_rref: rpc.RRef[nn.Module],
+    device: str | None,
+    dtype: torch.dtype | None,
+    non_blocking: bool,
+    memory_format: torch.memory_format | None,
+) -> None:
+    """Moves the module to a device, or gives its tensors another dtype or memory format."""
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
+    if memory_format is not None:
+        options["memory_format"] = memory_format
+    module_rref.local_value().to(**options)
+
+
+def set_requires_grad(module_rref: rpc.RRef[nn.Module], requires_grad: bool) -> None:
+    """Says whether autograd records operations on the module's parameters."""
+    module_rref.local_value().requires_grad_(requires_grad)

@@ -1,7 +1,9 @@
 """The methods of ``nn.Module`` that a remote module refuses, and how.
 
 They read or change parameters, buffers, hooks or submodules, which are not
-here. Without these refusals they would quietly act on an empty module.
+here. Without these refusals they would quietly act on an empty module. What makes
+sense across the wire (``state_dict``, ``load_state_dict``, ``to``, ``half``,
+``requires_grad_``) is in ``module``.
 """
 
 from __future__ import annotations
@@ -38,16 +40,12 @@ class LocalOnlyMethodsRefused(nn.Module):
     type = _refused("type")
     float = _refused("float")
     double = _refused("double")
-    half = _refused("half")
     bfloat16 = _refused("bfloat16")
-    to = _refused("to")
 
     register_backward_hook = _refused("register_backward_hook")
     register_forward_pre_hook = _refused("register_forward_pre_hook")
     register_forward_hook = _refused("register_forward_hook")
 
-    state_dict = _refused("state_dict")
-    load_state_dict = _refused("load_state_dict")
     parameters = _refused("parameters", ". Please use ``remote_parameters`` instead.")
     named_parameters = _refused("named_parameters")
     buffers = _refused("buffers")
@@ -57,7 +55,6 @@ class LocalOnlyMethodsRefused(nn.Module):
     modules = _refused("modules")
     named_modules = _refused("named_modules")
 
-    requires_grad_ = _refused("requires_grad_")
     zero_grad = _refused("zero_grad")
     share_memory = _refused("share_memory")
     extra_repr = _refused("extra_repr")

@@ -8,11 +8,13 @@ RPC. What happens at the module's owner is in ``handlers``; which methods of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 import rpc
 from remote_module import handlers
@@ -64,7 +66,9 @@ class _Caller:
 
 
 _FORWARD_METHODS: Final = (_Caller.forward_async, _Caller.forward)
-_NOT_WORTH_A_NOTE: Final = frozenset(vars(nn.Module())) | {m.__name__ for m in _FORWARD_METHODS}
+_NOT_WORTH_A_NOTE: Final = frozenset(
+    [*vars(nn.Module()), *(method.__name__ for method in _FORWARD_METHODS), "_recipe"]
+)
 
 
 class _RemoteModule(LocalOnlyMethodsRefused):
@@ -93,6 +97,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     module_rref: rpc.RRef[nn.Module]
     forward_async: Callable[..., rpc.Future[Any]]
     _interface: Any
+    _recipe: tuple[Callable[..., nn.Module], Sequence[Any], dict[str, Any]]
 
     def __init__(
         self,
@@ -107,13 +112,8 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
         require_arguments(args, kwargs)
         self._place(remote_device, _module_interface_cls)
-        self._attach(
-            rpc.remote(
-                self.on,
-                handlers.create_module,
-                (module_cls, args or (), kwargs or {}, self.device, self.is_scriptable),
-            )
-        )
+        self._recipe = (module_cls, args or (), kwargs or {})
+        self._attach(self._create())
 
     @staticmethod
     def init_from_module_rref(
@@ -156,6 +156,79 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     def get_module_rref(self) -> rpc.RRef[nn.Module]:
         """The reference to the module."""
         return self.module_rref
+
+    def recreate(self) -> None:
+        """Makes the module anew, as at the beginning, for example when its worker came back.
+
+        Only this handle follows; other handles keep referring to the former module.
+
+        Raises:
+            ValueError: the handle came from elsewhere, and does not know how the module was made.
+        """
+        if not hasattr(self, "_recipe"):
+            raise ValueError(
+                "recreate() works on the handle with which the module was made, "
+                "not on one that was received or made of a reference"
+            )
+        self._attach(self._create())
+
+    def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
+        """Fetches the module's parameters and buffers, by name.
+
+        Args:
+            prefix: put before every name.
+        """
+        return rpc.rpc_sync(
+            self.module_rref.owner(),
+            handlers.read_state,
+            (self.module_rref, prefix, self.is_device_map_set),
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Sends parameters and buffers to the module, which copies them into its own.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it.
+            strict: names must be the module's, no more and no fewer.
+            assign: take the tensors that arrive in place of copying them.
+
+        Returns:
+            The names that were missing and those that were unexpected.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
+        arguments = (self.module_rref, state_dict, strict, assign)
+        return _IncompatibleKeys(
+            *rpc.rpc_sync(self.module_rref.owner(), handlers.load_state, arguments)
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Moves the module to a device of its worker, or changes its dtype; as ``nn.Module.to``.
+
+        Only this handle knows of a new device; make other handles anew.
+        """
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        place = None if device is None else str(device)
+        arguments = (self.module_rref, place, dtype, non_blocking, memory_format)
+        rpc.rpc_sync(self.module_rref.owner(), handlers.convert, arguments)
+        if place is not None:
+            self.device = place
+            self._attach(self.module_rref)
+        return self
+
+    def half(self) -> Self:
+        """Converts floating-point parameters and buffers to ``torch.float16``."""
+        return self.to(torch.float16)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Says whether autograd records operations on the module's parameters."""
+        rpc.rpc_sync(
+            self.module_rref.owner(), handlers.set_requires_grad, (self.module_rref, requires_grad)
+        )
+        return self
 
     def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode, or with ``mode=False`` into evaluation mode.
@@ -224,6 +297,10 @@ class _RemoteModule(LocalOnlyMethodsRefused):
             print(_dropped(name), file=sys.stderr)
         carried = tuple(state[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
         return _arrive, (type(self), *carried)
+
+    def _create(self) -> rpc.RRef[nn.Module]:
+        arguments = (*self._recipe, self.device, self.is_scriptable)
+        return rpc.remote(self.on, handlers.create_module, arguments)
 
     def _place(self, remote_device: str, interface: Any) -> None:
         place = parse_remote_device(remote_device)

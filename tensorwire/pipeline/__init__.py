@@ -12,6 +12,8 @@ from tensorwire.pipeline.errors import (
     StageFailedError,
     StepAbortedError,
 )
+from tensorwire.pipeline.grad_scaler import GradScaler
+from tensorwire.pipeline.optimizer import PipelineOptimizer
 from tensorwire.pipeline.pipeline import Pipeline
 from tensorwire.pipeline.randomness import seed_of
 from tensorwire.pipeline.schedules import SCHEDULES, Schedule
@@ -23,9 +25,11 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "GradScaler",
     "Kind",
     "Pipeline",
     "PipelineError",
+    "PipelineOptimizer",
     "Schedule",
     "ScheduleError",
     "StageFailedError",

@@ -50,7 +50,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         super().__init__(groups, dict(defaults))
         self._take_places(made)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps the optimizers of all workers, at the same time.
 
         Args:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rpc
+from optim_dist.clipping import total_norm
 from remote_module import RemoteModule
 from rpc import extend
-from optim_dist.clipping import total_norm
 from tensorwire.pipeline import remote_optimizer, sessions
 from tensorwire.pipeline.actions import Action, Table
 from tensorwire.pipeline.errors import ScheduleError
@@ -267,10 +267,14 @@ class Pipeline:
         Raises:
             RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set.
         """
-        found: dict[str, torch.Tensor] = {}
-        for each in self.call_all(remote_optimizer.gradient_norms, norm_type).values():
-            found.update(each)
-        total = total_norm(list(found.values()), norm_type, error_if_nonfinite)
+        found = self.call_all(remote_optimizer.gradient_norms, norm_type).values()
+        norms = [
+            norm
+            for stage in range(len(self._stages))
+            for each in found
+            for norm in each.get(stage, ())
+        ]
+        total = total_norm(norms, norm_type, error_if_nonfinite)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         self.call_all(remote_optimizer.scale_gradients, float(factor))
         return total
@@ -428,7 +432,9 @@ def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:
 
 
 def _as_replicas(stages: Stages) -> list[list[RemoteModule]]:
-    replicas: list[list[Any]] = [list(each) if isinstance(each, (list, tuple)) else [each] for each in stages]
+    replicas: list[list[Any]] = [
+        list(each) if isinstance(each, (list, tuple)) else [each] for each in stages
+    ]
     if not replicas or not all(replicas):
         raise ValueError(f"stages={stages!r}: a pipeline needs a stage, and each stage a module")
     for each in (module for modules in replicas for module in modules):

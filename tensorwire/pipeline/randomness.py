@@ -1,16 +1,22 @@
 """Random numbers of a stage: seeded for each micro-batch, or kept so that they can be drawn again.
 
 With a seed, what a stage draws depends on the seed, the step, the stage and the
-micro-batch, and on nothing else: neither on the schedule nor on who else draws.
+micro-batch, and on nothing else: neither on the schedule nor on who else draws. torch's
+default generators belong to the process, so of several workers in one process only one
+at a time draws numbers that matter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+_generators = threading.RLock()
+"""Guards the state of torch's default generators, which belong to the process."""
 
 _PRIME = 0x9E3779B97F4A7C15  # of splitmix64, which spreads neighbouring numbers far apart
 
@@ -48,22 +54,31 @@ class RandomState:
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, random numbers come from a seed; afterwards as if nothing had been drawn."""
-    before = RandomState.now(device)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        before.restore(device)
+    with _generators:
+        before = RandomState.now(device)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            before.restore(device)
+
+
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[RandomState]:
+    """Inside, random numbers come as ever; yields the state from which they come."""
+    with _generators:
+        yield RandomState.now(device)
 
 
 @contextlib.contextmanager
 def replayed(state: RandomState, device: torch.device) -> Iterator[None]:
     """Inside, the same numbers come as after ``state``; afterwards as if none had been drawn."""
-    before = RandomState.now(device)
-    state.restore(device)
-    try:
-        yield
-    finally:
-        before.restore(device)
+    with _generators:
+        before = RandomState.now(device)
+        state.restore(device)
+        try:
+            yield
+        finally:
+            before.restore(device)

@@ -55,7 +55,7 @@ def make_optimizer(
             groups[own.index(said)].append(parameter)
     if not groups:
         return Made([], [], {})
-    optimizer = cls([{"params": g, **o} for g, o in zip(groups, own, strict=True)], **options)  # type: ignore[call-arg]
+    optimizer = cls([{"params": g, **o} for g, o in zip(groups, own, strict=True)], **options)
     part.optimizers[key] = optimizer
     return Made(own, [_without_parameters(each) for each in optimizer.param_groups],
                 optimizer.defaults)  # fmt: skip
@@ -114,16 +114,16 @@ def load_optimizer_state(session: str, key: str, state: Mapping[str, Mapping[str
     optimizer.load_state_dict(document)
 
 
-def gradient_norms(session: str, norm_type: float) -> dict[str, torch.Tensor]:
-    """The norm of each parameter's gradient; of what is shared, only at its first member."""
+def gradient_norms(session: str, norm_type: float) -> dict[int, list[torch.Tensor]]:
+    """The norms of each stage's gradients; of what is shared, only of its first member."""
     part = Sessions.here().find(session)
     part.settle()
     repeated = _repeated(part.plan, part)
-    return {
-        name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
-        for name, parameter in part.named_parameters().items()
-        if parameter.grad is not None and name not in repeated
-    }
+    found: dict[int, list[torch.Tensor]] = {index: [] for index in part.stages}
+    for index, name, parameter in part.located_parameters():
+        if parameter.grad is not None and name not in repeated:
+            found[index].append(torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
+    return found
 
 
 def scale_gradients(session: str, factor: float) -> None:
@@ -147,7 +147,7 @@ def unscale_gradients(session: str, inverse: float) -> bool:
 
 def _repeated(plan: Plan, part: StageWorker) -> set[str]:
     """The names of parameters here that other stages or replicas count already."""
-    repeated = set()
+    repeated: set[str] = set()
     for sharing in plan.shared:
         first = sharing.members[0]
         for member in sharing.members[1:]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from tensorwire.pipeline.randomness import RandomState, replayed, seed_of, seeded
+from tensorwire.pipeline.randomness import RandomState, recorded, replayed, seed_of, seeded
 from tensorwire.pipeline.split_backward import Gradients, SplitBackward, run_backward
 from tensorwire.pipeline.trees import map_tensors, tensors_of
 from tensorwire.pipeline.wiring import ALL, FromStage, Wiring
@@ -217,8 +217,8 @@ class Stage:
 
         again = None
         if self._settings.recompute:
-            again = _Replay(compute, self.device)
-            with torch.no_grad():
+            with recorded(self.device) as state, torch.no_grad():
+                again = _Replay(compute, self.device, state)
                 elements = compute()
         else:
             elements = compute()
@@ -250,17 +250,17 @@ class Stage:
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
+@dataclass(frozen=True, slots=True)
 class _Replay:
     """Runs a forward pass again, with a graph and the same random numbers."""
 
-    def __init__(self, compute: Callable[[], tuple[Any, ...]], device: torch.device) -> None:
-        self._compute = compute
-        self._device = device
-        self._state = RandomState.now(device)
+    compute: Callable[[], tuple[Any, ...]]
+    device: torch.device
+    state: RandomState
 
     def __call__(self) -> list[GradientEdge | None]:
-        with replayed(self._state, self._device), torch.enable_grad():
-            return [_edge(each) for each in tensors_of(self._compute())]
+        with replayed(self.state, self.device), torch.enable_grad():
+            return [_edge(each) for each in tensors_of(self.compute())]
 
 
 def elements_of(output: Any) -> tuple[Any, ...]:

@@ -176,14 +176,18 @@ class StageWorker:
         for stage in self.stages.values():
             yield from stage.module.parameters()
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The same by their names in the pipeline, each tensor once."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+    def located_parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        """The same with their stages and their names in the pipeline, each tensor once."""
+        found: dict[int, tuple[int, str, nn.Parameter]] = {}
         for index, stage in self.stages.items():
             for name, parameter in stage.module.named_parameters():
                 full_name = self.plan.prefixes[index] + name
-                found.setdefault(id(parameter), (full_name, parameter))
-        return dict(found.values())
+                found.setdefault(id(parameter), (index, full_name, parameter))
+        return list(found.values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same by their names in the pipeline."""
+        return {name: parameter for _, name, parameter in self.located_parameters()}
 
     def settle(self) -> None:
         """The last step's gradients are about to be used: they are not taken back any more."""

@@ -14,6 +14,7 @@ import torch
 
 import autograd_dist
 import rpc
+from remote_module import RemoteModule
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
 
@@ -71,3 +72,21 @@ def test_calls_inside_torchscript_go_to_torchs_own_agent(group: list[Agent]) -> 
 def test_torchscript_looks_for_contexts_in_torchs_own_table(group: list[Agent]) -> None:
     with autograd_dist.context() as context, pytest.raises(RuntimeError):
         gradients_inside(context)
+
+
+def test_a_remote_module_refuses_what_torchs_does_but_five_methods(group: list[Agent]) -> None:
+    from torch.distributed.nn.api.remote_module import _RemoteModule as TorchsRemoteModule
+
+    ours = RemoteModule("there", torch.nn.Linear, (2, 2))
+    work = {"state_dict", "load_state_dict", "to", "half", "requires_grad_"}
+    refused = set()
+    for name, method in vars(TorchsRemoteModule).items():
+        code = getattr(method, "__code__", None)
+        if code is not None and "_raise_not_supported" in code.co_names:
+            if name in work:
+                continue
+            refused.add(name)
+            with pytest.raises(ValueError, match=f"Method ``{name}`` not supported"):
+                getattr(ours, name)()
+    assert len(refused) > 20
+    assert ours.half().to(torch.float64).requires_grad_(False).state_dict()["bias"].shape == (2,)

@@ -21,14 +21,10 @@ REFUSED = [
     "type",
     "float",
     "double",
-    "half",
     "bfloat16",
-    "to",
     "register_backward_hook",
     "register_forward_pre_hook",
     "register_forward_hook",
-    "state_dict",
-    "load_state_dict",
     "parameters",
     "named_parameters",
     "buffers",
@@ -37,7 +33,6 @@ REFUSED = [
     "named_children",
     "modules",
     "named_modules",
-    "requires_grad_",
     "zero_grad",
     "share_memory",
     "extra_repr",
@@ -56,6 +51,11 @@ def test_the_method_is_refused_by_name_whatever_the_arguments(name: str) -> None
 def test_a_refusal_stands_for_a_method_of_the_base_class(name: str) -> None:
     assert callable(getattr(nn.Module, name))
     assert getattr(LocalOnlyMethodsRefused, name).__name__ == name
+
+
+def test_what_makes_sense_across_the_wire_is_not_refused() -> None:
+    for name in ("half", "to", "state_dict", "load_state_dict", "requires_grad_"):
+        assert name not in vars(LocalOnlyMethodsRefused)
 
 
 def test_the_refusal_of_parameters_says_what_to_use() -> None:

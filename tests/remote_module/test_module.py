@@ -449,3 +449,53 @@ def test_a_function_may_make_a_script_module(agents: list[Agent]) -> None:
     module = RemoteModule("there", scripted_twice)
     assert module(torch.ones(1)).item() == 2
     assert rpc.rpc_sync("third", call, (module, torch.ones(1))).item() == 2
+
+
+def test_the_state_of_a_module_crosses_the_wire_in_both_directions(agents: list[Agent]) -> None:
+    module = RemoteModule("there", nn.Linear, (2, 3))
+    other = nn.Linear(2, 3)
+
+    found = module.load_state_dict(other.state_dict())
+
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    state = module.state_dict(prefix="x.")
+    assert set(state) == {"x.weight", "x.bias"}
+    assert torch.equal(state["x.weight"], other.weight)
+    assert not state["x.weight"].requires_grad
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict({"weight": other.weight})
+    assert module.load_state_dict({"y": other.bias}, strict=False).unexpected_keys == ["y"]
+
+
+def test_a_module_is_converted_where_it_lives(agents: list[Agent]) -> None:
+    module = RemoteModule("there", nn.Linear, (2, 3))
+    assert module.half() is module
+    assert module.state_dict()["weight"].dtype is torch.float16
+    module.to("cpu", torch.float64)
+    assert module.state_dict()["weight"].dtype is torch.float64
+    assert module(torch.ones(1, 2, dtype=torch.float64)).dtype is torch.float64
+    module.to("meta")
+    assert module.device == "meta"
+    with pytest.raises(TypeError, match="only accepts floating point"):
+        module.to(torch.int64)
+
+
+def test_parameters_are_frozen_where_they_live(agents: list[Agent]) -> None:
+    module = RemoteModule("there", nn.Linear, (2, 3))
+    rref = module.get_module_rref()
+    assert module.requires_grad_(False) is module
+    assert not rpc.rpc_sync("there", read, (rref, "weight.requires_grad"))
+    module.requires_grad_()
+    assert rpc.rpc_sync("there", read, (rref, "weight.requires_grad"))
+
+
+def test_a_module_is_made_anew_by_the_handle_that_made_it(agents: list[Agent]) -> None:
+    module = RemoteModule("there", Echo, (1,))
+    former = module.get_module_rref()
+    module.recreate()
+    assert module.get_module_rref() is not former
+    assert module(5, 6) == ("default", 6, 5)
+    shared = RemoteModule.init_from_module_rref("there", module.get_module_rref())
+    with pytest.raises(ValueError, match="on the handle with which the module was made"):
+        shared.recreate()
