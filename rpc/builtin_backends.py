@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
@@ -17,6 +18,7 @@ from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
 from rpc.group.bring_up import address_towards, form_group, prefers_tcp
+from rpc.group.keys import read_group_key
 from rpc.group.store import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.transports.tensorpipe.torch_agent import available as tensorpipe_available
@@ -85,6 +87,8 @@ def _init_tensorwire(
     _check_own_devices(name, rpc_backend_options)
     rpc_backend_options = TensorWireRpcBackendOptions.adopted(rpc_backend_options)
     settings = rpc_backend_options.settings()
+    if not settings.group_key:
+        settings = replace(settings, group_key=read_group_key(os.environ))
     if settings.bind_address is None:
         settings = replace(settings, bind_address=address_towards(rpc_backend_options.init_method))
     return form_group(

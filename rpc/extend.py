@@ -12,6 +12,10 @@ the work. There are six things:
 - *Lives*: :func:`life_of`, :func:`is_living` and :func:`on_membership` say who is there.
 - *Call extensions*: a :class:`CallExtension` attaches data to calls.
 
+And two for a process that is no worker, such as a launcher: :class:`MemberList` says who is
+in a dynamic group and strikes off who died, :func:`read_group_key` and
+:func:`share_group_key` hand the group's key on.
+
 Each function works on the current worker: the one whose handler or callback runs, or
 else the process's. A thread that belongs to no worker takes a :class:`Worker` with it,
 which :func:`worker` returns, and whose methods are the same functions.
@@ -31,6 +35,8 @@ from rpc.errors import AgentClosedError
 from rpc.extensions import Answer, CallExtension
 from rpc.group.events import MembershipChange, MembershipEvent
 from rpc.group.key_values import KeyValueStore
+from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
+from rpc.group.member_list import Member, MemberList
 from rpc.ids import Life
 from rpc.transports.base import FrameKind, LendsMemory
 from rpc.worker_info import WorkerInfo
@@ -39,12 +45,16 @@ if TYPE_CHECKING:
     from rpc.agent import Agent
 
 __all__ = [
+    "KEY_DESCRIPTOR",
+    "KEY_FILE",
     "Answer",
     "CallExtension",
     "Destination",
     "Handler",
     "KeyValueStore",
     "Life",
+    "Member",
+    "MemberList",
     "MembershipChange",
     "MembershipEvent",
     "Worker",
@@ -52,8 +62,10 @@ __all__ = [
     "life_of",
     "on_membership",
     "post",
+    "read_group_key",
     "reply_buffer",
     "send_buffer",
+    "share_group_key",
     "store",
     "subscribe",
     "worker",

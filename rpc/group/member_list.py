@@ -11,7 +11,9 @@ which all others must agree.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
@@ -26,6 +28,7 @@ from rpc.group.store import (
     set_mode,
     text,
 )
+from rpc.worker_info import WorkerInfo
 
 _NOBODY = "!"
 """In the place of the name that has a rank, and at the start of what follows a member's record."""
@@ -33,7 +36,103 @@ _LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
 _GONE = _NOBODY.encode()
 _JOINING = " joining"
 
+_SECONDS_BETWEEN_LOOKS = 0.1
+
 Skip = Callable[[str, BringUpError], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of a dynamic group, as the group's store lists it.
+
+    Args:
+        info: its name and id.
+        incarnation: which life of that name this is.
+        host: the name of the host that it runs on.
+        pid: its process id there.
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    host: str
+    pid: int
+
+
+class MemberList:
+    """The members of a dynamic group, for a process that is no worker, such as a launcher.
+
+    A launcher that sees a worker's process end strikes its life off the list. Then nobody
+    waits for it, and calls to its name fail at once, also before any worker has noticed.
+
+    Args:
+        store: where the group meets: one connection to it, used by one thread at a time.
+        group_key: the group's key, if it has one; see :func:`rpc.extend.read_group_key`.
+        author: says in the errors of others who struck a worker off.
+
+    Example::
+
+        members = extend.MemberList(store, key, author="rpcrun on host7")
+        member = members.find("trainer:3")
+        if member is not None and member.pid == ended:
+            members.strike_off(member, "its process ended with exit code 1")
+    """
+
+    def __init__(self, store: Store, group_key: bytes = b"", author: str = "the launcher") -> None:
+        self._store = store
+        self._author = author
+        self._seen = changes(store)
+
+    def members(self) -> list[Member]:
+        """All members, in the order in which their names first joined.
+
+        Raises:
+            BringUpError: the store does not answer.
+        """
+        return [_member(record) for record in members(self._store)]
+
+    def find(self, who: str | int) -> Member | None:
+        """The member with this name or id; None if there is none now."""
+        record = lookup(self._store, who)
+        return None if record is None else _member(record)
+
+    def strike_off(self, member: Member, reason: str) -> bool:
+        """Ends the membership of a worker whose process has ended.
+
+        Args:
+            member: as :meth:`find` returned it.
+            reason: what was observed, for people.
+
+        Returns:
+            True if the list said until now that this life is a member.
+        """
+        record = lookup(self._store, member.info.name)
+        if record is None or _member(record) != member:
+            return False
+        strike_off(self._store, record)
+        return True
+
+    def wait_for_change(self, timeout: float) -> bool:
+        """Waits until workers came or went since this object was made, or last said so.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            False if nothing changed.
+        """
+        deadline = time.monotonic() + timeout
+        while (now := changes(self._store)) == self._seen:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+        self._seen = now
+        return True
+
+
+def _member(record: Record) -> Member:
+    info = WorkerInfo(record.name, record.rank)
+    return Member(info, record.incarnation, record.host, record.pid)
 
 
 def join(store: Store, me: Record) -> None:

@@ -50,6 +50,7 @@ _NUMBERS = {
     "world_size": "the number of workers, or leave it out for a dynamic group",
     "master_port": "the TCP port of the group's store",
 }
+_TYPES = {"name": str, "rank": int, "incarnation": int, "extras": dict, "host": str, "pid": int}
 _KEY_MARK_DIGITS = 4
 
 _LONGEST_ATTEMPT = 5.0  # seconds; to an address that swallows what it is sent
@@ -66,10 +67,6 @@ KEY_MARK = "key_mark"
 """What a record's extras call the mark of the key that its worker was given."""
 
 
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """What a worker tells the others when it joins.
@@ -82,7 +79,8 @@ class Record:
         backend: the backend it uses.
         address: where its transport can be reached; the transport's own format.
         protocol: the version of the messages it speaks.
-        process: where it runs, for people.
+        host: the name of the host that it runs on, for people.
+        pid: its process id there.
         extras: anything else that JSON can hold.
     """
 
@@ -93,7 +91,8 @@ class Record:
     backend: str
     address: bytes
     protocol: int = PROTOCOL_VERSION
-    process: str = field(default_factory=_this_process)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -121,13 +120,13 @@ class Record:
             ) from error
 
     def _check_types(self) -> None:
-        for what, kind in (("name", str), ("rank", int), ("incarnation", int), ("extras", dict)):
+        for what, kind in _TYPES.items():
             value = getattr(self, what)
             if not isinstance(value, kind):
                 raise TypeError(f"{what}={value!r} is a {type(value).__name__}")
 
     def __str__(self) -> str:
-        return f"{self.name!r} (rank {self.rank}, {self.process})"
+        return f"{self.name!r} (rank {self.rank}, process {self.pid} on {self.host})"
 
 
 def disagreements(me: Record, first: Record) -> list[str]:

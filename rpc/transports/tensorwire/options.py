@@ -42,8 +42,10 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             the address given for the group's store: the loopback interface, which only
             workers on this host can reach, if that is a loopback address or a file, and
             otherwise this host's address on the way to it.
-        group_key: secret that every worker of the group was given. Without one, whoever
-            can read the group's store can connect.
+        group_key: secret that every worker of the group was given. Default what the
+            environment variable ``RPC_GROUP_KEY_FD`` or ``RPC_GROUP_KEY_FILE`` leads to: an
+            inherited descriptor, or a file of mode 0600. Without a key, whoever can read
+            the group's store can connect.
         shared_memory: bound, in bytes, on the shared memory for tensors sent to workers
             of this host; beyond it they go through sockets. Default 1 GiB.
         max_bytes_in_flight: bound, in bytes, on the requests to one worker that were not

@@ -56,7 +56,7 @@ class Settings:
     """
 
     bind_address: str | None = None
-    group_key: bytes = b""
+    group_key: bytes = field(default=b"", repr=False)
     local_paths: bool = True
     shared_memory_bytes: int = DEFAULT_SHARED_MEMORY_BYTES
     max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT

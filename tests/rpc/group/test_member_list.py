@@ -9,7 +9,9 @@ from torch.distributed import HashStore, Store
 
 from rpc.errors import BringUpError
 from rpc.group import member_list, rendezvous
+from rpc.group.member_list import Member, MemberList
 from rpc.group.store import KEY_MARK, Record, key_mark
+from rpc.worker_info import WorkerInfo
 from tests.rpc.stores import SOON, in_turns, record
 
 
@@ -191,3 +193,40 @@ class TestDynamicGroup:
         rendezvous.meet(store, record(0, 1), SOON)
         with pytest.raises(RuntimeError, match=mixes):
             member_list.join(store, record(1, None))
+
+
+class TestTheListAsALauncherSeesIt:
+    def test_who_joined_is_found_with_its_process(self) -> None:
+        store = HashStore()
+        members = MemberList(store)
+        assert members.find("worker5") is None
+        member_list.join(store, record(5, None, host="here", pid=77))
+        found = members.find("worker5")
+        assert found == Member(WorkerInfo("worker5", 5), 1, "here", 77)
+        assert members.members() == [found]
+
+    def test_a_life_is_struck_off_once_and_a_later_one_never(self) -> None:
+        store = HashStore()
+        members = MemberList(store)
+        member_list.join(store, record(5, None))
+        first = members.find(5)
+        assert first is not None
+        assert members.strike_off(first, "its process ended")
+        assert not members.strike_off(first, "its process ended")
+        assert members.members() == []
+        member_list.join(store, record(5, None, incarnation=2))
+        assert not members.strike_off(first, "its process ended")
+        assert [member.incarnation for member in members.members()] == [2]
+
+    def test_changes_are_waited_for(self) -> None:
+        store = HashStore()
+        member_list.join(store, record(4, None))
+        members = MemberList(store)
+        assert not members.wait_for_change(0.0)
+        member_list.join(store, record(5, None))
+        assert members.wait_for_change(0.0)
+        assert not members.wait_for_change(0.0)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(members.wait_for_change, SOON)
+            member_list.join(store, record(6, None))
+            assert waiting.result()

@@ -190,7 +190,7 @@ class TestWhatKeepsAStaticGroupFromForming:
     def test_two_processes_with_one_rank_are_told_apart(self) -> None:
         workers = [
             record(0, 3),
-            record(0, 3, name="twin", process="process 7 on host b"),
+            record(0, 3, name="twin", host="host b", pid=7),
         ]
         seen = errors(meet_all(HashStore(), workers, timeout=60.0))
         for text in seen:
