@@ -1,10 +1,10 @@
-"""Shows that the simulator bites: ``make mutants``.
+"""Shows that the simulator and the unit tests notice changes: ``make mutants``.
 
 Every mutant of the decision modules (see ``mutants.py``) is played by the
 simulator and, separately, put before the unit tests of its module. Prints how
-many each of them killed. Mutants that the simulator does not kill must be in
-``SURVIVORS.md``, each with the reason why it may live; a mutant that is there
-and dies, or does not exist any more, is an error, too.
+many each of them killed. Mutants that neither kills must be in ``SURVIVORS.md``, each
+with the reason why it may live; a mutant that is there and dies, or does not exist any
+more, is an error, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutants import Mutant, applied
-from survivors import read_survivors, write_survivors
+from survivors import Row, match, read_survivors, write_survivors
 from targets import TARGETS, Target, all_mutants
 
 ROOT = Path(__file__).parents[2]
@@ -208,24 +208,32 @@ def _report(verdicts: list[Verdict]) -> None:
 
 
 def _compare(verdicts: list[Verdict], only: str | None, *, write: bool) -> int:
-    """Compares the survivors with those that are argued; returns the exit status."""
+    """Compares the survivors with those that have a reason; returns the exit status."""
+    mutants = {mutant.key: mutant for mutant, _ in all_mutants()}
     judged = {verdict.key for verdict in verdicts}
-    wanted = {mutant.key for mutant, _ in all_mutants(only)}
-    every = {mutant.key for mutant, _ in all_mutants()}
-    survivors = {v.key: v.by_units for v in verdicts if not v.by_simulator}
+    survivors = {v.key for v in verdicts if not (v.by_simulator or v.by_units)}
     if write:
-        write_survivors(survivors, every - judged)
-    argued = read_survivors()
+        write_survivors(
+            [mutants[key] for key in mutants if key in survivors],
+            [mutants[key] for key in judged],
+            mutants.values(),
+        )
+    matched = list(match(read_survivors(), mutants.values()))
+    reasons = {mutant.key: row.reason for row, mutant in matched if mutant is not None}
     wrong = {
-        "was not judged": sorted(wanted - judged),
-        "survives without an argument": [key for key in survivors if not argued.get(key)],
-        "is argued to survive, but was killed": sorted(argued.keys() & judged - survivors.keys()),
-        "is argued to survive, but does not exist": sorted(argued.keys() - every),
+        "was not judged": {mutant.key for mutant, _ in all_mutants(only)} - judged,
+        "survives without a reason": {key for key in survivors if not reasons.get(key)},
+        "is listed, but was killed": reasons.keys() & judged - survivors,
+        "is listed, but does not exist": {_name(row) for row, mutant in matched if mutant is None},
     }
     for what, keys in wrong.items():
-        for key in keys:
+        for key in sorted(keys):
             print(f"{what}: {key}")
-    return int(any(wrong.values()) and not write)
+    return int(any(wrong.values()))
+
+
+def _name(row: Row) -> str:
+    return ": ".join((".".join(row.names[:2]), row.change))
 
 
 def _arguments() -> argparse.Namespace:
@@ -233,7 +241,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1000, help="a mutant must survive (1000)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--module", help="only this one, such as references")
-    parser.add_argument("--write", action="store_true", help="bring SURVIVORS.md up to date")
+    parser.add_argument(
+        "--write", action="store_true", help="bring SURVIVORS.md up to date; reasons stay"
+    )
     parser.add_argument(
         "--results",
         type=Path,

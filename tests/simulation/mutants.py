@@ -13,6 +13,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,12 +44,15 @@ class Mutant:
         module: the name of the module.
         function: the qualified name of the function in it.
         change: what is different, in words; unique within the function.
+        shape: the function without its names, as a number, and which change of it this is; the
+            same after the function, or anything in it, was renamed.
         code: the function's code, changed.
     """
 
     module: str
     function: str
     change: str
+    shape: str
     code: CodeType
 
     @property
@@ -113,6 +117,7 @@ def _mutants_of_function(
 ) -> Iterator[Mutant]:
     seen: Counter[str] = Counter()
     count = len(list(_edits(copy.deepcopy(function))))
+    shape = shape_of(function)
     for number in range(count):
         changed = copy.deepcopy(function)
         change, make = list(_edits(changed))[number]
@@ -122,7 +127,25 @@ def _mutants_of_function(
             continue
         seen[change] += 1
         suffix = f" ({seen[change]})" if seen[change] > 1 else ""
-        yield Mutant(module_name, name, change + suffix, code)
+        yield Mutant(module_name, name, change + suffix, f"{shape}-{number}", code)
+
+
+def shape_of(function: ast.FunctionDef) -> str:
+    """A number that depends on what a function does, and on no name or text in it."""
+    bare = copy.deepcopy(function)
+    for node in ast.walk(bare):
+        for field in ("name", "id", "attr", "arg"):
+            if getattr(node, field, None) is not None:
+                setattr(node, field, "_")
+        for field in ("annotation", "returns"):
+            if getattr(node, field, None) is not None:
+                setattr(node, field, None)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    bare.decorator_list = []
+    if isinstance(bare.body[0], ast.Expr) and isinstance(bare.body[0].value, ast.Constant):
+        del bare.body[0]  # its docstring
+    return f"{zlib.crc32(ast.dump(bare).encode()):08x}"
 
 
 def _compile(

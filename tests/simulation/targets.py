@@ -11,7 +11,7 @@ from mutants import Mutant, mutants_of
 from rpc.testing.simulation.faults import draw_plan
 from rpc.testing.simulation.generator import Scenario
 from rpc.testing.simulation.runs import draw
-from rpc.testing.simulation.watchers import Watchers
+from rpc.testing.simulation.watchers import WatcherGroup
 from rpc.testing.simulation.worker import Machines
 from tests.loading import load
 
@@ -30,7 +30,7 @@ def play_group(seed: int) -> object:
 
 def play_silence(seed: int) -> object:
     """Every fourth seed: workers that fall silent; see ``rpc.testing.simulate_silence``."""
-    return None if seed % 4 else Watchers(draw_plan(seed // 4), Machines()).run()
+    return None if seed % 4 else WatcherGroup(draw_plan(seed // 4), Machines()).run()
 
 
 def play_pass(seed: int) -> object:
@@ -100,7 +100,7 @@ TARGETS = (
     Target("rpc.protocol.retry", "_Entry", ("rpc/protocol/test_retry.py",)),
     Target("rpc.protocol.retry", "Attempts", ("rpc/protocol/test_retry.py",), (play_attempts,)),
     Target("rpc.protocol.cancellation", None, ("rpc/protocol/test_cancellation.py",)),
-    Target("rpc.protocol.resumption", None, ("rpc/protocol/test_resumption.py",)),
+    Target("rpc.protocol.resumption", None, ("rpc/protocol/test_resumption.py",), ()),
     Target("rpc.protocol.liveness", None, ("rpc/protocol/test_liveness.py",), (play_silence,)),
     Target("rpc.group.watch", None, ("rpc/group/test_watch.py",), (play_silence,)),
     Target("rpc.group.loss_reports", None, ("rpc/group/test_loss_reports.py",), (play_silence,)),

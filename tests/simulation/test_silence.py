@@ -11,8 +11,8 @@ from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Effect, Evidence, Liveness, Suspicion
 from rpc.testing import Machines, Rule, SimulationError, simulate_silence
-from rpc.testing.simulation.faults import Ill, Mishap, Plan, draw_plan
-from rpc.testing.simulation.watchers import Watchers
+from rpc.testing.simulation.faults import Fault, FaultKind, Plan, draw_plan
+from rpc.testing.simulation.watchers import WatcherGroup
 
 
 def test_every_rule_holds_in_some_runs() -> None:
@@ -23,22 +23,22 @@ def test_the_same_seed_plays_the_same_run() -> None:
     for seed in range(10):
         told: list[list[str]] = [[], []]
         for transcript in told:
-            Watchers(draw_plan(seed), Machines(), transcript).run()
+            WatcherGroup(draw_plan(seed), Machines(), transcript).run()
         assert told[0] == told[1]
 
 
 def test_everything_befalls_somebody() -> None:
-    ills = {mishap.ill for seed in range(100) for mishap in draw_plan(seed).mishaps}
-    assert ills == {*Ill}
+    kinds = {fault.kind for seed in range(100) for fault in draw_plan(seed).faults}
+    assert kinds == {*FaultKind}
 
 
-def play(size: int, *mishaps: Mishap) -> Watchers:
-    run = Watchers(Plan(1, size, dynamic=False, paired=False, mishaps=mishaps), Machines())
+def play(size: int, *faults: Fault) -> WatcherGroup:
+    run = WatcherGroup(Plan(1, size, dynamic=False, paired=False, faults=faults), Machines())
     assert run.run() is None
     return run
 
 
-def views(run: Watchers) -> dict[int, set[int]]:
+def views(run: WatcherGroup) -> dict[int, set[int]]:
     return {
         watcher.life.worker: {life.worker for life in watcher.view()}
         for watcher in run.all.values()
@@ -51,18 +51,18 @@ def everybody_sees(*workers: int) -> dict[int, set[int]]:
 
 
 def test_one_that_is_busy_for_long_is_not_lost() -> None:
-    run = play(3, Mishap(0.5, Ill.CALL, 0, 9.0, 1), Mishap(1.0, Ill.HOLD, 1, 6.0))
+    run = play(3, Fault(0.5, FaultKind.CALL, 0, 9.0, 1), Fault(1.0, FaultKind.HOLD, 1, 6.0))
     assert views(run) == everybody_sees(0, 1, 2)
 
 
 def test_one_that_was_cut_off_takes_nobody_with_it_when_it_is_back() -> None:
     for seconds in (1.5, 2.5, 3.5):
-        run = play(4, Mishap(0.5, Ill.CUT, 1, seconds))
+        run = play(4, Fault(0.5, FaultKind.CUT, 1, seconds))
         assert views(run) == everybody_sees(0, 2, 3)
 
 
 def test_of_two_whose_connection_broke_the_one_with_the_higher_id_goes() -> None:
-    assert views(play(4, Mishap(0.5, Ill.PART, 3, other=1))) == everybody_sees(0, 1, 2)
+    assert views(play(4, Fault(0.5, FaultKind.PART, 3, other=1))) == everybody_sees(0, 1, 2)
 
 
 # --- It bites ------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -19,10 +17,8 @@ from rpc.ids import Life
 from rpc.protocol.calls import CallTable, Ended
 from rpc.protocol.reference_terms import Effect
 from rpc.protocol.references import ReferenceTable
-from rpc.protocol.resumption import ReconnectEpoch, Replacement, SentMessages
 from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
 from rpc.testing.simulation.runs import draw, replay
-from rpc.testing.simulation.steps import Act, Break, Greet, Mend
 from rpc.transports.base import Peer
 from rpc.wire.control import ControlMessage, DuplicateFilter, Register
 
@@ -59,18 +55,6 @@ def test_a_group_without_faults_breaks_no_rule_and_loses_nobody() -> None:
     assert simulate(range(50), calm).runs == 50
 
 
-def test_links_that_break_again_and_again_lose_and_repeat_nothing() -> None:
-    only_breaks = Scenario(
-        crashes=False, joins=False, cuts=False, partitions=False, duplicates=False, timeouts=False
-    )
-    acts: Counter[type[Act]] = Counter()
-    for seed in range(100):
-        played = draw(seed, only_breaks, Machines())
-        assert played.broken is None
-        acts.update(type(step.act) for step in played.script.steps)
-    assert min(acts[Break], acts[Mend], acts[Greet]) > 50
-
-
 def test_progress_is_reported_after_each_run() -> None:
     reports: list[int] = []
     simulate(range(3), progress=lambda report: reports.append(report.runs))
@@ -105,17 +89,6 @@ class NeverMeetsTheReturned(Group):
             super().add(peer)
 
 
-class ForgetsTheLast(SentMessages):  # type: ignore[type-arg]
-    def missing(self, sent: int, received: int) -> list[Any]:
-        return super().missing(sent, received)[:-1]
-
-
-class TakesWhateverComes(ReconnectEpoch):
-    def offered(self, attempt: int) -> Replacement:
-        super().offered(attempt)
-        return Replacement.TAKE
-
-
 @pytest.mark.parametrize(
     ("machines", "rules"),
     [
@@ -126,8 +99,6 @@ class TakesWhateverComes(ReconnectEpoch):
         (Machines(calls=KeepsTheDeadWaitedFor), {Rule.CALLS_END}),
         (Machines(duplicates=TakesEverythingTwice), {Rule.DUPLICATES}),
         (Machines(group=NeverMeetsTheReturned), {Rule.MEMBERS}),
-        (Machines(sent_messages=ForgetsTheLast), {Rule.LINKS}),
-        (Machines(epoch=TakesWhateverComes), {Rule.LINKS}),
     ],
 )
 def test_a_broken_decision_is_found_and_told_in_a_few_lines(

@@ -33,7 +33,6 @@ class AtRest:
     def check_settled(self) -> None:
         """Nothing is under way any more: everybody got what was promised."""
         self._check_views()
-        self._world.links.check_at_rest()
         lent = self._lent()
         for worker in self._world.living.values():
             require(not worker.records, Rule.CALLS_END, worker.life, worker.records)

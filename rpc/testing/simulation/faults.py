@@ -1,4 +1,4 @@
-"""What befalls workers that watch each other, as data, and how a seed chooses it.
+"""The faults of workers that watch each other, as data, and how a seed chooses them.
 
 Times are in bounds: 1.0 is the liveness timeout.
 """
@@ -18,8 +18,8 @@ _SOON = 0.6
 _RETURN_AFTER = 3.0
 
 
-class Ill(enum.Enum):
-    """What may befall a worker."""
+class FaultKind(enum.Enum):
+    """What may happen to a worker."""
 
     FREEZE = "is stopped"
     HOLD = "holds its interpreter's lock"
@@ -38,23 +38,23 @@ class Ill(enum.Enum):
     """Its next life joins, if this one is over."""
 
 
-ENDS_BY_ITSELF = (Ill.FREEZE, Ill.HOLD, Ill.CUT)
+ENDS_BY_ITSELF = (FaultKind.FREEZE, FaultKind.HOLD, FaultKind.CUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class Fault:
     """One of them.
 
     Args:
         at: when.
-        ill: what.
+        kind: what.
         who: whom it befalls.
         seconds: how long it lasts, if it ends.
         other: whom else it is about.
     """
 
     at: float
-    ill: Ill
+    kind: FaultKind
     who: int
     seconds: float = 0.0
     other: int = -1
@@ -62,7 +62,7 @@ class Mishap:
     def __str__(self) -> str:
         about = f" w{self.other}" if self.other >= 0 else ""
         length = f" for {self.seconds:.2f}" if self.seconds else ""
-        return f"{self.at:7.3f}  w{self.who} {self.ill.value}{about}{length}"
+        return f"{self.at:7.3f}  w{self.who} {self.kind.value}{about}{length}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +73,20 @@ class Plan:
         seed: of the delays.
         size: workers at the start.
         dynamic: the group has a store that lists its members.
-        paired: two mishaps at about the same time; otherwise one after the other.
-        mishaps: what happens, by time.
+        paired: two faults at about the same time; otherwise one after the other.
+        faults: what happens, by time.
     """
 
     seed: int
     size: int
     dynamic: bool
     paired: bool
-    mishaps: tuple[Mishap, ...]
+    faults: tuple[Fault, ...]
 
     @property
     def end(self) -> float:
         """When everything is over and found out."""
-        last = max((m.at + m.seconds for m in self.mishaps), default=0.0)
+        last = max((m.at + m.seconds for m in self.faults), default=0.0)
         return last + _GAP
 
 
@@ -96,37 +96,39 @@ def draw_plan(seed: int) -> Plan:
     paired = draw.random() < 0.3
     size = draw.randint(5, 7) if paired else draw.choice((2, 3, 3, 4, 5, 6, 9))
     dynamic = paired or draw.random() < 0.6
-    mishaps: list[Mishap] = []
+    faults: list[Fault] = []
     at = draw.uniform(0.2, 1.2)
     for _ in range(draw.choice((1, 1, 2, 3))):
         victims = draw.sample(range(size), 2 if paired else 1)
         for victim in victims:
-            mishap = _draw_mishap(draw, at, victim, size)
-            mishaps += (mishap, *_calls(draw, mishap, size))
+            fault = _draw_fault(draw, at, victim, size)
+            faults += (fault, *_calls(draw, fault, size))
             if dynamic:
-                mishaps.append(Mishap(at + mishap.seconds + _RETURN_AFTER, Ill.RETURN, victim))
+                faults.append(Fault(at + fault.seconds + _RETURN_AFTER, FaultKind.RETURN, victim))
             at += draw.uniform(0, _SOON) if paired else 0
         at += _GAP + 2 * _RETURN_AFTER + draw.uniform(0, 1)
-    ordered = tuple(sorted(mishaps, key=lambda mishap: mishap.at))
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at))
     return Plan(seed, size, dynamic, paired, ordered)
 
 
-def _draw_mishap(draw: random.Random, at: float, victim: int, size: int) -> Mishap:
-    ill = draw.choice([ill for ill in Ill if ill not in (Ill.CALL, Ill.RETURN)])
+def _draw_fault(draw: random.Random, at: float, victim: int, size: int) -> Fault:
+    kind = draw.choice(
+        [kind for kind in FaultKind if kind not in (FaultKind.CALL, FaultKind.RETURN)]
+    )
     seconds = 0.0
-    if ill in ENDS_BY_ITSELF:
+    if kind in ENDS_BY_ITSELF:
         seconds = draw.choice((draw.uniform(0.01, BRIEF), draw.uniform(LASTING, 4)))
     others = [worker for worker in range(size) if worker != victim]
-    other = draw.choice(others) if ill is Ill.PART else -1
-    return Mishap(at, ill, victim, seconds, other)
+    other = draw.choice(others) if kind is FaultKind.PART else -1
+    return Fault(at, kind, victim, seconds, other)
 
 
-def _calls(draw: random.Random, mishap: Mishap, size: int) -> list[Mishap]:
+def _calls(draw: random.Random, fault: Fault, size: int) -> list[Fault]:
     """Calls to and from whom it befalls, begun before, while it lasts, or after."""
     calls = []
     for _ in range(draw.choice((0, 1, 2, 4))):
-        other = draw.choice([worker for worker in range(size) if worker != mishap.who])
-        one, two = draw.choice(((other, mishap.who), (other, mishap.who), (mishap.who, other)))
-        begin = max(0.0, mishap.at + draw.choice((-0.5, -0.1, 0.1, 0.9, 2.5)))
-        calls.append(Mishap(begin, Ill.CALL, one, draw.uniform(0.1, 4), two))
+        other = draw.choice([worker for worker in range(size) if worker != fault.who])
+        one, two = draw.choice(((other, fault.who), (other, fault.who), (fault.who, other)))
+        begin = max(0.0, fault.at + draw.choice((-0.5, -0.1, 0.1, 0.9, 2.5)))
+        calls.append(Fault(begin, FaultKind.CALL, one, draw.uniform(0.1, 4), two))
     return calls

@@ -12,7 +12,7 @@ from rpc.testing.simulation.generator import Scenario
 from rpc.testing.simulation.rules import Rule
 from rpc.testing.simulation.runs import Played, draw, replay
 from rpc.testing.simulation.shrink import shrink
-from rpc.testing.simulation.watchers import Watchers
+from rpc.testing.simulation.watchers import WatcherGroup
 from rpc.testing.simulation.worker import Machines
 
 _BRIEFLY = (
@@ -145,13 +145,13 @@ def simulate_silence(seeds: Iterable[int], machines: Machines | None = None) -> 
     began = time.perf_counter()
     report = SimulationReport()
     for seed in seeds:
-        run = Watchers(draw_plan(seed), machines)
+        run = WatcherGroup(draw_plan(seed), machines)
         broken = run.run()
         if broken is not None:
             raise _explain_silence(seed, run.plan, broken.rule, machines) from broken
         report = SimulationReport(
             report.runs + 1,
-            report.steps + len(run.plan.mishaps),
+            report.steps + len(run.plan.faults),
             report.messages + run.messages,
             time.perf_counter() - began,
         )
@@ -159,15 +159,15 @@ def simulate_silence(seeds: Iterable[int], machines: Machines | None = None) -> 
 
 
 def _explain_silence(seed: int, plan: Plan, rule: Rule, machines: Machines) -> SimulationError:
-    """Leaves out every mishap that does not matter, and tells the rest."""
-    for mishap in plan.mishaps:
-        fewer = tuple(each for each in plan.mishaps if each is not mishap)
-        shorter = replace(plan, mishaps=fewer)
-        broken = Watchers(shorter, machines).run()
+    """Leaves out every fault that does not matter, and tells the rest."""
+    for fault in plan.faults:
+        fewer = tuple(each for each in plan.faults if each is not fault)
+        shorter = replace(plan, faults=fewer)
+        broken = WatcherGroup(shorter, machines).run()
         if broken is not None and broken.rule is rule:
             plan = shorter
     transcript: list[str] = [f"{plan.size} workers"]
-    again = Watchers(plan, machines, transcript).run()
+    again = WatcherGroup(plan, machines, transcript).run()
     assert again is not None
     lines = (*transcript, f"broken: {again.detail}")
     return SimulationError(seed, rule, tuple(map(_brief, lines)))

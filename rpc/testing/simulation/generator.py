@@ -10,9 +10,8 @@ from typing import TypeVar
 from rpc.ids import Life
 from rpc.protocol.reference_terms import UserHandle
 from rpc.testing.simulation import steps
-from rpc.testing.simulation.links import FOREVER
-from rpc.testing.simulation.packets import Batch, Job, Packet, Reply, Request
-from rpc.testing.simulation.steps import Act, Address, Name, Phase
+from rpc.testing.simulation.packets import Batch, Job, Packet, SimReply, SimRequest
+from rpc.testing.simulation.steps import Act, Addressing, Name, RunPhase
 from rpc.testing.simulation.worker import Worker
 from rpc.testing.simulation.world import World
 from rpc.wire.control import (
@@ -29,7 +28,6 @@ from rpc.wire.control import (
 
 _T = TypeVar("_T")
 _TIMEOUTS = (0.0, 0.0, 0.004, 0.1, 1.0, 30.0)
-_PATIENCE = 1.0
 _PASSES = (0.001, 1 / 64, 0.11, 0.5, 40.0)
 
 
@@ -43,7 +41,6 @@ class Scenario:
         crashes: processes die, and return in a new life.
         joins: new workers come.
         cuts: links between living workers break for good.
-        breaks: connections between living workers break, and others take their place.
         partitions: for a while nothing passes between two parts of the group.
         duplicates: replies and control messages come twice.
         timeouts: calls have deadlines, and time passes.
@@ -56,7 +53,6 @@ class Scenario:
     crashes: bool = True
     joins: bool = True
     cuts: bool = True
-    breaks: bool = True
     partitions: bool = True
     duplicates: bool = True
     timeouts: bool = True
@@ -100,7 +96,6 @@ class Generator:
         scenario = self.scenario
         self.crashes = self._sometimes(scenario.crashes, 0, 0, 0.5, 2)
         self.cuts = self._sometimes(scenario.cuts and not self.leaves, 0, 0, 0, 1)
-        self.breaks = self._sometimes(scenario.breaks, 0, 0.01, 0.04)
         self.joins = self._sometimes(scenario.joins, 0, 0, 1)
         self.malice = self._sometimes(self.crashes > 0, 0, 0.03, 0.1)
         self.partitions = self._sometimes(scenario.partitions, 0, 0, 2)
@@ -146,13 +141,13 @@ class Generator:
         self._slow_kinds: tuple[type, ...] = draw.choice(
             (
                 (),
-                (Request,),
+                (SimRequest,),
                 (Register,),
-                (Register, Request),
-                (Register, Reply),
+                (Register, SimRequest),
+                (Register, SimReply),
                 (Delete,),
-                (Reply,),
-                (Accepted, Reply),
+                (SimReply,),
+                (Accepted, SimReply),
                 (Probe,),
                 (Ready, Quiet, Leaving),
             )
@@ -160,7 +155,6 @@ class Generator:
         links = [(source, to) for source in range(4) for to in range(4)]
         self._slow_links = frozenset(draw.sample(links, draw.choice((0, 1, 2, 4))))
         self._slow_news = draw.choice((0.0, 0.9))
-        self._mending_rate = draw.choice((0.1, 0.5))
         self._keep_rate = 0.95 if self.malice else draw.choice((0.4, 0.9))
         self._drop_after_sharing = draw.choice((0, 0.6, 1))
         self._patience = draw.choice((0.2, 0.9))
@@ -183,8 +177,6 @@ class Generator:
             self._is_lurking = blow is None
             if blow is not None:
                 return blow
-        if draw() < self.breaks:
-            return self._break(world)
         if draw() < self._fault_rate:
             fault = self.random.choices(self._faults, self._fault_weights)[0]
             return fault(world)
@@ -193,11 +185,11 @@ class Generator:
         action = self.random.choices(self._actions, self._weights)[0]
         return action(self._pick(world.living.values()))
 
-    def settling_act(self, world: World, phase: Phase) -> Act | None:
+    def settling_act(self, world: World, phase: RunPhase) -> Act | None:
         """Something that still has to happen while everything comes to rest."""
         if not world.living:
             return None
-        if self._late_faults and (self.leaves or phase is Phase.LEAVE):
+        if self._late_faults and (self.leaves or phase is RunPhase.LEAVE):
             self._late_faults -= 1
             return self._late_fault(world)
         if self.random.random() < 0.2:
@@ -213,23 +205,19 @@ class Generator:
         """Something that happens while everybody shuts down."""
         if self.random.random() < 0.8:
             return self._something_under_way(world, patient=False)
-        faults = (self._crash, self._crash, self._return, self._join, self._break)
+        faults = (self._crash, self._crash, self._return, self._join)
         return self.random.choice(faults)(world)
 
-    def _demanded(self, world: World, phase: Phase) -> Act | None:
+    def _demanded(self, world: World, phase: RunPhase) -> Act | None:
         worker = self._pick(world.living.values())
-        if phase is Phase.DROP:
+        if phase is RunPhase.DROP:
             return steps.Release(worker.life) if self.random.random() < 0.1 else self._drop(worker)
-        return steps.Begin(worker.life) if phase is Phase.LEAVE or self.leaves else None
+        return steps.Begin(worker.life) if phase is RunPhase.LEAVE or self.leaves else None
 
     def _pick(self, things: Iterable[_T]) -> _T:
         return self.random.choice(list(things))
 
     def _something_under_way(self, world: World, *, patient: bool = True) -> Act | None:
-        if world.links.are_broken and self.random.random() < self._mending_rate:
-            mending = self._mend(world)
-            if mending is not None:
-                return mending
         packets, news = list(world.network), list(world.news)
         slow = self._slow_news if patient else 0.5
         if news and (not packets or self.random.random() >= slow):
@@ -294,10 +282,10 @@ class Generator:
             to = self.random.randrange(self.size + 2)
         else:
             to = self._member(worker)
-        return steps.Call(
+        return steps.MakeCall(
             worker.life,
             to,
-            self.random.choice(tuple(Address)),
+            self.random.choice(tuple(Addressing)),
             lends,
             self._of(lends, self._drop_after_sharing),
             self._timeout(),
@@ -336,7 +324,7 @@ class Generator:
 
     def _cancel(self, worker: Worker) -> Act | None:
         waiting = [record.name for record in worker.records.values() if record.leaves]
-        return steps.Cancel(worker.life, self.random.choice(waiting)) if waiting else None
+        return steps.CancelCall(worker.life, self.random.choice(waiting)) if waiting else None
 
     def _fetch(self, worker: Worker) -> Act | None:
         users = [name for name, h in worker.handles.items() if isinstance(h, UserHandle)]
@@ -428,16 +416,6 @@ class Generator:
             return steps.Lose(self.random.choice(dead))
         return steps.Lose(self._pick(world.network)) if world.network else None
 
-    def _break(self, world: World) -> Act | None:
-        pairs = world.links.pairs()
-        if not pairs or not self.breaks:
-            return None
-        return steps.Break(*self.random.choice(pairs), self.random.choice((0, 0, 1, 2, 9)))
-
-    def _mend(self, world: World) -> Act | None:
-        acts = list(world.links.acts(_PATIENCE if self.cuts else FOREVER))
-        return self.random.choice(acts) if acts else None
-
     def _divide(self, world: World) -> Act | None:
         if world.island:
             return steps.Heal()
@@ -448,7 +426,7 @@ class Generator:
         return steps.Duplicate(self._pick(world.network)) if world.network else None
 
     def _stray(self, world: World) -> Act | None:
-        replies = [p.name for p in world.network.values() if isinstance(p.body, Reply)]
+        replies = [p.name for p in world.network.values() if isinstance(p.body, SimReply)]
         if not replies:
             return None
         return steps.Stray(self.random.choice(replies), self._pick(world.living))

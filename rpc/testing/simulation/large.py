@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rpc.testing.simulation import steps
 from rpc.testing.simulation.at_rest import AtRest
 from rpc.testing.simulation.runs import outstanding
-from rpc.testing.simulation.steps import Act, Address, Phase, Step
+from rpc.testing.simulation.steps import Act, Addressing, RunPhase, Step
 from rpc.testing.simulation.worker import Machines, Worker
 from rpc.testing.simulation.world import World
 
@@ -73,8 +73,8 @@ def simulate_group(workers: int, seed: int = 0) -> GroupReport:
 
 def _lend(worker: Worker, to: int) -> Act:
     lends = tuple(worker.handles)[:1]
-    return steps.Call(
-        worker.life, to, Address.ID, lends, (), 0.0, True, None, waits=False, patient=True
+    return steps.MakeCall(
+        worker.life, to, Addressing.ID, lends, (), 0.0, True, None, waits=False, patient=True
     )
 
 
@@ -103,7 +103,7 @@ class _Group:
 
     def _do(self, act: Act) -> None:
         self._number += 1
-        self.world.apply(Step(self._number, Phase.WORK, act))
+        self.world.apply(Step(self._number, RunPhase.WORK, act))
 
     def _under_way(self) -> list[Act]:
         """Everything that can happen now, in any order."""
@@ -117,4 +117,4 @@ class _Group:
         self._random.shuffle(acts)
         if not acts:
             acts = [steps.Close(w.life) for w in world.living.values() if w.finished]
-        return acts if acts else [a for a in [outstanding(world, Phase.WORK, False)] if a]
+        return acts if acts else [a for a in [outstanding(world, RunPhase.WORK, False)] if a]

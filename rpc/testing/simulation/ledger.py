@@ -25,7 +25,15 @@ from rpc.protocol.reference_terms import (
     UserHandle,
 )
 from rpc.protocol.retry import RequestId, Verdict
-from rpc.testing.simulation.packets import Job, Outcome, Packet, Record, Reply, Request, passed_in
+from rpc.testing.simulation.packets import (
+    CallOutcome,
+    Job,
+    OpenCall,
+    Packet,
+    SimReply,
+    SimRequest,
+    passed_in,
+)
 from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Accepted, ControlMessage, Delete, Passage, Passed, Register
 
@@ -124,21 +132,21 @@ class Ledger:
 
     # --- Calls
 
-    def call_opened(self, worker: Worker, record: Record) -> None:
+    def call_opened(self, worker: Worker, record: OpenCall) -> None:
         """A call is outstanding now."""
         self._count_calls(worker)
 
-    def call_withdrawn(self, worker: Worker, record: Record, withdrawn: bool) -> None:
+    def call_withdrawn(self, worker: Worker, record: OpenCall, withdrawn: bool) -> None:
         """A request did not leave; ``withdrawn`` unless the call ended before that was known."""
         was_open = record.outcome is None
         require(withdrawn == was_open, Rule.CALLS_END_ONCE, worker.life, record, withdrawn)
 
-    def call_settled(self, worker: Worker, record: Record, outcome: Outcome) -> None:
+    def call_settled(self, worker: Worker, record: OpenCall, outcome: CallOutcome) -> None:
         """The program is told how its call ended."""
         first = record.outcome is None
         require(first, Rule.CALLS_END_ONCE, worker.life, record, "ends with", outcome)
 
-    def calls_expired(self, worker: Worker, expired: Sequence[Ended[Record]]) -> None:
+    def calls_expired(self, worker: Worker, expired: Sequence[Ended[OpenCall]]) -> None:
         """Deadlines passed."""
         now = self._world.now
         deadlines: list[float] = []
@@ -191,7 +199,7 @@ class Ledger:
         true = not said or fork in self.confirmed
         require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
 
-    def call_lost(self, worker: Worker, life: Life, ended: Ended[Record]) -> None:
+    def call_lost(self, worker: Worker, life: Life, ended: Ended[OpenCall]) -> None:
         """A call, or what a deadline left of it, ended because its worker is lost."""
         record = ended.call
         require(record.to == life, Rule.CALLS_END_ONCE, worker.life, life, "ends", record)
@@ -200,7 +208,7 @@ class Ledger:
         require(right, Rule.CALLS_END_ONCE, worker.life, ended)
 
     def reply_taken(
-        self, worker: Worker, sender: Life, reply: Reply, ended: Ended[Record] | None
+        self, worker: Worker, sender: Life, reply: SimReply, ended: Ended[OpenCall] | None
     ) -> None:
         """A reply came; ``ended`` is what the table of calls made of it."""
         record = worker.records.get(reply.answers)
@@ -225,7 +233,7 @@ class Ledger:
 
     # --- Requests
 
-    def request_taken(self, worker: Worker, packet: Packet, request: Request, job: Job) -> None:
+    def request_taken(self, worker: Worker, packet: Packet, request: SimRequest, job: Job) -> None:
         """A request is about to be served."""
         require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
         early = (worker.life, packet.source, request.correlation) in self._early
@@ -245,7 +253,9 @@ class Ledger:
         """Requests were cancelled that are not here."""
         self._early |= {(worker.life, sender, number) for number in correlations}
 
-    def call_cancelled(self, worker: Worker, record: Record, ended: Ended[Record] | None) -> None:
+    def call_cancelled(
+        self, worker: Worker, record: OpenCall, ended: Ended[OpenCall] | None
+    ) -> None:
         """A program gave up a call; ``ended`` is what the table of calls made of it."""
         if record.outcome is not None:
             require(ended is None, Rule.CALLS_END_ONCE, worker.life, record, ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Handle
@@ -18,7 +18,7 @@ Causes: TypeAlias = frozenset[Life]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SimRequest:
     """A call; at most one of ``creates`` and ``fetches``."""
 
     call: Name
@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class SimReply:
     """The answer of ``answers``; ``served_by`` is its result."""
 
     answers: Name
@@ -51,7 +51,7 @@ class Batch:
     messages: tuple[ControlMessage, ...]
 
 
-Body: TypeAlias = Request | Reply | Batch
+Body: TypeAlias = SimRequest | SimReply | Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Packet:
     causes: Causes
 
     def __str__(self) -> str:
-        if isinstance(self.body, Request):
+        if isinstance(self.body, SimRequest):
             what = f"request {short(self.body.call)}"
-        elif isinstance(self.body, Reply):
+        elif isinstance(self.body, SimReply):
             what = f"reply to {short(self.body.answers)}"
         else:
             what = ", ".join(map(str, self.body.messages))
@@ -78,12 +78,12 @@ class Packet:
 
     def references(self) -> Iterator[Passed]:
         """The references that live in it until it arrives."""
-        if isinstance(self.body, Request):
+        if isinstance(self.body, SimRequest):
             yield from self.body.table
             creates = self.body.creates
             if creates is not None and creates.passage is not Passage.LOOPBACK:
                 yield creates
-        elif isinstance(self.body, Reply):
+        elif isinstance(self.body, SimReply):
             yield from self.body.table
         else:
             for message in self.body.messages:
@@ -91,15 +91,7 @@ class Packet:
                     yield Passed(message.reference, message.fork, Passage.CHILD)
 
 
-class Frame(NamedTuple):
-    """One message on a link: a packet, or an acknowledgement of so many."""
-
-    number: int
-    packet: Name | None
-    received: int
-
-
-class Tidings(enum.Enum):
+class NewsKind(enum.Enum):
     """What there is to hear of another worker."""
 
     JOINED = "joined"
@@ -113,12 +105,12 @@ class News:
     name: Name
     listener: Life
     about: Life
-    tidings: Tidings
+    kind: NewsKind
     after_its_packets: bool = False
     """The worker closed in good order: what it sent arrives first."""
 
 
-class Outcome(enum.Enum):
+class CallOutcome(enum.Enum):
     """How a call ended, for the program that made it."""
 
     RESULT = "result"
@@ -129,7 +121,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class OpenCall:
     """A call, as its caller keeps it, and what its program knows of it."""
 
     name: Name
@@ -143,7 +135,7 @@ class Record:
     once: int | None = None
     correlation: int = 0
     leaves: bool = True
-    outcome: Outcome | None = None
+    outcome: CallOutcome | None = None
     answered: bool = False
     """The request is known not to be under way any more."""
 
@@ -154,7 +146,7 @@ class Job:
 
     name: Name
     sender: Life
-    request: Request
+    request: SimRequest
     handles: dict[Name, Handle]
     causes: Causes
     waits_for: set[Name] = field(default_factory=set)

@@ -26,7 +26,6 @@ class Rule(enum.Enum):
     CANCELLED = "a request is cancelled if its caller, and this life of it, said so"
     RIGHT_LIFE = "no call and no reply reaches the wrong incarnation"
     DUPLICATES = "what comes twice is taken once, and what comes once is taken"
-    LINKS = "a link that breaks goes on, and nothing on it is lost or taken twice"
     MEMBERS = "a worker knows who is there, and under which incarnation"
     CONVERGENCE = "the membership views of the living converge"
     SHUTDOWN_WAITS = "a shutdown cuts nothing short"

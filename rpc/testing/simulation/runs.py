@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from rpc.testing.simulation import steps
 from rpc.testing.simulation.at_rest import AtRest
 from rpc.testing.simulation.generator import Generator, Scenario
-from rpc.testing.simulation.links import FOREVER
 from rpc.testing.simulation.rules import Rule, RuleBrokenError, broken_by, require
-from rpc.testing.simulation.steps import Act, Phase, Step
+from rpc.testing.simulation.steps import Act, RunPhase, Step
 from rpc.testing.simulation.worker import Machines
 from rpc.testing.simulation.world import World
 
@@ -61,17 +60,17 @@ def draw(seed: int, scenario: Scenario, machines: Machines) -> Played:
     world = World(machines, generator.size)
     run = _Run(world, generator.leaves, 0, written)
 
-    def choose(phase: Phase) -> Act | None:
-        if phase is not Phase.WORK:
+    def choose(phase: RunPhase) -> Act | None:
+        if phase is not RunPhase.WORK:
             wanted = outstanding(world, phase, generator.leaves)
             return None if wanted is None else generator.settling_act(world, phase) or wanted
         return generator.next_act(world)
 
     def work() -> None:
         for _ in range(generator.length):
-            act = choose(Phase.WORK)
+            act = choose(RunPhase.WORK)
             if act is not None:
-                run.do(Phase.WORK, act)
+                run.do(RunPhase.WORK, act)
 
     broken = run.play(work, choose)
     return Played(Script(generator.size, generator.leaves, tuple(written)), broken, world.messages)
@@ -81,16 +80,16 @@ def replay(script: Script, machines: Machines, transcript: list[str] | None = No
     """Plays a script."""
     world = World(machines, script.size, transcript)
     run = _Run(world, script.leaves, _UNWRITTEN, [])
-    left = {phase: [s for s in script.steps if s.phase is phase][::-1] for phase in Phase}
+    left = {phase: [s for s in script.steps if s.phase is phase][::-1] for phase in RunPhase}
 
-    def choose(phase: Phase) -> Act | None:
+    def choose(phase: RunPhase) -> Act | None:
         while left[phase]:
             run.apply(left[phase].pop())
         return outstanding(world, phase, script.leaves)
 
     def work() -> None:
-        while left[Phase.WORK]:
-            run.apply(left[Phase.WORK].pop())
+        while left[RunPhase.WORK]:
+            run.apply(left[RunPhase.WORK].pop())
 
     broken = run.play(work, choose)
     return Played(script, broken, world.messages)
@@ -106,7 +105,7 @@ class _Run:
         self._number = first
         self._done = 0
 
-    def do(self, phase: Phase, act: Act) -> None:
+    def do(self, phase: RunPhase, act: Act) -> None:
         """Carries out an act and writes it down."""
         self._number += 1
         step = Step(self._number, phase, act)
@@ -121,7 +120,7 @@ class _Run:
         self._world.apply(step)
 
     def play(
-        self, work: Callable[[], None], choose: Callable[[Phase], Act | None]
+        self, work: Callable[[], None], choose: Callable[[RunPhase], Act | None]
     ) -> RuleBrokenError | None:
         """Goes through all phases; returns the rule that was broken, if one was."""
 
@@ -131,26 +130,26 @@ class _Run:
 
         return broken_by(all_of_it)
 
-    def _end(self, choose: Callable[[Phase], Act | None]) -> None:
+    def _end(self, choose: Callable[[RunPhase], Act | None]) -> None:
         rest = AtRest(self._world)
-        self._settle(Phase.SETTLE, choose)
+        self._settle(RunPhase.SETTLE, choose)
         if self._leaves:
             self._world.shutdowns.check_everybody_left()
             return
         rest.check_settled()
-        self._settle(Phase.DROP, choose)
+        self._settle(RunPhase.DROP, choose)
         rest.check_settled()
         rest.check_empty()
         if not self._world.cut:
-            self._settle(Phase.LEAVE, choose)
+            self._settle(RunPhase.LEAVE, choose)
             self._world.shutdowns.check_everybody_left()
 
-    def _settle(self, phase: Phase, choose: Callable[[Phase], Act | None]) -> None:
+    def _settle(self, phase: RunPhase, choose: Callable[[RunPhase], Act | None]) -> None:
         while (act := choose(phase)) is not None:
             self.do(phase, act)
 
 
-def outstanding(world: World, phase: Phase, leaves: bool) -> Act | None:
+def outstanding(world: World, phase: RunPhase, leaves: bool) -> Act | None:
     """The oldest thing that still has to happen in a phase; None when it is over."""
     if world.island:
         return steps.Heal()
@@ -158,9 +157,6 @@ def outstanding(world: World, phase: Phase, leaves: bool) -> Act | None:
 
 
 def _under_way(world: World) -> Act | None:
-    mending = next(world.links.acts(FOREVER), None)
-    if mending is not None:
-        return mending
     for news in world.news.values():
         if world.audible(news):
             return steps.Hear(news.name)
@@ -183,11 +179,11 @@ def _unfinished(world: World) -> Act | None:
     return None
 
 
-def _demanded(world: World, phase: Phase, leaves: bool) -> Act | None:
+def _demanded(world: World, phase: RunPhase, leaves: bool) -> Act | None:
     """What a phase asks of every program."""
     for worker in world.living.values():
-        if phase is Phase.DROP and worker.handles:
+        if phase is RunPhase.DROP and worker.handles:
             return steps.Drop(worker.life, next(iter(worker.handles)))
-        if (leaves or phase is Phase.LEAVE) and not worker.begun:
+        if (leaves or phase is RunPhase.LEAVE) and not worker.begun:
             return steps.Begin(worker.life)
     return None

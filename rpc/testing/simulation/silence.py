@@ -1,6 +1,6 @@
-"""The books about silence: who was silent to whom, and what must follow from it.
+"""Checks what must follow when workers fall silent.
 
-Sees what befalls the workers and what they decide. Times are in bounds. What is
+Sees what happens to the workers and what they decide. Times are in bounds. What is
 allowed on top of what ``liveness`` promises is what the simulated network takes.
 """
 
@@ -18,7 +18,7 @@ from rpc.testing.simulation.faults import BRIEF, LASTING
 from rpc.testing.simulation.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.watchers import Watcher, Watchers
+    from rpc.testing.simulation.watchers import Watcher, WatcherGroup
 
 _PERIOD = 0.2
 _PATIENCE = 0.6
@@ -40,14 +40,14 @@ class _Span:
         return max(0.0, min(self.end, end) - max(self.start, start))
 
 
-class Vigil:
+class SilenceChecks:
     """The truth about one run.
 
     Args:
         watchers: what happens.
     """
 
-    def __init__(self, watchers: Watchers) -> None:
+    def __init__(self, watchers: WatcherGroup) -> None:
         self._run = watchers
         self._silences: defaultdict[Life, list[_Span]] = defaultdict(list)
         self._sleeps: defaultdict[Life, list[_Span]] = defaultdict(list)
@@ -219,7 +219,7 @@ class Vigil:
         require(fenced, Rule.FENCED, watcher.life, "does not know that it was declared lost")
 
     def check_at_rest(self) -> None:
-        """Long after the last mishap."""
+        """Checks everything long after the last fault."""
         there = {w.life for w in self._run.all.values() if w.alive and not w.expelled}
         for watcher in self._run.all.values():
             if watcher.life not in there:

@@ -18,7 +18,7 @@ Name: TypeAlias = tuple[int, int]
 """Number of a step, and which of the things that it made."""
 
 
-class Phase(enum.IntEnum):
+class RunPhase(enum.IntEnum):
     """How far a run has come."""
 
     WORK = 0
@@ -52,7 +52,7 @@ class Keep:
     by: Life
 
 
-class Address(enum.IntEnum):
+class Addressing(enum.IntEnum):
     """How a program names the worker that it calls."""
 
     INFO = 0
@@ -61,7 +61,7 @@ class Address(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MakeCall:
     """A call whose arguments contain the handles ``lends``; those in ``drops`` go after it.
 
     ``job`` is the handler that makes the call, if one does; it waits for the
@@ -71,7 +71,7 @@ class Call:
 
     by: Life
     to: int
-    address: Address
+    address: Addressing
     lends: tuple[Name, ...]
     drops: tuple[Name, ...]
     timeout: float
@@ -95,7 +95,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelCall:
     """A program gives up a call."""
 
     by: Life
@@ -194,45 +194,6 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
-    """The connection of two living workers breaks, and with it what it has not carried.
-
-    Of what is under way in each direction the first ``kept`` can still be read.
-    """
-
-    one: Life
-    other: Life
-    kept: int
-
-
-class Move(enum.Enum):
-    """What one end of a link does about a broken connection."""
-
-    NOTICE = "reads it to its end"
-    OPEN = "opens another"
-    KNOCK = "asks for another"
-
-
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """One end sees to its broken connection, or gives the link up after ``patience``."""
-
-    by: Life
-    other: Life
-    move: Move
-    patience: float
-
-
-@dataclass(frozen=True, slots=True)
-class Greet:
-    """What one end said to the other about another connection arrives."""
-
-    one: Life
-    other: Life
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Partition:
     """Nothing passes between ``island`` and the rest."""
 
@@ -282,9 +243,9 @@ class Pass:
 Act: TypeAlias = (
     Create
     | Keep
-    | Call
+    | MakeCall
     | Try
-    | Cancel
+    | CancelCall
     | Fetch
     | Drop
     | Serve
@@ -296,9 +257,6 @@ Act: TypeAlias = (
     | Fail
     | Lose
     | Cut
-    | Break
-    | Mend
-    | Greet
     | Partition
     | Heal
     | Hear
@@ -320,7 +278,7 @@ class Step:
     """
 
     number: int
-    phase: Phase
+    phase: RunPhase
     act: Act
 
 

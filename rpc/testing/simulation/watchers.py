@@ -1,4 +1,4 @@
-"""Workers that watch each other for signs of life, on a virtual clock; carries out mishaps.
+"""Workers that watch each other for signs of life, on a virtual clock; carries out faults.
 
 Each has a group, and ``watch`` and ``accusations`` as an agent has them, with the
 decisions about silence (``liveness``) within. What the network does:
@@ -11,7 +11,7 @@ decisions about silence (``liveness``) within. What the network does:
   or is lost; what a lost one says is refused.
 - Closed connections are noticed by both ends.
 
-Whether all is as it should be is looked at in ``vigil``. Times are in bounds.
+``silence`` checks that all is as it should be. Times are in bounds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rpc.group.members import Group
 from rpc.group.probes import Answer
 from rpc.ids import Life
 from rpc.protocol.liveness import neighbour
-from rpc.testing.simulation.busy_polling import Lookout, address_of
-from rpc.testing.simulation.faults import Ill, Mishap, Plan
+from rpc.testing.simulation.faults import Fault, FaultKind, Plan
 from rpc.testing.simulation.rules import Rule, RuleBrokenError, broken_by, require
-from rpc.testing.simulation.silence import Vigil
+from rpc.testing.simulation.silence import SilenceChecks
 from rpc.testing.simulation.steps import short
+from rpc.testing.simulation.watcher_agent import WatcherAgent, address_of
 from rpc.testing.simulation.worker import Machines, info_of
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
@@ -48,7 +48,7 @@ class Watcher:
     life: Life
     info: WorkerInfo
     group: Group
-    lookout: Lookout = field(init=False)
+    agent: WatcherAgent = field(init=False)
     alive: bool = True
     expelled: bool = False
     frozen_until: float = 0.0
@@ -78,7 +78,7 @@ class Watcher:
         return {self.group.life(info.id) for info in self.group.living()}
 
 
-class Watchers:
+class WatcherGroup:
     """One run.
 
     Args:
@@ -99,16 +99,16 @@ class Watchers:
         self._random = random.Random(plan.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.vigil = Vigil(self)
-        self._befalls: dict[Ill, Callable[[Watcher, Mishap], None]] = {
-            Ill.FREEZE: self._freeze,
-            Ill.HOLD: self._hold,
-            Ill.KILL: self._kill,
-            Ill.VANISH: self._vanish,
-            Ill.CUT: self._cut,
-            Ill.UNPLUG: self._unplug,
-            Ill.PART: self._part,
-            Ill.CALL: self._call,
+        self.checks = SilenceChecks(self)
+        self._appliers: dict[FaultKind, Callable[[Watcher, Fault], None]] = {
+            FaultKind.FREEZE: self._freeze,
+            FaultKind.HOLD: self._hold,
+            FaultKind.KILL: self._kill,
+            FaultKind.VANISH: self._vanish,
+            FaultKind.CUT: self._cut,
+            FaultKind.UNPLUG: self._unplug,
+            FaultKind.PART: self._part,
+            FaultKind.CALL: self._call,
         }
         for worker in range(plan.size):
             self._spawn(Life(worker, 0))
@@ -121,10 +121,10 @@ class Watchers:
         return broken_by(self._play_all)
 
     def _play_all(self) -> None:
-        for mishap in self.plan.mishaps:
-            self.at(mishap.at, partial(self._befall, mishap))
+        for fault in self.plan.faults:
+            self.at(fault.at, partial(self._apply, fault))
         self._play(self.plan.end)
-        self.vigil.check_at_rest()
+        self.checks.check_at_rest()
 
     def _play(self, end: float) -> None:
         for count in itertools.count():
@@ -151,7 +151,7 @@ class Watchers:
 
     def _spawn(self, life: Life) -> Watcher:
         watcher = Watcher(life, info_of(life), self.machines.group())
-        watcher.lookout = Lookout(watcher, self)
+        watcher.agent = WatcherAgent(watcher, self)
         self.all[life] = self.latest[life.worker] = watcher
         self.listed.add(life)
         self.at(self.now + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
@@ -180,8 +180,8 @@ class Watchers:
         self.awake(watcher, lambda: self._look_after(watcher))
 
     def _look_after(self, watcher: Watcher) -> None:
-        due = watcher.lookout.beat()
-        self.vigil.sleeps_until(watcher, due)
+        due = watcher.agent.beat()
+        self.checks.sleeps_until(watcher, due)
         self.at(due + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
 
     def depended_on(self, watcher: Watcher) -> set[Life]:
@@ -204,16 +204,14 @@ class Watchers:
 
     def _asked(self, server: Watcher, asker: Watcher) -> None:
         answer = Answer(server.life, asker.life in server.condemned)
-        self._carry(
-            server, asker.life, lambda there: there.lookout.answered(answer), to_server=True
-        )
+        self._carry(server, asker.life, lambda there: there.agent.answered(answer), to_server=True)
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
         """As ``Losses._lose``."""
         if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
-        self.vigil.lost(watcher, life)
+        self.checks.lost(watcher, life)
         return True
 
     def leave_note(self, watcher: Watcher, life: Life, note: str) -> None:
@@ -223,14 +221,14 @@ class Watchers:
 
     @staticmethod
     def _leave_note(there: Watcher, note: str) -> None:
-        there.lookout.noted(note)
+        there.agent.noted(note)
 
     def tell(self, watcher: Watcher, to: Life, life: Life, reason: str) -> None:
         """As ``Notices.tell``."""
 
         def arrive(there: Watcher) -> None:
             if there.sees(watcher.life) and not there.expelled:
-                there.lookout.told_of_loss(life, reason)
+                there.agent.told_of_loss(life, reason)
 
         self._carry(watcher, to, arrive, is_speech=True)
 
@@ -247,7 +245,7 @@ class Watchers:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
         else:
-            self.awake(watcher, lambda: watcher.lookout.losses.struck_off(life, left=False))
+            self.awake(watcher, lambda: watcher.agent.losses.struck_off(life, left=False))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
         """As ``Losses.expelled``."""
@@ -257,7 +255,7 @@ class Watchers:
         self.say(watcher.life, "learns that it was declared lost")
         before = watcher.view() - {watcher.life}
         error, others = watcher.group.expel(watcher.life.worker, reason)
-        self.vigil.expelled(watcher, before, error, others)
+        self.checks.expelled(watcher, before, error, others)
         watcher.calls.clear()
 
     # --- The network
@@ -292,7 +290,7 @@ class Watchers:
 
     def _close_connection(self, watcher: Watcher, life: Life) -> None:
         """The end of a connection is noticed."""
-        noticed = partial(watcher.lookout.connection_closed, life)
+        noticed = partial(watcher.agent.connection_closed, life)
         self.at(self._soon(), lambda: self.awake(watcher, noticed))
 
     def _others(self, watcher: Watcher) -> list[Watcher]:
@@ -300,65 +298,65 @@ class Watchers:
 
     # --- Mishaps
 
-    def _befall(self, mishap: Mishap) -> None:
-        watcher = self.latest[mishap.who]
+    def _apply(self, fault: Fault) -> None:
+        watcher = self.latest[fault.who]
         if self._transcript is not None:
-            self._transcript.append(str(mishap))
-        if mishap.ill is Ill.RETURN:
+            self._transcript.append(str(fault))
+        if fault.kind is FaultKind.RETURN:
             self._return(watcher)
         elif watcher.alive and not watcher.expelled:
-            self._befalls[mishap.ill](watcher, mishap)
+            self._appliers[fault.kind](watcher, fault)
 
-    def _freeze(self, watcher: Watcher, mishap: Mishap) -> None:
-        watcher.frozen_until = self.now + mishap.seconds
-        self.vigil.silent(watcher, watcher.frozen_until, asleep=True)
+    def _freeze(self, watcher: Watcher, fault: Fault) -> None:
+        watcher.frozen_until = self.now + fault.seconds
+        self.checks.silent(watcher, watcher.frozen_until, asleep=True)
 
-    def _hold(self, watcher: Watcher, mishap: Mishap) -> None:
-        watcher.held_until = self.now + mishap.seconds
-        self.vigil.asleep(watcher, watcher.held_until)
+    def _hold(self, watcher: Watcher, fault: Fault) -> None:
+        watcher.held_until = self.now + fault.seconds
+        self.checks.asleep(watcher, watcher.held_until)
 
-    def _kill(self, watcher: Watcher, mishap: Mishap) -> None:
-        self._vanish(watcher, mishap)
+    def _kill(self, watcher: Watcher, fault: Fault) -> None:
+        self._vanish(watcher, fault)
         for other in self._others(watcher):
             self._close_connection(other, watcher.life)
 
-    def _vanish(self, watcher: Watcher, mishap: Mishap) -> None:
+    def _vanish(self, watcher: Watcher, fault: Fault) -> None:
         watcher.alive = False
-        self.vigil.silent(watcher, float("inf"), asleep=True)
+        self.checks.silent(watcher, float("inf"), asleep=True)
 
-    def _cut(self, watcher: Watcher, mishap: Mishap) -> None:
-        watcher.cut_until = self.now + mishap.seconds
-        self.vigil.silent(watcher, watcher.cut_until, asleep=False)
+    def _cut(self, watcher: Watcher, fault: Fault) -> None:
+        watcher.cut_until = self.now + fault.seconds
+        self.checks.silent(watcher, watcher.cut_until, asleep=False)
 
-    def _unplug(self, watcher: Watcher, mishap: Mishap) -> None:
+    def _unplug(self, watcher: Watcher, fault: Fault) -> None:
         watcher.plugs += 1
-        self.vigil.unplugged(watcher)
+        self.checks.unplugged(watcher)
         for other in self._others(watcher):
             watcher.owing.discard(other.life)
             other.owing.discard(watcher.life)
             self._close_connection(other, watcher.life)
             self._close_connection(watcher, other.life)
 
-    def _part(self, watcher: Watcher, mishap: Mishap) -> None:
-        other = self.latest[mishap.other]
+    def _part(self, watcher: Watcher, fault: Fault) -> None:
+        other = self.latest[fault.other]
         if other.alive and other.sees(watcher.life) and watcher.sees(other.life):
-            self.vigil.parted(watcher, other)
+            self.checks.parted(watcher, other)
             self._close_connection(other, watcher.life)
             self._close_connection(watcher, other.life)
 
-    def _call(self, watcher: Watcher, mishap: Mishap) -> None:
-        to = self.latest[mishap.other].life
+    def _call(self, watcher: Watcher, fault: Fault) -> None:
+        to = self.latest[fault.other].life
         if watcher.sees(to) and watcher.asleep_until <= self.now:
-            end = max(self.now + mishap.seconds, watcher.calls.get(to, 0.0))
+            end = max(self.now + fault.seconds, watcher.calls.get(to, 0.0))
             watcher.calls[to] = end
-            self.vigil.called(watcher, to)
+            self.checks.called(watcher, to)
 
     def _return(self, watcher: Watcher) -> None:
         """A worker that died, or was declared lost, joins again as a new life."""
         if watcher.alive and not watcher.expelled:
             return
         watcher.alive = False
-        self.vigil.silent(watcher, float("inf"), asleep=True)
+        self.checks.silent(watcher, float("inf"), asleep=True)
         again = self._spawn(Life(watcher.life.worker, watcher.life.incarnation + 1))
         self.listed.discard(watcher.life)
         for life in sorted(self.listed):

@@ -31,25 +31,23 @@ from rpc.protocol.reference_terms import (
     Send,
 )
 from rpc.protocol.references import ReferenceTable
-from rpc.protocol.resumption import Receipts, ReconnectEpoch, SentMessages
 from rpc.protocol.retry import OnceTable, RequestId, Verdict
 from rpc.protocol.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.protocol.termination import Effect as TerminationEffect
 from rpc.protocol.termination import Phase as Shutdown
 from rpc.testing.simulation.packets import (
     Batch,
+    CallOutcome,
     Causes,
-    Frame,
     Job,
-    Outcome,
+    OpenCall,
     Packet,
-    Record,
-    Reply,
-    Request,
+    SimReply,
+    SimRequest,
     Value,
 )
 from rpc.testing.simulation.rules import Rule, require
-from rpc.testing.simulation.steps import Address, Name
+from rpc.testing.simulation.steps import Addressing, Name
 from rpc.transports.base import Peer
 from rpc.wire.control import (
     Accepted,
@@ -83,13 +81,10 @@ class Machines:
         once: which requests ran before.
         liveness: who is asked for signs of life, and who is silent.
         suspicion: who may tell the others of a loss.
-        sent_messages: what is sent again when a connection takes another's place.
-        receipts: when what arrived is acknowledged.
-        epoch: which connection takes the place of which.
     """
 
     references: type[ReferenceTable] = ReferenceTable
-    calls: type[CallTable[Record]] = CallTable
+    calls: type[CallTable[OpenCall]] = CallTable
     group: type[Group] = Group
     termination: type[Termination] = Termination
     duplicates: type[DuplicateFilter] = DuplicateFilter
@@ -97,9 +92,6 @@ class Machines:
     once: type[OnceTable[Name, Name]] = OnceTable
     liveness: type[Liveness] = Liveness
     suspicion: type[Suspicion] = Suspicion
-    sent_messages: type[SentMessages[Frame]] = SentMessages
-    receipts: type[Receipts] = Receipts
-    epoch: type[ReconnectEpoch] = ReconnectEpoch
 
 
 class Worker:
@@ -133,7 +125,7 @@ class Worker:
         self.met: set[int] = set()
         self.told_over: dict[int, int] = {}  # what the reference protocol was told
         self.handles: dict[Name, Handle] = {}
-        self.records: dict[Name, Record] = {}
+        self.records: dict[Name, OpenCall] = {}
         self.jobs: dict[Name, Job] = {}
         self.values: dict[GlobalId, Value] = {}
         self.tries: dict[int, bool] = {}
@@ -223,19 +215,19 @@ class Worker:
             self.world.ledger.call_lost(self, life, ended)
             self._request_over(ended.call)
             if ended.ending is Ending.LOST:
-                self._settle(ended.call, Outcome.LOST)
+                self._settle(ended.call, CallOutcome.LOST)
 
     # --- Calls made
 
-    def destination(self, to: int, address: Address) -> Life:
+    def destination(self, to: int, address: Addressing) -> Life:
         """The life that a program means; raises what the program would get."""
-        if address is Address.INFO:
+        if address is Addressing.INFO:
             info = self.group.find(WorkerInfo(f"w{to}", to))
         else:
-            info = self.group.find(f"w{to}" if address is Address.NAME else to)
+            info = self.group.find(f"w{to}" if address is Addressing.NAME else to)
         return self.group.life(info.id)
 
-    def open(self, record: Record, timeout: float) -> None:
+    def open(self, record: OpenCall, timeout: float) -> None:
         """Makes a call known before its request leaves."""
         now = self.world.now
         record.correlation = self.calls.open(record, record.to.worker, now, timeout)
@@ -243,7 +235,7 @@ class Worker:
         self.activity += 1
         self.world.ledger.call_opened(self, record)
 
-    def send_failed(self, record: Record) -> None:
+    def send_failed(self, record: OpenCall) -> None:
         """A request could not be sent."""
         withdrawn = self.calls.withdraw(record.correlation)
         self.world.ledger.call_withdrawn(self, record, withdrawn)
@@ -252,7 +244,7 @@ class Worker:
             self.world.ledger.not_sent(self, each)
             self.perform(self.references.not_sent(each, "there was no way to send it"))
         if withdrawn:
-            self._settle(record, Outcome.NOT_SENT)
+            self._settle(record, CallOutcome.NOT_SENT)
         self.records.pop(record.name, None)
 
     def expire(self) -> None:
@@ -265,19 +257,19 @@ class Worker:
             require(bool(expired), Rule.DEADLINES, self.life, "comes at", due, "for nothing")
             self.world.ledger.calls_expired(self, expired)
             for ended in expired:
-                self._settle(ended.call, Outcome.TIMEOUT)
+                self._settle(ended.call, CallOutcome.TIMEOUT)
                 self._tell_cancelled(ended.call)
         self.world.ledger.time_passed(self)
 
-    def cancel(self, record: Record) -> None:
+    def cancel(self, record: OpenCall) -> None:
         """The program gives a call up."""
         ended = self.calls.cancel(record.correlation)
         self.world.ledger.call_cancelled(self, record, ended)
         if ended is not None:
-            self._settle(record, Outcome.CANCELLED)
+            self._settle(record, CallOutcome.CANCELLED)
             self._tell_cancelled(record)
 
-    def _tell_cancelled(self, record: Record) -> None:
+    def _tell_cancelled(self, record: OpenCall) -> None:
         if self.knows(record.to):
             self._post(record.to, (Cancel((record.correlation,)),))
 
@@ -289,7 +281,7 @@ class Worker:
         """True while a call has neither a result nor come to the end of its time."""
         return self.tries[number] and self.tries_until[number] > self.world.now
 
-    def replied(self, sender: Life, reply: Reply) -> None:
+    def replied(self, sender: Life, reply: SimReply) -> None:
         """A reply came, perhaps not for the first time, perhaps from somebody else."""
         ended = self.calls.close(reply.correlation, sender.worker)
         self.world.ledger.reply_taken(self, sender, reply, ended)
@@ -298,32 +290,32 @@ class Worker:
         record = ended.call
         self._request_over(record)
         if ended.ending is Ending.REPLY:
-            self._settle(record, Outcome.RESULT)
+            self._settle(record, CallOutcome.RESULT)
         for handle in self._adopt(reply.table).items():
             if ended.ending is Ending.REPLY and not self.begun:
                 self.handles.update((handle,))
             else:
                 self.drop(handle[1])
 
-    def _request_over(self, record: Record) -> None:
+    def _request_over(self, record: OpenCall) -> None:
         record.answered = True
         self.records.pop(record.name, None)
         for passed in record.table:
             self.perform(self.references.call_ended(passed))
 
-    def _settle(self, record: Record, outcome: Outcome) -> None:
+    def _settle(self, record: OpenCall, outcome: CallOutcome) -> None:
         """The program that made the call learns how it ended."""
         self.world.ledger.call_settled(self, record, outcome)
         record.outcome = outcome
-        if record.once is not None and outcome is Outcome.RESULT:
+        if record.once is not None and outcome is CallOutcome.RESULT:
             self.tries[record.once] = False
         if record.job is not None:
             record.job.waits_for.discard(record.name)
         if record.creates is None or record.creates.passage is Passage.LOOPBACK:
             return
-        if outcome is Outcome.NOT_SENT:
+        if outcome is CallOutcome.NOT_SENT:
             return  # the reference protocol heard of it already
-        if outcome is Outcome.RESULT:
+        if outcome is CallOutcome.RESULT:
             self.perform(self.references.creation_confirmed(record.creates.fork))
         else:
             self.world.ledger.creation_given_up(record.creates.fork)
@@ -332,7 +324,7 @@ class Worker:
 
     # --- Calls served
 
-    def requested(self, packet: Packet, request: Request) -> None:
+    def requested(self, packet: Packet, request: SimRequest) -> None:
         """A request came."""
         creates = request.creates
         if creates is not None:
@@ -405,7 +397,7 @@ class Worker:
         self._forget(job)
         if self.knows(job.sender):
             number, sender = request.correlation, job.sender
-            reply = Reply(request.call, number, table, self.life, sender, ran)
+            reply = SimReply(request.call, number, table, self.life, sender, ran)
             self.world.post(self.life, job.sender, reply)
         else:
             self.unsent(table)

@@ -4,8 +4,8 @@ What the transports promise is modelled exactly, for the protocols may rely on i
 
 - A packet that was sent is taken at most once, or more often if it is a reply
   or a batch of control messages, which know how to be taken twice.
-- A connection that breaks between two that live is replaced, and what it did not
-  carry is sent again (``links``). While it is broken, nothing passes.
+- A connection that breaks and is replaced only makes packets late, as any may be
+  (``resumption``, which is played by its own tests).
 - A packet that is lost for good takes its link with it: both ends hear that the other
   is gone, at some time each, and nothing passes between them ever after.
 - A worker hears nothing from a life that it does not know yet (the packet waits)
@@ -35,17 +35,16 @@ from rpc.protocol.reference_terms import Carrier, Handle, UserHandle
 from rpc.protocol.retry import RequestId
 from rpc.testing.simulation import steps
 from rpc.testing.simulation.ledger import Ledger
-from rpc.testing.simulation.links import Links
 from rpc.testing.simulation.packets import (
     Batch,
     Body,
     Causes,
     News,
+    NewsKind,
+    OpenCall,
     Packet,
-    Record,
-    Reply,
-    Request,
-    Tidings,
+    SimReply,
+    SimRequest,
     Value,
 )
 from rpc.testing.simulation.shutdowns import Shutdowns
@@ -84,7 +83,6 @@ class World:
         self.messages = 0
         self.probed: set[Life] = set()
         self.causes = _NOBODY
-        self.links = Links(self)
         self.ledger = Ledger(self)
         self.shutdowns = Shutdowns(self)
         self._number = -1
@@ -100,9 +98,9 @@ class World:
         return {
             steps.Create: self._create,
             steps.Keep: self._keep,
-            steps.Call: self._call,
+            steps.MakeCall: self._call,
             steps.Try: self._try,
-            steps.Cancel: self._cancel,
+            steps.CancelCall: self._cancel,
             steps.Fetch: self._fetch,
             steps.Drop: self._drop,
             steps.Serve: self._serve,
@@ -114,9 +112,6 @@ class World:
             steps.Fail: self._fail,
             steps.Lose: self._lose,
             steps.Cut: self._cut_link,
-            steps.Break: self._break,
-            steps.Mend: self.links.mend,
-            steps.Greet: self.links.greet,
             steps.Partition: self._partition,
             steps.Heal: self._heal,
             steps.Hear: self._hear,
@@ -163,7 +158,6 @@ class World:
             name = self.name()
             packet = Packet(name, name, source, to, body, causes)
             self.network[packet.name] = packet
-            self.links.carry(packet)
 
     def divides(self, one: Life, other: Life) -> bool:
         """True if nothing passes between two lives for a while."""
@@ -171,7 +165,7 @@ class World:
 
     def deliverable(self, packet: Packet) -> bool:
         """True if a packet may arrive now."""
-        if self.divides(packet.source, packet.to) or self.links.holds(packet):
+        if self.divides(packet.source, packet.to):
             return False
         receiver = self.living[packet.to]
         return receiver.knows(packet.source) or receiver.fences(packet.source)
@@ -221,7 +215,7 @@ class World:
             worker.handles[self.name()] = worker.references.new_value()
         return worker is not None
 
-    def _call(self, act: steps.Call) -> bool:
+    def _call(self, act: steps.MakeCall) -> bool:
         worker = self._at_work(act.by, act.job)
         if worker is None:
             return False
@@ -260,7 +254,7 @@ class World:
         self._request(worker, worker.view[act.to], (), act.timeout, True, once=once)
         return True
 
-    def _cancel(self, act: steps.Cancel) -> bool:
+    def _cancel(self, act: steps.CancelCall) -> bool:
         worker = self.living.get(act.by)
         record = worker and worker.records.get(act.call)
         if not worker or not record or not record.leaves:
@@ -296,16 +290,16 @@ class World:
         job: Name | None = None,
         patient: bool = False,
         once: RequestId | None = None,
-    ) -> Record:
+    ) -> OpenCall:
         deadline = self.now + timeout if timeout else None
         causes = self.causes | {worker.life}
-        record = Record(self.name(), to, table, creates, self.now, deadline, None, causes)
+        record = OpenCall(self.name(), to, table, creates, self.now, deadline, None, causes)
         record.leaves = leaves
         record.once = once.number if once is not None else None
         worker.open(record, timeout)
         if leaves:
             number = record.correlation
-            body = Request(record.name, number, table, creates, fetches, patient, once)
+            body = SimRequest(record.name, number, table, creates, fetches, patient, once)
             self.post(worker.life, to, body)
         return record
 
@@ -375,16 +369,15 @@ class World:
             return False
         if self.transcript is not None:
             self.transcript[-1] += f": {packet}"
-        self.links.read(packet)
         del self.network[act.packet]
         receiver = self.living[packet.to]
         if receiver.fences(packet.source):
             return True
         self.taken.add(packet.origin)
         self.causes = packet.causes
-        if isinstance(packet.body, Request):
+        if isinstance(packet.body, SimRequest):
             receiver.requested(packet, packet.body)
-        elif isinstance(packet.body, Reply):
+        elif isinstance(packet.body, SimReply):
             receiver.replied(packet.source, packet.body)
         else:
             receiver.noticed(packet.source, packet.body)
@@ -392,7 +385,7 @@ class World:
 
     def _duplicate(self, act: steps.Duplicate) -> bool:
         packet = self.network.get(act.packet)
-        if packet is None or not isinstance(packet.body, Reply | Batch):
+        if packet is None or not isinstance(packet.body, SimReply | Batch):
             return False
         copy = replace(packet, name=self.name())
         self.network[copy.name] = copy
@@ -401,7 +394,7 @@ class World:
     def _stray(self, act: steps.Stray) -> bool:
         packet = self.network.get(act.packet)
         receiver = packet and self.living[packet.to]
-        if not packet or not receiver or not isinstance(packet.body, Reply):
+        if not packet or not receiver or not isinstance(packet.body, SimReply):
             return False
         if packet.source.worker == act.sender.worker or not receiver.knows(act.sender):
             return False
@@ -428,16 +421,8 @@ class World:
         link = frozenset((one, other))
         if link not in self.cut:
             self.cut.add(link)
-            self.links.end(one, other)
-            self._spread(one, other, Tidings.LOST)
-            self._spread(other, one, Tidings.LOST)
-
-    def give_up(self, one: Life, other: Life) -> None:
-        """An end takes the other for lost, as it could not mend their link."""
-        self._cut(one, other)
-
-    def _break(self, act: steps.Break) -> bool:
-        return self.links.tear(act.one, act.other, act.kept)
+            self._spread(one, other, NewsKind.LOST)
+            self._spread(other, one, NewsKind.LOST)
 
     def _partition(self, act: steps.Partition) -> bool:
         self.island = act.island
@@ -468,10 +453,10 @@ class World:
             if member.worker != act.worker and member not in self.closed:
                 worker.joined(member)
                 if member not in self.living:
-                    self._spread(life, member, Tidings.LOST)
+                    self._spread(life, member, NewsKind.LOST)
         worker.joined(life)
         for other in others:
-            self._spread(other, life, Tidings.JOINED)
+            self._spread(other, life, NewsKind.JOINED)
         return True
 
     def _crash(self, act: steps.Crash) -> bool:
@@ -483,7 +468,7 @@ class World:
 
     def _close(self, act: steps.Close) -> bool:
         worker = self.living.get(act.who)
-        if worker is None or not worker.finished or self.links.keeps(act.who):
+        if worker is None or not worker.finished:
             return False
         self.closed.add(act.who)
         self._vanish(act.who, after_its_packets=True)
@@ -491,19 +476,18 @@ class World:
 
     def _vanish(self, life: Life, *, after_its_packets: bool) -> None:
         del self.living[life]
-        self.links.end_all(life)
         for name in [name for name, p in self.network.items() if p.to == life]:
             del self.network[name]
         for name in [name for name, news in self.news.items() if news.listener == life]:
             del self.news[name]
         for other, worker in self.living.items():
             if not worker.finished:  # who has finished does not care any more
-                self._spread(other, life, Tidings.LOST, after_its_packets)
+                self._spread(other, life, NewsKind.LOST, after_its_packets)
 
     def _spread(
-        self, listener: Life, about: Life, tidings: Tidings, after_its_packets: bool = False
+        self, listener: Life, about: Life, kind: NewsKind, after_its_packets: bool = False
     ) -> None:
-        news = News(self.name(), listener, about, tidings, after_its_packets)
+        news = News(self.name(), listener, about, kind, after_its_packets)
         self.news[news.name] = news
 
     def _hear(self, act: steps.Hear) -> bool:
@@ -515,9 +499,9 @@ class World:
         self.causes = frozenset((listener.life,))
         if self.transcript is not None:
             self.transcript[-1] += (
-                f": {short(listener.life)} hears that {short(news.about)} {news.tidings.value}"
+                f": {short(listener.life)} hears that {short(news.about)} {news.kind.value}"
             )
-        if news.tidings is Tidings.JOINED:
+        if news.kind is NewsKind.JOINED:
             listener.joined(news.about)
         else:
             listener.lost(news.about, "it died")
@@ -525,7 +509,6 @@ class World:
 
     def _pass(self, act: steps.Pass) -> bool:
         self.now += act.seconds
-        self.links.pay()
         for worker in list(self.living.values()):
             self.causes = frozenset((worker.life,))
             worker.expire()

@@ -1,7 +1,7 @@
-"""What ``Watch``, ``Accusations`` and ``Losses`` need in a simulated group, of agent and network.
+"""Stands in for the agent in a simulated group: what ``Watch``, ``Accusations`` and ``Losses`` use.
 
 One object is the agent, its clock, threads, timers, store and prober, for one life of one
-worker: it hands everything on to the run and shows it to the vigil. Decides nothing.
+worker. It hands everything on to the run and shows it to the checks. Decides nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Lost
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.watchers import Watcher, Watchers
+    from rpc.testing.simulation.watchers import Watcher, WatcherGroup
     from rpc.testing.simulation.worker import Machines
 
 
@@ -30,24 +30,24 @@ def address_of(life: Life) -> str:
 
 
 class _Witnessed:
-    """A worker's ``Liveness``, whose every look is shown to the vigil."""
+    """A worker's ``Liveness``, whose every tick is shown to the checks."""
 
-    def __init__(self, liveness: Liveness, lookout: Lookout) -> None:
+    def __init__(self, liveness: Liveness, agent: WatcherAgent) -> None:
         self._liveness = liveness
-        self._lookout = lookout
+        self._agent = agent
         self.due = liveness.due
         self.answered = liveness.answered
 
     def tick(self, now: float, watched: Set[Life]) -> Sequence[Effect]:
         effects = self._liveness.tick(now, watched)
-        self._lookout.ticked(watched, effects)
+        self._agent.ticked(watched, effects)
         return effects
 
 
 class _Losses(Losses):
-    """What a worker makes of the news that a life is over, by its agent's own decisions."""
+    """A worker's ``Losses``, which hands what it decides on to the run."""
 
-    def __init__(self, agent: Any, watcher: Watcher, run: Watchers) -> None:
+    def __init__(self, agent: Any, watcher: Watcher, run: WatcherGroup) -> None:
         super().__init__(agent)
         self._watcher = watcher
         self._run = run
@@ -59,15 +59,15 @@ class _Losses(Losses):
         self._run.expel(self._watcher, reason)
 
 
-class Lookout:
-    """One agent, as far as it looks after others.
+class WatcherAgent:
+    """One agent, as far as it watches others.
 
     Args:
         watcher: the worker.
         run: its group.
     """
 
-    def __init__(self, watcher: Watcher, run: Watchers) -> None:
+    def __init__(self, watcher: Watcher, run: WatcherGroup) -> None:
         self._watcher = watcher
         self._run = run
         self._answers: list[Answer] = []
@@ -99,7 +99,7 @@ class Lookout:
         require(now >= self._due, Rule.ASKED, self.life, "looks at", now, "not at", self._due)
         expected = self._run.depended_on(self._watcher)
         require(watched == expected, Rule.ASKED, self.life, "watches", watched, "not", expected)
-        self._run.vigil.ticked(self._watcher, watched, effects)
+        self._run.checks.ticked(self._watcher, watched, effects)
         for effect in effects:
             if isinstance(effect, Silent):
                 self._run.say(self.life, effect)
@@ -150,7 +150,7 @@ class Lookout:
     def _accuses(self, life: Life) -> None:
         has_a_say = not self._watcher.expelled
         require(has_a_say, Rule.NOT_ACCUSED, self.life, "still accuses", life)
-        self._run.vigil.accused(self._watcher, life)
+        self._run.checks.accused(self._watcher, life)
 
     def remove(self, life: Life) -> None:
         self._accuses(life)
@@ -182,7 +182,7 @@ class Lookout:
     def condemn(self, address: str, reason: str) -> None:
         life = Life(*map(int, address.split()))
         self._run.say(self.life, "accuses", life)
-        self._run.vigil.accused(self._watcher, life)
+        self._run.checks.accused(self._watcher, life)
         self._watcher.condemned.add(life)
         self.forget(life)
         self._run.leave_note(self._watcher, life, reason)
