@@ -1,7 +1,7 @@
 """Plays thousands of simulated groups on all cores: ``make simulate``.
 
 Prints progress and a summary; stops at the first seed that breaks a rule and
-prints its transcript.
+prints its transcript. At the end it plays a group of a thousand workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import os
 import sys
 import time
 
-from rpc.testing import SimulationError, SimulationReport, simulate, simulate_silence
+from rpc.testing import (
+    SimulationError,
+    SimulationReport,
+    simulate,
+    simulate_group,
+    simulate_silence,
+)
 
 _BATCH = 250
 
@@ -63,6 +69,8 @@ def main() -> int:
     print(f" in {seconds:.0f} s", file=sys.stderr)
     print(totals[0])
     print(f"silence: {totals[1]}")
+    for workers in (100, 1000):
+        print(simulate_group(workers))
     return 0
 
 

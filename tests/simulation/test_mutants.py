@@ -11,8 +11,8 @@ from rpc.testing.simulation.runs import draw
 from rpc.testing.simulation.worker import Machines
 from tests.loading import load
 
-SEEDS = 150
-ONE_IN = 40
+SEEDS = 60
+ONE_IN = 80
 SHARE = 0.75
 """About one in ten has to be left to the unit tests."""
 

@@ -22,7 +22,7 @@ from rpc.testing.simulation.runs import draw, replay
 from rpc.transports.base import Peer
 from rpc.wire.control import ControlMessage, DuplicateFilter, Register
 
-SHORT = 300
+SHORT = 150
 LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))
 BATCH = 500
 
@@ -38,21 +38,21 @@ def test_every_rule_holds_in_all_runs(first: int) -> None:
 
 
 def test_the_same_seed_plays_the_same_run() -> None:
-    for seed in range(20):
+    for seed in range(10):
         once, again = (draw(seed, Scenario(), Machines()) for _ in range(2))
         assert once.script == again.script
         assert once.messages == again.messages
 
 
 def test_a_script_plays_the_run_again_to_the_last_message() -> None:
-    for seed in range(50):
+    for seed in range(20):
         played = draw(seed, Scenario(), Machines())
         assert replay(played.script, Machines()).messages == played.messages
 
 
 def test_a_group_without_faults_breaks_no_rule_and_loses_nobody() -> None:
     calm = Scenario(crashes=False, joins=False, cuts=False, partitions=False, duplicates=False)
-    assert simulate(range(50), calm).runs == 50
+    assert simulate(range(25), calm).runs == 25
 
 
 def test_progress_is_reported_after_each_run() -> None:
