@@ -11,7 +11,8 @@ import functools
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED = ["torch", "rpc", "autograd_dist", "optim_dist", "remote_module"]
+_IMPORTED = ["torch", "torch.distributed.optim"]
+_IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
 
 
 @functools.cache

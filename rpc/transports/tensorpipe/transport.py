@@ -41,7 +41,7 @@ from rpc.runtime.executor import SECONDS_TO_END
 from rpc.transports.base import Frame, FrameKind, Peer, Receiver, Unreceived
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.loopback import Loopback
-from rpc.transports.tensorpipe import wire
+from rpc.transports.tensorpipe import torch_names, wire
 from rpc.transports.tensorpipe.address import TensorPipeAddress
 from rpc.transports.tensorpipe.answers import Answers
 from rpc.transports.tensorpipe.caller import PipeCaller
@@ -125,6 +125,10 @@ class TensorPipeTransport:
             BringUpError: if this build of torch lacks TensorPipe, or torch already runs
                 an RPC agent in this process.
         """
+        with torch_names.restored():
+            return self._start(info, incarnation, receiver)
+
+    def _start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
         if not available():
             raise BringUpError("this build of torch has no TensorPipe; use another backend")
         self._info, self._incarnation, self._receiver = info, incarnation, receiver

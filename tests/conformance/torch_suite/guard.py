@@ -25,12 +25,13 @@ _AUTOGRAD = ("_new_context", "backward", "get_gradients", "_retrieve_context")
 
 def install(genuine: Mapping[str, types.ModuleType]) -> None:
     """Sets the traps in torch's modules, which need not be importable any more."""
-    from torch._C import _distributed_autograd, _distributed_rpc
+    from torch._C import _distributed_autograd
 
+    in_c = genuine["torch._C._distributed_rpc"]
     api = genuine["torch.distributed.rpc.api"]
     package = genuine["torch.distributed.rpc"]
     for name in _MAKERS:
-        _trap(name, _distributed_rpc, api, package)
+        _trap(name, in_c, api, package)
     for name in (*_API, "init_rpc"):
         _trap(name, api, package)
     for name in _AUTOGRAD:
@@ -49,12 +50,12 @@ def _trap(name: str, *modules: types.ModuleType) -> None:
 
 def _check_what_torch_serves(internal: Any) -> None:
     """torch's C++ calls ``_run_function`` for each call that comes in; it takes it from here."""
-    from rpc.transports.tensorpipe.wire import Call
+    from rpc.transports.tensorpipe.wire import TorchCall
 
     serve: Callable[[Any], Any] = internal._run_function
 
     def serve_ours(call: Any) -> Any:
-        if not isinstance(call, Call):
+        if not isinstance(call, TorchCall):
             _report(f"a call of {getattr(call, 'func', call)!r} was served")
         return serve(call)
 

@@ -1,7 +1,7 @@
 """Torch's test classes, made concrete: importing this module sets the process up as asked.
 
 Every process of a run imports it first, spawned workers by unpickling a class
-of it, so that all of them see the same names; see ``setup`` and ``redirect``.
+of it, so that all of them see the same names; see ``setup`` and the library's ``dropin``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ SETUP = Setup.of_process()
 def _prepare() -> None:
     if SETUP.subject is Subject.TORCH:
         return
-    from torch_suite import guard, redirect, sabotage
+    from tensorwire import dropin
+    from torch_suite import guard, sabotage
 
-    redirection = redirect.redirect()
+    redirection = dropin.install()
     guard.install(redirection.genuine)
     if SETUP.sabotage is not Sabotage.NOTHING:
         sabotage.commit(SETUP.sabotage, redirection.genuine)
