@@ -14,7 +14,8 @@ the work. There are six things:
 
 And two for a process that is no worker, such as a launcher: :class:`MemberList` says who is
 in a dynamic group and strikes off who died, :func:`read_group_key` and
-:func:`share_group_key` hand the group's key on.
+:func:`share_group_key` hand the group's key on. :func:`restore_torch_names` is for one in
+which ``torch.distributed.rpc`` stands for another module.
 
 Each function works on the current worker: the one whose handler or callback runs, or
 else the process's. A thread that belongs to no worker takes a :class:`Worker` with it,
@@ -39,6 +40,7 @@ from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group
 from rpc.group.member_list import Member, MemberList
 from rpc.ids import Life
 from rpc.transports.base import FrameKind, LendsMemory
+from rpc.transports.tensorpipe.torch_names import restore_torch_names
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ __all__ = [
     "post",
     "read_group_key",
     "reply_buffer",
+    "restore_torch_names",
     "send_buffer",
     "share_group_key",
     "store",
@@ -284,7 +287,10 @@ def send_buffer(
 def reply_buffer(
     to: Destination, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As :func:`send_buffer`, for a tensor that a handler returns to its caller ``to``."""
+    """Returns a tensor that a handler can return to its caller without copying it again.
+
+    For the arguments, and what may be done with the tensor, see :func:`send_buffer`.
+    """
     return worker().reply_buffer(to, shape, dtype)
 
 
@@ -313,6 +319,9 @@ def store(namespace: str) -> KeyValueStore:
 def life_of(who: Destination) -> Life:
     """The life of a worker: its id and its incarnation, which grows each time it comes back.
 
+    Args:
+        who: the worker.
+
     Raises:
         UnknownWorkerError: there is no such worker.
         WorkerLostError: it is gone.
@@ -326,5 +335,5 @@ def is_living(life: Life) -> bool:
 
 
 def on_membership(callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-    """As :func:`rpc.on_membership`: tells of workers that join, leave, are lost or return."""
+    """Tells of workers that join, leave, are lost or return; see :func:`rpc.on_membership`."""
     return worker().on_membership(callback)

@@ -11,10 +11,13 @@ signatures mention stay plain text: nothing is looked up in the network.
 
 from __future__ import annotations
 
+import ast
 import builtins
+import functools
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -65,18 +68,59 @@ def directive_of(module: ModuleType, name: str) -> list[str]:
         if full_name in documented():
             return []
         return [f".. automodule:: {full_name}", "   :no-index:", ""]
+    elsewhere = _documented_elsewhere(value, module)
+    if elsewhere:
+        return [f"``{name}``", f"   See :obj:`{elsewhere}`.", ""]
     if isinstance(value, type):
         if issubclass(value, BaseException):
             return [f".. autoexception:: {full_name}", "   :show-inheritance:", ""]
         return [f".. autoclass:: {full_name}", "   :members:", ""]
     if inspect.isroutine(value):
         return [f".. autofunction:: {full_name}", ""]
-    return [f".. autodata:: {full_name}", "   :no-value:", ""]
+    told = textwrap.indent(docstring_of_data(module, name), "   ")
+    return [f".. py:data:: {full_name}", "", *told.splitlines(), ""]
+
+
+def docstring_of(module: ModuleType, name: str) -> str:
+    """Returns what a public name says of itself; empty if it says nothing."""
+    value = getattr(module, name)
+    if inspect.ismodule(value) or inspect.isroutine(value) or isinstance(value, type):
+        return inspect.getdoc(value) or ""
+    return docstring_of_data(module, name)
+
+
+def docstring_of_data(module: ModuleType, name: str) -> str:
+    """Returns the string after the assignment of a name, wherever that is."""
+    body = ast.parse(inspect.getsource(module)).body
+    for statement, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            if name in {alias.asname or alias.name for alias in statement.names}:
+                return docstring_of_data(importlib.import_module(statement.module), name)
+        elif name in _assigned(statement) and isinstance(after, ast.Expr):
+            return inspect.cleandoc(str(ast.literal_eval(after.value)))
+    return ""
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def documented() -> list[str]:
     """Returns the modules that have a page in the reference, which is named after them."""
     return sorted(page.stem for page in _REFERENCE.glob("*.md") if page.stem != "index")
+
+
+def _documented_elsewhere(value: object, module: ModuleType) -> str:
+    """Returns the name under which the page of another module documents a value, or nothing."""
+    if not (isinstance(value, type) or inspect.isroutine(value)):
+        return ""
+    public = definitions().get(f"{value.__module__}.{value.__qualname__}", "")
+    return "" if public.rpartition(".")[0] == module.__name__ else public
 
 
 def names_of(module: ModuleType) -> list[str]:
@@ -87,7 +131,9 @@ def names_of(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        if not name.startswith("_")
+        and (isinstance(value, type) or inspect.isroutine(value))
+        and value.__module__ == module.__name__
     ]
 
 
@@ -99,6 +145,7 @@ def public_names() -> Iterator[tuple[str, object]]:
             yield f"{module_name}.{name}", getattr(module, name)
 
 
+@functools.cache
 def definitions() -> dict[str, str]:
     """Maps the place where a public class or function is defined to its public name."""
     found: dict[str, str] = {}

@@ -63,6 +63,9 @@ def read_key_file(path: str) -> bytes:
 def share_group_key(group_key: bytes) -> int:
     """Puts a key into a nameless file, for child processes to inherit.
 
+    Args:
+        group_key: the key.
+
     Returns:
         Its descriptor, which the caller closes. Pass it to a child under the same number,
         with ``RPC_GROUP_KEY_FD`` set to that.

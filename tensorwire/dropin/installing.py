@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import rpc
-from rpc.transports.tensorpipe import torch_names
+from rpc import extend
 from tensorwire.dropin.environment import environment, environment_without
 from tensorwire.dropin.errors import DropinError
 from tensorwire.dropin.names import C_MODULE
@@ -60,7 +60,7 @@ def install(backend: str | None = None) -> Redirection:
         _require_that_torch_is_idle()
         redirection = Redirection(imposed)
         redirection.make()
-        _installed.stop_restoring = torch_names.restore_with(redirection.suspended)
+        _installed.stop_restoring = extend.restore_torch_names(redirection.suspended)
         _installed.redirection = redirection
         os.environ.update(environment(backend=backend))
         return redirection

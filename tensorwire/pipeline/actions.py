@@ -34,7 +34,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One stage's work on one micro-batch."""
+    """One stage's work on one micro-batch.
+
+    Args:
+        stage: number of the stage, from 0.
+        kind: what it does.
+        microbatch: number of the micro-batch, from 0.
+    """
 
     stage: int
     kind: Kind

@@ -22,6 +22,9 @@ class GradScaler:
         backoff_factor: what the scale is multiplied with after a step with some.
         growth_interval: steps.
 
+    Raises:
+        ValueError: ``growth_factor`` or ``backoff_factor`` is out of range.
+
     Example::
 
         scaler = GradScaler(pipe)

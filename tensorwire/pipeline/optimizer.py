@@ -21,6 +21,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
     ``param_groups`` holds the hyperparameters. Whoever changes them, such as a scheduler of
     ``torch.optim.lr_scheduler``, changes them everywhere, from the next step on. The parameters
     are not here, but on the stages' workers.
+
+    Raises:
+        ValueError: no parameter of the pipeline requires a gradient.
     """
 
     def __init__(

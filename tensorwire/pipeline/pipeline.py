@@ -53,7 +53,7 @@ class Pipeline:
         microbatches: how many a batch is split into.
         loss: of the last stage's output and the target of a micro-batch, its mean over rows.
         inputs: the sources of a stage's arguments, where these are not just the outputs of
-            the stage before: see :mod:`tensorwire.pipeline.wiring`.
+            the stage before: see :class:`Wiring`.
         tied: groups of parameters that stay equal, each named by its stage and its name
             there, as in ``[((0, "embedding.weight"), (2, "head.weight"))]``.
         recompute: stages that keep only their inputs and run forward passes again; True: all.

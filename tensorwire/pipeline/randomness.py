@@ -22,7 +22,14 @@ _PRIME = 0x9E3779B97F4A7C15  # of splitmix64, which spreads neighbouring numbers
 
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """The seed of one stage's forward pass of one micro-batch."""
+    """Returns the seed of one stage's forward pass of one micro-batch.
+
+    Args:
+        seed: of the pipeline.
+        step: number of the step.
+        stage: number of the stage.
+        microbatch: number of the micro-batch.
+    """
     mixed = seed
     for number in (step, stage, microbatch):
         mixed = (mixed + number + 1) * _PRIME % 2**64

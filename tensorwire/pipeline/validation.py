@@ -73,7 +73,11 @@ def validate(table: Table, wiring: Wiring, most_held: int | None = None) -> None
 
 
 def held_microbatches(table: Table) -> dict[int, int]:
-    """The most micro-batches whose activations each stage holds at once for a backward pass."""
+    """Returns the most micro-batches of which each stage keeps activations at the same time.
+
+    Args:
+        table: what the stages do.
+    """
     most: dict[int, int] = dict.fromkeys(range(table.stages), 0)
     if not table.trains:
         return most

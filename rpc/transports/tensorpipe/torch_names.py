@@ -16,8 +16,18 @@ Restore = Callable[[], AbstractContextManager[None]]
 _restores: list[Restore] = []
 
 
-def restore_with(restore: Restore) -> Callable[[], None]:
-    """Enters ``restore()`` whenever torch's agent starts; returns a function that ends this."""
+def restore_torch_names(restore: Restore) -> Callable[[], None]:
+    """Has the names of torch's RPC modules restored while torch's agent starts.
+
+    For a program in which ``torch.distributed.rpc`` stands for another module: torch's C++
+    looks functions up by that name when it carries its first call, over TENSORPIPE.
+
+    Args:
+        restore: makes a context manager, inside of which the names are torch's.
+
+    Returns:
+        A function that ends this.
+    """
     _restores.append(restore)
     return lambda: _restores.remove(restore)
 
