@@ -1,0 +1,426 @@
+"""Decides which push of which trainer a shard applies when, and when a cut is reached.
+
+A clock is a deterministic machine: its inputs are a log, and two clocks that were given one log
+are in one state. So a backup runs the same clock on the same log (see ``replication``).
+
+Pushes of a trainer are numbered from its start. ``counts[w]`` is how many of trainer ``w`` were
+taken; push ``q`` is held until it is its turn: under BSP when all trainers have pushed ``q``,
+otherwise when ``counts[w] == q``. Calls overtake each other and are sent again, so a push may
+come early or twice; it is taken once, in order.
+
+A *cut* is one point in the pushes of all trainers that is the same on every shard. ``hold`` stops
+the clock and reports its counts; the coordinator takes the maximum of all shards', which every
+trainer has sent to all of them; ``cut`` lets the clock go on up to that point, where an action
+runs, and from there freely. A cut may change the *epoch*, which numbers the maps from slots to
+shards. A push was split by the map of one epoch: what lies before the cut is valid under the old
+one, what lies behind it under the new one. So every shard decides alike which is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorwire.parameter_server.decisions.consistency import BSP, Consistency
+
+
+class PushKind(enum.Enum):
+    """The kinds of numbered messages of a trainer."""
+
+    UPDATE = enum.auto()
+    SKIP = enum.auto()
+    """Counts as a step, but has no gradients."""
+    FINISH = enum.auto()
+    """The trainer's last: from here on nobody waits for it."""
+
+
+class Refusal(enum.Enum):
+    """The reasons for which a push or a pull is not taken."""
+
+    MOVED = enum.auto()
+    """Split by the map of an earlier epoch: it must be split again, under the same number."""
+    UNKNOWN = enum.auto()
+    """Its sender is not, or no longer, a trainer of this cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One numbered message of a trainer to one shard.
+
+    Args:
+        trainer: its number in the cluster; never given twice.
+        number: counts the trainer's pushes, from its start.
+        epoch: of the map by which it was split.
+        kind: see :class:`PushKind`.
+        load: the gradients; the clock does not look at them.
+    """
+
+    trainer: int
+    number: int
+    epoch: int
+    kind: PushKind = PushKind.UPDATE
+    load: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A point in everybody's pushes, and what happens there.
+
+    Args:
+        change: numbers the cuts of a cluster; a later one has a higher number.
+        vector: by trainer, how many of its pushes lie before the cut.
+        joins: by trainer that joins here, the number of its first push.
+        epoch: of the map that is valid from here on; None if it stays.
+        awaited: by shard that keeps anything from here on, if the epoch changes: the shards
+            whose rows must arrive before it goes on.
+        action: what else happens; the clock does not look at it.
+        time: pushes of the fastest trainer.
+    """
+
+    change: int
+    vector: Mapping[int, int]
+    joins: Mapping[int, int] = field(default_factory=dict)
+    epoch: int | None = None
+    awaited: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    action: Any = None
+    time: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """These pushes are one update, in this order."""
+
+    pushes: tuple[Push, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """This push is part of the state, now or since earlier."""
+
+    trainer: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A push that was split under ``epoch`` is not taken."""
+
+    trainer: int
+    number: int
+    epoch: int
+    reason: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Everything before the cut is applied, and nothing behind it."""
+
+    cut: Cut
+
+
+Effect = Apply | Taken | Refused | Reached
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a coordinator asks a shard for.
+
+    Args:
+        counts: by trainer, how many of its pushes were taken.
+        time: see :attr:`Clock.time`.
+        epoch: of the map that is valid.
+        holding: the change for which the clock stands still, or None.
+        cut: the cut that is ahead, or else the last that was reached.
+        reached: whether the latter.
+        awaited: shards whose rows have not arrived yet.
+    """
+
+    counts: Mapping[int, int]
+    time: int
+    epoch: int
+    holding: int | None
+    cut: Cut | None
+    reached: bool
+    awaited: frozenset[int]
+
+
+class Clock:
+    """The clock of one shard.
+
+    Args:
+        shard: its number.
+        consistency: when pushes are applied.
+    """
+
+    def __init__(self, shard: int, consistency: Consistency) -> None:
+        self.epoch = 0
+        self._shard = shard
+        self._together = isinstance(consistency, BSP)
+        self._counts: dict[int, int] = {}
+        self._members: set[int] = set()
+        self._held: dict[tuple[int, int], Push] = {}
+        self._holding: int | None = None
+        self._cut: Cut | None = None
+        self._last: Cut | None = None
+        self._awaited: set[int] = set()
+        self._silenced: set[int] = set()
+        self._limits: dict[int, int] = {}
+        self._time = 0
+
+    @property
+    def low(self) -> int | None:
+        """Pushes taken of the slowest trainer; None if there is no trainer."""
+        return min((self._counts[each] for each in self._members), default=None)
+
+    @property
+    def time(self) -> int:
+        """Pushes taken of the fastest trainer there ever was; the age of rows is counted in it."""
+        return self._time
+
+    @property
+    def is_open(self) -> bool:
+        """False while rows of other shards are still to come."""
+        return not self._awaited
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The trainers that are waited for, in order."""
+        return tuple(sorted(self._members))
+
+    def count(self, trainer: int) -> int:
+        """How many pushes of a trainer were taken."""
+        return self._counts.get(trainer, 0)
+
+    def status(self) -> Status:
+        """What a coordinator must know to go on from here."""
+        latest = self._cut or self._last
+        return Status(
+            dict(self._counts),
+            self._time,
+            self.epoch,
+            self._holding,
+            latest,
+            self._cut is None,
+            frozenset(self._awaited),
+        )
+
+    # --- trainers
+
+    def push(self, push: Push) -> list[Effect]:
+        """A push came, for the first time or again."""
+        trainer, number = push.trainer, push.number
+        if number < self._counts.get(trainer, 0):
+            return [Taken(trainer, number)]
+        if trainer not in self._members or trainer in self._silenced:
+            return [Refused(trainer, number, push.epoch, Refusal.UNKNOWN)]
+        if push.epoch < self.epoch:
+            return [Refused(trainer, number, push.epoch, Refusal.MOVED)]
+        known = self._held.get((trainer, number))
+        effects: list[Effect] = []
+        if known is not None:
+            if known.epoch >= push.epoch:
+                return []
+            effects.append(Refused(trainer, number, known.epoch, Refusal.MOVED))
+        self._held[trainer, number] = push
+        return effects + self._advance()
+
+    def silence(self, trainer: int) -> int | None:
+        """A trainer was lost: takes nothing more of it.
+
+        Returns:
+            How many of its pushes are here, without a gap; None if it is unknown here.
+        """
+        self._silenced.add(trainer)
+        return self._reach(trainer) if trainer in self._counts else None
+
+    def settle(self, trainer: int, keep: int) -> list[Effect]:
+        """Of a lost trainer the first ``keep`` pushes count; then it is no longer waited for."""
+        if trainer not in self._members:
+            return []
+        self._silenced.add(trainer)
+        limit = min(keep, self._reach(trainer))
+        self._limits[trainer] = limit
+        for key in [key for key in self._held if key[0] == trainer and key[1] >= limit]:
+            del self._held[key]
+        self._dismiss_settled()
+        return self._advance()
+
+    def _reach(self, trainer: int) -> int:
+        """How many pushes of a trainer are here without a gap, applied or held."""
+        number = self._counts.get(trainer, 0)
+        while (trainer, number) in self._held:
+            number += 1
+        return number
+
+    def _dismiss_settled(self) -> None:
+        for trainer, limit in list(self._limits.items()):
+            if self._counts[trainer] >= limit:
+                self._dismiss(trainer)
+
+    def _dismiss(self, trainer: int) -> None:
+        self._members.discard(trainer)
+        self._limits.pop(trainer, None)
+
+    # --- cuts
+
+    def hold(self, change: int) -> None:
+        """Stands still until a cut is named or the change is given up."""
+        if change > self._last_change and self._cut is None:
+            self._holding = change
+
+    def release(self, change: int) -> list[Effect]:
+        """The change was given up: goes on as if there had been no ``hold``."""
+        if self._holding is None or self._holding > change:
+            return []
+        self._holding = None
+        return self._advance()
+
+    def cut(self, cut: Cut) -> list[Effect]:
+        """Goes on up to the cut, runs its action there, and goes on."""
+        if self._cut is not None or cut.change <= self._last_change:
+            return []
+        self._holding = None
+        self._cut = cut
+        return self._advance()
+
+    @property
+    def _last_change(self) -> int:
+        return self._last.change if self._last else -1
+
+    def awaits(self, source: int) -> bool:
+        """True if the rows of that shard must arrive before this one goes on."""
+        return source in self._awaited
+
+    def imported(self, source: int) -> list[Effect]:
+        """The rows that a shard had to send are here."""
+        self._awaited.discard(source)
+        return self._advance()
+
+    # --- going on
+
+    def _advance(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while True:
+            if self._is_at_cut():
+                effects += self._pass_cut()
+            elif step := self._next_step():
+                effects += self._take(step)
+            else:
+                return effects
+
+    def _next_step(self) -> tuple[Push, ...]:
+        """The pushes that are to be taken now, as one update."""
+        if self._holding is not None or self._awaited:
+            return ()
+        ready = [push for each in self.members if (push := self._due(each)) is not None]
+        leaving = [push for push in ready if push.kind is PushKind.FINISH]
+        if leaving:
+            return (leaving[0],)
+        if self._together:
+            return tuple(ready) if ready and len(ready) == len(self._members) else ()
+        return tuple(ready[:1])
+
+    def _due(self, trainer: int) -> Push | None:
+        """The next push of a trainer, if it is here and may be taken."""
+        number = self._counts[trainer]
+        push = self._held.get((trainer, number))
+        if push is None or push.epoch != self.epoch:
+            return None
+        if self._cut is not None and number >= self._cut.vector.get(trainer, 0):
+            return None
+        return push
+
+    def _take(self, step: tuple[Push, ...]) -> list[Effect]:
+        for push in step:
+            del self._held[push.trainer, push.number]
+            self._counts[push.trainer] = push.number + 1
+            self._time = max(self._time, push.number + 1)
+            if push.kind is PushKind.FINISH:
+                self._dismiss(push.trainer)
+        self._dismiss_settled()
+        updates = tuple(push for push in step if push.kind is PushKind.UPDATE)
+        effects: list[Effect] = [Apply(updates)] if updates else []
+        return effects + [Taken(push.trainer, push.number) for push in step]
+
+    def _is_at_cut(self) -> bool:
+        if self._cut is None:
+            return False
+        return all(
+            self._counts[trainer] >= number
+            for trainer, number in self._cut.vector.items()
+            if trainer in self._members
+        )
+
+    def _pass_cut(self) -> list[Effect]:
+        cut = self._cut
+        assert cut is not None
+        self._cut, self._last = None, cut
+        self._counts = {each: self._counts[each] for each in self._members}
+        self._admit(cut.joins)
+        effects: list[Effect] = [Reached(cut)]
+        if cut.epoch is not None:
+            self.epoch = cut.epoch
+            self._awaited = set(cut.awaited.get(self._shard, ()))
+            effects += self._refuse_moved()
+            if self._shard not in cut.awaited:  # it keeps nothing any more
+                self._counts, self._members = {}, set()
+        return effects
+
+    def _admit(self, starts: Mapping[int, int]) -> None:
+        for trainer, start in starts.items():
+            if trainer not in self._silenced:
+                self._counts[trainer] = start
+                self._members.add(trainer)
+
+    def _refuse_moved(self) -> list[Effect]:
+        old = [push for push in self._held.values() if push.epoch < self.epoch]
+        for push in old:
+            del self._held[push.trainer, push.number]
+        for trainer in list(self._limits):  # it cannot split them again
+            self._limits[trainer] = self._reach(trainer)
+        self._dismiss_settled()
+        return [Refused(p.trainer, p.number, p.epoch, Refusal.MOVED) for p in old]
+
+    # --- handing over
+
+    def prime(
+        self, counts: Mapping[int, int], time: int, epoch: int, awaited: Iterable[int] = ()
+    ) -> None:
+        """Begins where the other shards are, as a shard that is made at a cut, or restored.
+
+        Args:
+            counts: by trainer, how many of its pushes are in the state.
+            time: see :attr:`time`.
+            epoch: of the map that is valid.
+            awaited: shards whose rows must arrive first.
+        """
+        self._admit(counts)
+        self._time = time
+        self.epoch = epoch
+        self._awaited = set(awaited)
+
+    def dump(self) -> dict[str, Any]:
+        """Everything that a new backup must know."""
+        return dict(self._state())
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Becomes what another clock was when it was dumped."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _state(self) -> list[tuple[str, Any]]:
+        return [
+            ("epoch", self.epoch),
+            ("_counts", dict(self._counts)),
+            ("_members", set(self._members)),
+            ("_held", dict(self._held)),
+            ("_holding", self._holding),
+            ("_cut", self._cut),
+            ("_last", self._last),
+            ("_awaited", set(self._awaited)),
+            ("_silenced", set(self._silenced)),
+            ("_limits", dict(self._limits)),
+            ("_time", self._time),
+        ]

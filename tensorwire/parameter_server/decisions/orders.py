@@ -1,0 +1,174 @@
+"""What a coordinator tells shards, and what others ask of a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorwire.parameter_server.decisions import clock
+from tensorwire.parameter_server.decisions.views import Server
+
+# --- to a shard, answered once it is done, and safe at all of its chain
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Answered with the clock's ``Status``, or None if the shard was not primed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stand still; answered with the clock's ``Status``."""
+
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A change was given up."""
+
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Go on up to a cut; answered when it is reached."""
+
+    cut: clock.Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Take nothing more of a lost trainer; answered with how much is here, or None."""
+
+    trainer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """So much of a lost trainer counts."""
+
+    trainer: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prime:
+    """Begin, as a shard that is made at a cut or restored.
+
+    Args:
+        counts: by trainer, pushes that are in the state.
+        time: pushes of the fastest.
+        epoch: of the map.
+        slots: the map.
+        awaited: shards whose rows come first.
+        declared: tables and dense groups, as in the view.
+        folder: the snapshot to begin from; empty for none.
+    """
+
+    counts: Mapping[int, int]
+    time: int
+    epoch: int
+    slots: tuple[int, ...]
+    awaited: frozenset[int] = frozenset()
+    declared: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Answered when all rows that a shard awaits are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """There is a table or dense group of that name."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """To the tail: make that server your backup. Answered with True once it has everything."""
+
+    to: Server
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write the rows as they were at a cut; answered with what was written, or None."""
+
+    change: int
+    folder: str
+
+
+Order = Query | Hold | Release | Go | Silence | Settle | Prime | Open | Declare | Copy | Write
+
+
+# --- the actions of cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Remember the rows as they are at this cut, for a ``Write``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Send rows where this map wants them."""
+
+    slots: tuple[int, ...]
+
+
+# --- of a coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A trainer wants to push. Answered with its number."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A trainer has finished, in that generation of the cluster."""
+
+    trainer: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A table or dense group is to be known everywhere. Answered with what it is."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Write everything into a folder. Answered with the ``Snapshot``."""
+
+    folder: str
+    extra: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """These servers shall keep the state."""
+
+    servers: tuple[Server, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A server is there, and keeps nothing yet."""
+
+    server: Server
+
+
+Request = Join | Leave | Announce | TakeSnapshot | Resize | Arrive

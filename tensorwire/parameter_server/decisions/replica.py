@@ -1,0 +1,442 @@
+"""Decides what one server does for one shard: as head, or as a backup.
+
+Puts together the clock, the pulls that wait and the log. Everything that changes the state is a
+record of the log and is run on it in order, at the head and at the backups: ``Run`` says so.
+``Read`` is for the head only, between two runs. ``Respond`` answers a call; what tells of a change
+waits until that change is safe at the whole chain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.parameter_server.decisions import clock as clocks
+from tensorwire.parameter_server.decisions import orders, replication
+from tensorwire.parameter_server.decisions.clock import Clock, Push, Refusal, Refused, Taken
+from tensorwire.parameter_server.decisions.consistency import Consistency, staleness_of
+from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
+from tensorwire.parameter_server.decisions.replication import Forward, Replication
+from tensorwire.parameter_server.decisions.views import Server, Shard
+
+# --- records besides pushes and orders
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Rows that another shard had until a cut."""
+
+    source: int
+    epoch: int
+    load: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A shard has what was to be sent to it."""
+
+    target: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Values to be set, not added to: of a dense group."""
+
+    load: Any = None
+
+
+Record = Push | orders.Order | Import | Exported | Assign
+
+# --- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Change the state by this."""
+
+    what: clocks.Apply | clocks.Reached | orders.Prime | orders.Declare | Import | Exported | Assign
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Answer this pull from the state as it is now."""
+
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class Respond:
+    """Answer a call."""
+
+    call: Any
+    answer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Copy the state as it is now to a new backup; then call ``copied``."""
+
+    heir: Server
+    position: int
+    clock: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NotHead:
+    """The answer of a server that is not, or no longer, the head of this shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Safe:
+    """The answer to a record: all before this position are safe from here on."""
+
+    position: int
+
+
+Effect = Run | Read | Respond | Forward | StartCopy
+
+
+class Replica:
+    """One shard at one server.
+
+    Args:
+        me: the server.
+        shard: the shard's number.
+        consistency: when pushes are applied.
+        position: of the log, if this begins from a copy.
+    """
+
+    def __init__(self, me: Server, shard: int, consistency: Consistency, position: int = 0) -> None:
+        self.me = me
+        self.shard = shard
+        self.clock = Clock(shard, consistency)
+        self.is_head = False
+        self.is_primed = False
+        self._reads = Reads(staleness_of(consistency))
+        self._log = Replication(me, position)
+        self._pushes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+        self._going: dict[int, list[Any]] = {}
+        self._opens: list[Any] = []
+        self._stash: dict[int, Import] = {}
+        self._gated: deque[tuple[int, Any, Any]] = deque()
+        self._uncounted: deque[tuple[int, int, int]] = deque()
+        self._safe_counts: dict[int, int] = {}
+        self._control = 0
+        self._copies: dict[Server, list[Any]] = {}
+        self._bound: Server | None = None
+
+    def safe_count(self, trainer: int) -> int:
+        """How many pushes of a trainer are safe at the whole chain."""
+        return self._safe_counts.get(trainer, 0)
+
+    # --- calls to the head
+
+    def pushed(self, push: Push, call: Any) -> list[Effect]:
+        """A trainer pushes; answered with ``Taken`` or ``Refused``."""
+        if not self.is_head:
+            return [Respond(call, NotHead())]
+        self._pushes.setdefault((push.trainer, push.number), []).append((push.epoch, call))
+        return self._enter(push)
+
+    def pulled(self, pull: Pull) -> list[Effect]:
+        """A trainer pulls; its ``ask`` is the call, answered by a ``Read`` or a ``Refusal``."""
+        if not self.is_head:
+            return [Respond(pull.ask, NotHead())]
+        if self._log.durable < self._control:
+            self._reads.park(pull)
+            return []
+        return [self._answer(each) for each in self._reads.ask(pull, self.clock)]
+
+    def ordered(self, order: orders.Order, call: Any) -> list[Effect]:
+        """The coordinator gives an order."""
+        if isinstance(order, orders.Copy):
+            return self._begin_copy(order, call)
+        if not self.is_head:
+            return [Respond(call, NotHead())]
+        if isinstance(order, orders.Query):
+            return self._gate(call, self.clock.status() if self.is_primed else None)
+        if isinstance(order, orders.Open):
+            self._opens.append(call)
+            return self._answer_opens()
+        if isinstance(order, orders.Go):
+            self._going.setdefault(order.cut.change, []).append(call)
+            return self._enter(order, is_control=True) + self._answer_gone(order.cut.change)
+        return self._enter(order, call, is_control=True)
+
+    def imported(self, rows: Import, call: Any) -> list[Effect]:
+        """Another shard sends rows; answered once they are safe."""
+        if not self.is_head:
+            return [Respond(call, NotHead())]
+        return self._enter(rows, call, is_control=True)
+
+    def exported(self, target: int, epoch: int) -> list[Effect]:
+        """Another shard has taken rows."""
+        return self._enter(Exported(target, epoch)) if self.is_head else []
+
+    def assigned(self, values: Assign, call: Any) -> list[Effect]:
+        """Values are set; answered once they are safe."""
+        if not self.is_head:
+            return [Respond(call, NotHead())]
+        return self._enter(values, call, is_control=True)
+
+    # --- the chain
+
+    def rechained(self, shard: Shard) -> list[Effect]:
+        """The chain is another; this server is in it."""
+        was_head, self.is_head = self.is_head, shard.head == self.me
+        if shard.chain[-1] != self.me:
+            self._bound = None
+        effects = self._carry_out(self._log.rechained(shard.version, shard.chain))
+        if was_head and not self.is_head:
+            effects += self.deposed()
+        return effects
+
+    def deposed(self) -> list[Effect]:
+        """This server is no longer the head, or keeps the shard no longer: turns all calls away."""
+        self.is_head = False
+        calls = [call for waiting in self._pushes.values() for _, call in waiting]
+        calls += [call for waiting in self._going.values() for call in waiting]
+        calls += [pull.ask for pull in self._reads.clear()]
+        calls += [*self._opens, *(call for _, call, _ in self._gated)]
+        self._pushes, self._going, self._opens = {}, {}, []
+        self._gated.clear()
+        return [Respond(call, NotHead()) for call in calls]
+
+    def received(self, version: int, position: int, record: Record, call: Any) -> list[Effect]:
+        """The server before this one in the chain sends a record; answered once it is safe."""
+        effects = self._log.receive(version, position, record)
+        if effects and isinstance(effects[0], replication.Fenced):
+            return [Respond(call, effects[0])]
+        done = self._carry_out(effects)
+        return done + self._gate(call, Safe(position + 1), position + 1)
+
+    def acknowledged(self, by: Server, position: int) -> list[Effect]:
+        """The server behind this one in the chain has all before a position."""
+        return self._carry_out(self._log.acknowledged(by, position))
+
+    def _begin_copy(self, order: orders.Copy, call: Any) -> list[Effect]:
+        if self._log.has_next:
+            return [Respond(call, NotHead())]
+        if order.to in self._copies:
+            self._copies[order.to].append(call)
+            return []
+        if order.to == self._bound:
+            return self._gate(call, True)
+        effects = [] if self._bound is None else self.heir_lost(self._bound)
+        self._copies[order.to] = [call]
+        return [*effects, StartCopy(order.to, self._log.adopt(order.to), self._dump())]
+
+    def copied(self, heir: Server) -> list[Effect]:
+        """A new backup has its copy; the order is answered once it has what followed, too."""
+        calls = self._copies.pop(heir, [])
+        if not calls:
+            return []
+        self._log.bind(heir)
+        self._bound = heir
+        return [effect for call in calls for effect in self._gate(call, True)]
+
+    def heir_lost(self, heir: Server) -> list[Effect]:
+        """A new backup did not get its copy, or was lost before the view named it."""
+        calls = self._copies.pop(heir, [])
+        if self._bound == heir:
+            self._bound = None
+        effects = self._carry_out(self._log.disown(heir))
+        return [*effects, *(Respond(call, False) for call in calls)]
+
+    def _dump(self) -> dict[str, Any]:
+        return {
+            "clock": self.clock.dump(),
+            "primed": self.is_primed,
+            "stash": dict(self._stash),
+        }
+
+    def load(self, dumped: Mapping[str, Any]) -> None:
+        """Becomes what the replica was from which a copy was made."""
+        self.clock.load(dumped["clock"])
+        self.is_primed = dumped["primed"]
+        self._stash = dict(dumped["stash"])
+        self._safe_counts = dict(self.clock.status().counts)
+
+    # --- running records
+
+    def _enter(self, record: Record, call: Any = None, is_control: bool = False) -> list[Effect]:
+        """The head takes a record."""
+        position, sent = self._log.append(record)
+        if is_control:
+            self._control = position + 1
+        effects, answer = self._run(record)
+        if call is not None:
+            effects += self._gate(call, answer, position + 1)
+        return effects + self._carry_out(sent)
+
+    def _carry_out(self, effects: list[replication.Effect]) -> list[Effect]:
+        done: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, replication.Append):
+                done += self._run(effect.record)[0]
+            elif isinstance(effect, replication.Durable):
+                done += self._now_durable()
+            elif isinstance(effect, Forward):
+                done.append(effect)
+        return done
+
+    def _run(self, record: Record) -> tuple[list[Effect], Any]:
+        """Changes the clock; returns what follows, and the answer to who sent the record."""
+        answer: Any = None
+        effects: list[Effect] = []
+        moved: list[clocks.Effect] = []
+        if isinstance(record, Push):
+            moved = self.clock.push(record)
+        elif isinstance(record, orders.Hold):
+            self.clock.hold(record.change)
+            answer = self.clock.status()
+        elif isinstance(record, orders.Release):
+            moved = self.clock.release(record.change)
+        elif isinstance(record, orders.Go):
+            moved = self.clock.cut(record.cut)
+        elif isinstance(record, orders.Silence):
+            answer = self.clock.silence(record.trainer)
+        elif isinstance(record, orders.Settle):
+            moved = self.clock.settle(record.trainer, record.keep)
+        elif isinstance(record, orders.Prime):
+            effects, moved = self._prime(record)
+        elif isinstance(record, Import):
+            effects, moved = self._import(record)
+        elif isinstance(record, orders.Declare | Exported | Assign):
+            effects = [Run(record)]
+        return effects + self._follow(moved), answer
+
+    def _prime(self, order: orders.Prime) -> tuple[list[Effect], list[clocks.Effect]]:
+        """Begins; once more if the move for which it began was given up and is made anew."""
+        if self.is_primed and not self._is_as_primed(order):
+            return [], []
+        self.is_primed = True
+        self.clock.prime(order.counts, order.time, order.epoch, order.awaited)
+        effects: list[Effect] = [Run(order)]
+        moved: list[clocks.Effect] = []
+        for rows in self._take_stash():
+            more, on = self._import(rows)
+            effects += more
+            moved += on
+        return effects, moved
+
+    def _is_as_primed(self, order: orders.Prime) -> bool:
+        """True if nothing arrived since this shard was primed for the same epoch."""
+        return order.epoch == self.clock.epoch and bool(order.awaited) and all(
+            self.clock.awaits(source) for source in order.awaited
+        )  # fmt: skip
+
+    def _import(self, rows: Import) -> tuple[list[Effect], list[clocks.Effect]]:
+        if not self.is_primed or rows.epoch > self.clock.epoch:
+            self._stash[rows.source] = rows
+            return [], []
+        if rows.epoch < self.clock.epoch or not self.clock.awaits(rows.source):
+            return [], []
+        return [Run(rows)], self.clock.imported(rows.source)
+
+    def _take_stash(self) -> list[Import]:
+        ready = [rows for rows in self._stash.values() if rows.epoch <= self.clock.epoch]
+        for rows in ready:
+            del self._stash[rows.source]
+        return ready
+
+    def _follow(self, effects: list[clocks.Effect]) -> list[Effect]:
+        """What the clock's decisions mean for the state and for those who wait."""
+        done: list[Effect] = []
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
+            if isinstance(effect, Taken):
+                done += self._tell_taken(effect)
+            elif isinstance(effect, Refused):
+                done += self._tell_refused(effect)
+            else:
+                done.append(Run(effect))
+            if isinstance(effect, clocks.Reached):
+                done += self._answer_gone(effect.cut.change)
+                for rows in self._take_stash():
+                    more, on = self._import(rows)
+                    done += more
+                    queue.extend(on)
+        done += self._answer_opens()
+        return done + self._due_reads()
+
+    def _tell_taken(self, taken: Taken) -> list[Effect]:
+        count = taken.number + 1
+        self._uncounted.append((self._log.position, taken.trainer, count))
+        waiting = self._pushes.pop((taken.trainer, taken.number), [])
+        done: list[Effect] = self._count_safe()
+        for _, call in waiting:
+            done += self._gate(call, taken)
+        return done
+
+    def _tell_refused(self, refused: Refused) -> list[Effect]:
+        key = (refused.trainer, refused.number)
+        waiting = self._pushes.pop(key, [])
+        staying = [(epoch, call) for epoch, call in waiting if epoch > refused.epoch]
+        if staying and refused.reason is Refusal.MOVED:
+            self._pushes[key] = staying
+        else:
+            staying = []
+        done: list[Effect] = []
+        for entry in waiting:
+            if entry not in staying:
+                done += self._gate(entry[1], refused)
+        return done
+
+    # --- answers
+
+    def _gate(self, call: Any, answer: Any, position: int | None = None) -> list[Effect]:
+        """Answers once everything until now, or before ``position``, is safe."""
+        if call is None:
+            return []
+        at = self._log.position if position is None else position
+        if self._log.durable >= at:
+            return [Respond(call, answer)]
+        self._gated.append((at, call, answer))
+        return []
+
+    def _now_durable(self) -> list[Effect]:
+        done: list[Effect] = self._count_safe()
+        waiting, self._gated = self._gated, deque()
+        for position, call, answer in waiting:
+            if position <= self._log.durable:
+                done.append(Respond(call, answer))
+            else:
+                self._gated.append((position, call, answer))
+        return done + self._due_reads()
+
+    def _count_safe(self) -> list[Effect]:
+        while self._uncounted and self._uncounted[0][0] <= self._log.durable:
+            _, trainer, count = self._uncounted.popleft()
+            self._safe_counts[trainer] = max(count, self._safe_counts.get(trainer, 0))
+        return []
+
+    def _due_reads(self) -> list[Effect]:
+        if not self.is_head or self._log.durable < self._control:
+            return []
+        return [self._answer(each) for each in self._reads.due(self.clock)]
+
+    def _answer(self, effect: Answer | Turn) -> Effect:
+        if isinstance(effect, Answer):
+            return Read(effect.pull)
+        return Respond(effect.pull.ask, effect.reason)
+
+    def _answer_gone(self, change: int) -> list[Effect]:
+        """Answers who waits for a cut that was reached, now or before."""
+        status = self.clock.status()
+        if status.cut is None or not status.reached or status.cut.change < change:
+            return []
+        done: list[Effect] = []
+        for call in self._going.pop(change, []):
+            done += self._gate(call, True)
+        return done
+
+    def _answer_opens(self) -> list[Effect]:
+        if not self.clock.is_open or not self.is_primed:
+            return []
+        opens, self._opens = self._opens, []
+        return [effect for call in opens for effect in self._gate(call, True)]

@@ -1,0 +1,168 @@
+"""Decides what the servers of a chain send each other, and when a record is safe.
+
+Every input of a shard's clock is a record with a position. The head appends it and hands it to
+the next server of the chain, which appends it and hands it on. So each server has a beginning of
+what its predecessor has. A record is *durable* at a server when all behind it have it; the tail's
+are at once. What the head answers to trainers and coordinators waits for that.
+
+A new backup, the *heir*, gets a copy of the state, and every record since the copy was begun.
+Once the copy is there it is *bound*: records are durable only if it has them, too. Only then does
+the view name it, so that whatever was durable before is still so if the others are lost just then.
+
+Records carry the version of the chain in which they were sent. A server refuses those of an
+earlier version than it knows: a head that was replaced, but lives, gets nothing acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from tensorwire.parameter_server.decisions.views import Server
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Send a record to the next server of the chain."""
+
+    to: Server
+    version: int
+    position: int
+    record: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Run a record on this server's clock."""
+
+    position: int
+    record: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """All records before this position are safe."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The sender knows only an earlier version of the chain."""
+
+    version: int
+
+
+Effect = Forward | Append | Durable | Fenced
+
+
+class Replication:
+    """The log of one shard at one server.
+
+    Args:
+        me: this server.
+        position: where the log begins; what is before it came as a copy.
+    """
+
+    def __init__(self, me: Server, position: int = 0) -> None:
+        self.position = position
+        self.durable = position
+        self._me = me
+        self._version = -1
+        self._next: Server | None = None
+        self._heir: Server | None = None
+        self._is_bound = False
+        self._kept: deque[tuple[int, Any]] = deque()
+        self._early: dict[int, Any] = {}
+
+    @property
+    def has_next(self) -> bool:
+        """True unless this is the tail, by the view."""
+        return self._next is not None and not self._is_bound
+
+    def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
+        """The chain is another: who follows this server may have changed."""
+        if version <= self._version:
+            return []
+        self._version = version
+        place = chain.index(self._me)
+        successor = chain[place + 1] if place + 1 < len(chain) else None
+        if successor is None and self._is_bound:
+            successor = self._heir
+        elif successor is not None:
+            self._heir, self._is_bound = None, False
+        self._next = successor
+        if successor is None:
+            return self._safe_until(self.position)
+        return [Forward(successor, version, at, record) for at, record in self._kept]
+
+    def append(self, record: Any) -> tuple[int, list[Effect]]:
+        """The head takes an input; returns its position and what to send."""
+        at = self.position
+        self.position += 1
+        follower = self._next or self._heir
+        effects: list[Effect] = []
+        if follower is not None:
+            self._kept.append((at, record))
+            effects.append(Forward(follower, self._version, at, record))
+        if self._next is None:
+            effects += self._safe_until(self.position)
+        return at, effects
+
+    def receive(self, version: int, position: int, record: Any) -> list[Effect]:
+        """A record came from the predecessor."""
+        if version < self._version:
+            return [Fenced(self._version)]
+        if position >= self.position:
+            self._early[position] = record
+        effects: list[Effect] = []
+        while self.position in self._early:
+            ready = self._early.pop(self.position)
+            at, sent = self.append(ready)
+            effects += [Append(at, ready), *sent]
+        return effects
+
+    def acknowledged(self, by: Server, position: int) -> list[Effect]:
+        """All before this position are safe at ``by``."""
+        if by == self._next:
+            return self._safe_until(position)
+        if by == self._heir:
+            self._drop_kept(position)
+        return []
+
+    def _safe_until(self, position: int) -> list[Effect]:
+        if self._heir is None or self._is_bound:
+            self._drop_kept(position)
+        if position <= self.durable:
+            return []
+        self.durable = position
+        return [Durable(position)]
+
+    def _drop_kept(self, position: int) -> None:
+        while self._kept and self._kept[0][0] < position:
+            self._kept.popleft()
+
+    def adopt(self, heir: Server) -> int:
+        """A copy for a new backup begins here; returns its position. What follows is sent to it.
+
+        Only the tail of a chain can do so.
+        """
+        self._heir, self._is_bound = heir, False
+        self._kept.clear()
+        return self.position
+
+    def bind(self, heir: Server) -> None:
+        """The copy is there: what is durable from now on, the new backup has."""
+        if heir == self._heir:
+            self._next, self._is_bound = heir, True
+
+    def disown(self, heir: Server) -> list[Effect]:
+        """The new backup did not come to be."""
+        if heir != self._heir:
+            return []
+        if self._is_bound:
+            self._next = None
+        self._heir, self._is_bound = None, False
+        self._kept.clear()
+        return self._safe_until(self.position)

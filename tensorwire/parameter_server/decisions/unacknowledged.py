@@ -1,0 +1,87 @@
+"""Decides, at a trainer, which pushes it must keep and what it sends again to whom.
+
+A push is kept until every shard has said that it is safe. If a shard has a new head, it is sent
+what it did not say that of, as it was. If a shard refuses a push, as it was split by the map
+of an earlier epoch, the push is split anew and goes to all shards under the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Kept:
+    """A push that is not safe everywhere.
+
+    Args:
+        number: of the push.
+        epoch: of the map by which it was split.
+        whole: what to split anew.
+        parts: by shard that has not said it is safe, what was sent to it.
+    """
+
+    number: int
+    epoch: int
+    whole: Any
+    parts: dict[int, Any] = field(default_factory=dict)
+
+
+class Unacknowledged:
+    """The pushes of one trainer that are under way."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def oldest(self) -> int | None:
+        """The number of the first push that is not safe everywhere."""
+        return min(self._kept, default=None)
+
+    def add(self, number: int, epoch: int, whole: Any, parts: Mapping[int, Any]) -> None:
+        """A push is sent, or is sent again as it was split anew."""
+        self._kept[number] = Kept(number, epoch, whole, dict(parts))
+
+    def safe(self, shard: int, count: int) -> None:
+        """A shard says that the first ``count`` pushes are safe."""
+        for number in [number for number in self._kept if number < count]:
+            self._drop(number, shard)
+
+    def only(self, shards: Collection[int]) -> None:
+        """There are no other shards any more: what they had, they have handed on."""
+        for number, kept in list(self._kept.items()):
+            for shard in set(kept.parts) - set(shards):
+                self._drop(number, shard)
+
+    def _drop(self, number: int, shard: int) -> None:
+        kept = self._kept[number]
+        kept.parts.pop(shard, None)
+        if not kept.parts:
+            del self._kept[number]
+
+    def again(self, shard: int) -> list[tuple[int, int, Any]]:
+        """What a new head of a shard must be sent: number, epoch and part, in order."""
+        return [
+            (number, kept.epoch, kept.parts[shard])
+            for number, kept in sorted(self._kept.items())
+            if shard in kept.parts
+        ]
+
+    def refused(self, number: int, epoch: int) -> Any:
+        """A part that was split under ``epoch`` was refused.
+
+        Returns:
+            The whole push, which must be split anew; None if it was already.
+        """
+        kept = self._kept.get(number)
+        return kept.whole if kept is not None and kept.epoch == epoch else None
+
+    def clear(self) -> int:
+        """The cluster went back: forgets all, and returns how many."""
+        count = len(self._kept)
+        self._kept.clear()
+        return count

@@ -1,0 +1,379 @@
+"""Who keeps what: shards, their chains of servers, the map from slots to shards, the trainers.
+
+A view is one value in the group's store, replaced by compare-and-set only, with a number that
+grows. It says what shall be; the coordinator (``coordination``) makes the shards follow.
+
+A chain is the servers that keep one shard: the first is its head, which decides, the others
+are backups. Who is named by the view is a *life* of a server: after a restart it is another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tensorwire.parameter_server.decisions.slots import evenly, moved
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Server:
+    """One life of a server process.
+
+    Args:
+        name: the worker's.
+        incarnation: which life of that name.
+    """
+
+    name: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Somebody who pushes.
+
+    Args:
+        number: in the cluster; never given twice.
+        name: the worker's.
+        incarnation: which life of that name.
+    """
+
+    number: int
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One share of the state.
+
+    Args:
+        number: never given twice.
+        chain: the servers that keep it, the head first.
+        version: number of the view in which the chain became what it is.
+    """
+
+    number: int
+    chain: tuple[Server, ...]
+    version: int = 0
+
+    @property
+    def head(self) -> Server:
+        """The server that decides."""
+        return self.chain[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Where a snapshot is, and of which point in everybody's pushes.
+
+    Args:
+        folder: where its files are.
+        counts: by trainer, how many of its pushes are in it.
+        time: pushes of the fastest trainer.
+    """
+
+    folder: str
+    counts: Mapping[int, int]
+    time: int
+
+    def encode(self) -> list[Any]:
+        """As a value of JSON."""
+        return [self.folder, sorted(self.counts.items()), self.time]
+
+    @classmethod
+    def decode(cls, value: list[Any]) -> Snapshot:
+        """The inverse of :meth:`encode`."""
+        folder, counts, time = value
+        return cls(folder, dict(counts), time)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a cluster looks like.
+
+    Args:
+        number: grows with every change.
+        generation: how often the cluster went back to a snapshot.
+        coordinator: the server that changes the view.
+        term: number of the view in which it began to; orders of earlier terms are refused.
+        servers: those that may keep shards, in the order in which they coordinate.
+        backups: servers that each chain shall have beside its head.
+        shards: the shards.
+        epoch: numbers the maps.
+        slots: by slot, its shard, in this epoch.
+        trainers: the trainers.
+        joined: trainers there ever were.
+        made: shards there ever were.
+        declared: by name of a table or dense group, what it is, as text.
+        snapshot: the last whole snapshot, to which the cluster can go back.
+        settings: what everybody who connects must agree about.
+        broken: the reason for which the cluster cannot go on; empty if it can.
+    """
+
+    number: int
+    generation: int
+    coordinator: Server
+    term: int
+    servers: tuple[Server, ...]
+    backups: int
+    shards: tuple[Shard, ...]
+    epoch: int
+    slots: tuple[int, ...]
+    trainers: tuple[Trainer, ...] = ()
+    joined: int = 0
+    made: int = 0
+    declared: Mapping[str, str] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    broken: str = ""
+
+    def shard(self, number: int) -> Shard | None:
+        """The shard of that number, if there still is one."""
+        return next((each for each in self.shards if each.number == number), None)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The shards that keep anything in this epoch; pushes go to each of them."""
+        return tuple(sorted(set(self.slots)))
+
+    def trainer(self, name: str, incarnation: int) -> Trainer | None:
+        """The trainer of that name and life."""
+        same = (t for t in self.trainers if (t.name, t.incarnation) == (name, incarnation))
+        return next(same, None)
+
+    # --- as text
+
+    def encode(self) -> str:
+        """As JSON."""
+        runs = _runs(self.slots)
+        return json.dumps(
+            {
+                "number": self.number,
+                "generation": self.generation,
+                "coordinator": _pair(self.coordinator),
+                "term": self.term,
+                "servers": [_pair(each) for each in self.servers],
+                "backups": self.backups,
+                "shards": [
+                    [s.number, [_pair(each) for each in s.chain], s.version] for s in self.shards
+                ],
+                "epoch": self.epoch,
+                "slots": runs,
+                "trainers": [[t.number, t.name, t.incarnation] for t in self.trainers],
+                "joined": self.joined,
+                "made": self.made,
+                "declared": dict(self.declared),
+                "snapshot": self.snapshot.encode() if self.snapshot else None,
+                "settings": dict(self.settings),
+                "broken": self.broken,
+            }
+        )
+
+    @classmethod
+    def decode(cls, text: str) -> View:
+        """The inverse of :meth:`encode`."""
+        fields = json.loads(text)
+        fields["coordinator"] = Server(*fields["coordinator"])
+        fields["servers"] = tuple(Server(*each) for each in fields["servers"])
+        fields["shards"] = tuple(
+            Shard(number, tuple(Server(*each) for each in chain), version)
+            for number, chain, version in fields["shards"]
+        )
+        fields["slots"] = tuple(shard for shard, count in fields["slots"] for _ in range(count))
+        if fields["snapshot"] is not None:
+            fields["snapshot"] = Snapshot.decode(fields["snapshot"])
+        fields["trainers"] = tuple(Trainer(*each) for each in fields["trainers"])
+        return cls(**fields)
+
+
+def _pair(server: Server) -> list[Any]:
+    return [server.name, server.incarnation]
+
+
+def _runs(slots: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for shard in slots:
+        if runs and runs[-1][0] == shard:
+            runs[-1][1] += 1
+        else:
+            runs.append([shard, 1])
+    return runs
+
+
+# --- how views follow each other
+
+
+def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
+    """A new cluster: a shard on each server, its backups on those that follow it."""
+    count = len(servers)
+    length = min(backups + 1, count)
+    shards = tuple(
+        Shard(number, tuple(servers[(number + k) % count] for k in range(length)))
+        for number in range(count)
+    )
+    slots = evenly(range(count))
+    return View(
+        0,
+        0,
+        servers[0],
+        0,
+        tuple(servers),
+        backups,
+        shards,
+        0,
+        slots,
+        made=count,
+        settings=settings,
+    )
+
+
+def coordinated(view: View, server: Server) -> View:
+    """``server`` coordinates from now on."""
+    number = view.number + 1
+    servers = view.servers if server in view.servers else (*view.servers, server)
+    return replace(view, number=number, coordinator=server, term=number, servers=servers)
+
+
+def without(view: View, lost: Collection[Server]) -> View:
+    """These servers are gone: backups take over from their heads."""
+    number = view.number + 1
+    shards = tuple(_without(shard, lost, number) for shard in view.shards)
+    servers = tuple(each for each in view.servers if each not in lost)
+    return replace(view, number=number, servers=servers, shards=shards)
+
+
+def _without(shard: Shard, gone: Collection[Server], number: int) -> Shard:
+    """The shard with none of these servers in its chain, as from view ``number``."""
+    chain = tuple(each for each in shard.chain if each not in gone)
+    return shard if chain == shard.chain else replace(shard, chain=chain, version=number)
+
+
+def with_server(view: View, server: Server) -> View:
+    """A server came, or came back; it keeps nothing yet."""
+    servers = tuple(each for each in view.servers if each.name != server.name)
+    return replace(view, number=view.number + 1, servers=(*servers, server))
+
+
+def wanting(view: View, living: Collection[Server]) -> tuple[int, Server] | None:
+    """A shard that has too few backups, and the server that should be one."""
+    load = Counter(server for shard in view.shards for server in shard.chain)
+    for shard in view.shards:
+        if not shard.chain or len(shard.chain) > view.backups:
+            continue
+        free = [each for each in view.servers if each in living and each not in shard.chain]
+        if free:
+            return shard.number, min(free, key=lambda each: (load[each], view.servers.index(each)))
+    return None
+
+
+def backed_up(view: View, number: int, server: Server) -> View:
+    """``server`` has all of a shard and is its backup from now on."""
+    next_view = view.number + 1
+    shards = tuple(
+        replace(each, chain=(*each.chain, server), version=next_view)
+        if each.number == number
+        else each
+        for each in view.shards
+    )
+    return replace(view, number=next_view, shards=shards)
+
+
+def with_trainers(view: View, arrivals: Iterable[tuple[str, int]]) -> View:
+    """These join, by name and life; they are numbered in the order of their names."""
+    new = tuple(
+        Trainer(view.joined + place, name, incarnation)
+        for place, (name, incarnation) in enumerate(sorted(arrivals))
+    )
+    return replace(
+        view,
+        number=view.number + 1,
+        trainers=view.trainers + new,
+        joined=view.joined + len(new),
+    )
+
+
+def without_trainers(view: View, numbers: Collection[int]) -> View:
+    """These have finished or were lost."""
+    staying = tuple(each for each in view.trainers if each.number not in numbers)
+    return replace(view, number=view.number + 1, trainers=staying)
+
+
+def resized(view: View, servers: Sequence[Server]) -> View:
+    """Each of these servers is to be the head of one shard that has its share of the slots.
+
+    Servers that head a shard keep it; the others get a new one. Shards of servers that
+    are not named lose their slots; :func:`trimmed` removes them once they are empty.
+    """
+    number = view.number + 1
+    kept = {shard.head: shard for shard in reversed(view.shards) if shard.chain}
+    new: list[Shard] = []
+    staying: list[int] = []
+    for place, server in enumerate(servers):
+        if server in kept:
+            staying.append(kept[server].number)
+        else:
+            followers = (*servers[place + 1 :], *servers[:place])[: view.backups]
+            new.append(Shard(view.made + len(new), (server, *followers), number))
+            staying.append(new[-1].number)
+    return replace(
+        view,
+        number=number,
+        servers=tuple(servers),
+        shards=(*view.shards, *new),
+        epoch=view.epoch + 1,
+        slots=moved(view.slots, staying),
+        made=view.made + len(new),
+    )
+
+
+def trimmed(view: View) -> View:
+    """Shards without slots are no more, and servers that were not named keep nothing.
+
+    Unless they are the last that have a shard, as those that were named have died.
+    """
+    number = view.number + 1
+    leaving = _keepers(view.shards) - set(view.servers)
+    shards = []
+    for shard in view.shards:
+        if shard.number in view.active:
+            only = leaving.issuperset(shard.chain)
+            shards.append(shard if only else _without(shard, leaving, number))
+    servers = (*view.servers, *sorted(_keepers(shards) - set(view.servers)))
+    return replace(view, number=number, shards=tuple(shards), servers=servers)
+
+
+def _keepers(shards: Iterable[Shard]) -> set[Server]:
+    return {each for shard in shards for each in shard.chain}
+
+
+def is_next_coordinator(view: View, me: Server, living: Collection[Server]) -> bool:
+    """True if this server must take over, as the coordinator and all before it are gone."""
+    if view.coordinator in living:
+        return False
+    candidates = [each for each in view.servers if each in living]
+    return candidates[0] == me if candidates else True
+
+
+def rolled_back(view: View, servers: Sequence[Server]) -> View:
+    """All state is lost or given up: new shards, to be filled from the snapshot."""
+    number = view.number + 1
+    fresh = first(servers, view.backups, view.settings)
+    shards = tuple(
+        replace(each, number=each.number + view.made, version=number) for each in fresh.shards
+    )
+    return replace(
+        view,
+        number=number,
+        generation=view.generation + 1,
+        shards=shards,
+        epoch=view.epoch + 1,
+        slots=tuple(shard + view.made for shard in fresh.slots),
+        made=view.made + len(shards),
+    )
