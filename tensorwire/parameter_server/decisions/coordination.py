@@ -6,161 +6,38 @@ goes to a shard, and is given again to its new head when the old one is lost; ev
 carried out twice. If the coordinator is lost, the next one asks the shards where they are,
 finishes the cut that some shard was told, or gives it up if none was, and carries on from there.
 
-What is done one step after the other is written so, as generators: each ``yield`` says what is
-waited for, and the coordinator resumes it with the answer. Events go in by methods, and each
-returns what is to be done.
+Events go in by methods, each of which returns what is to be done (``tasks`` says what).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Generator, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.clock import Cut, Status
+from tensorwire.parameter_server.decisions.tasks import (
+    AskAll,
+    Edit,
+    Effect,
+    Fail,
+    Manifest,
+    Others,
+    Reply,
+    Servers,
+    Steps,
+    Tasks,
+    Wait,
+)
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 
-PATIENCE: Final = 10.0
-"""Seconds that a cluster without state waits for its servers to come back."""
-
 _CHANGES_PER_TERM: Final = 1 << 20
-_NO_SHARD: Final = -1
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
 
-# --- what is to be done
 
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Replace the view in the store if it still is ``expected``; then call ``stored``."""
-
-    expected: View
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Give a shard an order; then call ``answered`` with its number."""
-
-    ask: int
-    to: Server
-    shard: int
-    order: orders.Order
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Let everybody know the view."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A request is done."""
-
-    request: int
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """A request cannot be done."""
-
-    request: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conclude:
-    """Write the manifest that makes a snapshot whole; then call ``answered``."""
-
-    ask: int
-    snapshot: Snapshot
-    extra: Any
-    parts: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """Call ``rang`` after so many seconds."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resign:
-    """Another server coordinates."""
-
-
-Effect = Store | Tell | Publish | Reply | Fail | Conclude | Alarm | Resign
-
-# --- what a task waits for
-
-
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    """The view to be replaced by what this makes of it; resumed with the new one."""
-
-    change: Callable[[View], View]
-
-
-@dataclass(frozen=True, slots=True)
-class _AskAll:
-    """All answers to these orders, by shard."""
-
-    orders: Mapping[int, orders.Order]
-
-
-@dataclass(frozen=True, slots=True)
-class _Manifest:
-    """The manifest to be written; resumed with True or False."""
-
-    snapshot: Snapshot
-    extra: Any
-    parts: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """Nothing, but others may change the cluster meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Servers:
-    """Servers of these names, or an alarm; resumed with True if it rang."""
-
-    names: frozenset[str]
-
-
-_Wait = _Edit | _AskAll | _Manifest | _Others | _Servers
-_Steps = Generator[_Wait, Any, None]
-
-
-class _Task:
-    """Something that is being done, for whom, and what it waits for."""
-
-    def __init__(self, steps: _Steps, request: int | None = None) -> None:
-        self.steps = steps
-        self.request = request
-        self.answers: dict[int, Any] = {}
-        self.missing: set[int] = set()
-        self.names: frozenset[str] | None = None
-
-
-@dataclass(slots=True)
-class _Ask:
-    """An order that is not answered yet; ``to`` whom it was given last."""
-
-    task: _Task
-    shard: int
-    order: orders.Order
-    to: Server | None = None
-
-
-class Coordinator:
+class Coordinator(Tasks):
     """What one server does while it coordinates.
 
     Args:
@@ -173,51 +50,20 @@ class Coordinator:
     def __init__(
         self, me: Server, view: View, living: Iterable[Server], trainers: Iterable[int]
     ) -> None:
-        self.view = view
+        super().__init__(view, living)
         self._me = me
-        self._living = set(living)
-        self._effects: list[Effect] = []
-        self._edits: deque[tuple[Callable[[View], View], _Task]] = deque()
-        self._storing: View | None = None
-        self._asks: dict[int, _Ask] = {}
-        self._numbers = 0
         self._changes = 0
-        self._tasks: list[_Task] = []
-        self._change: _Task | None = None
-        self._queue: deque[tuple[Callable[[], _Steps], int | None]] = deque()
         self._arrivals: dict[tuple[str, int], list[int]] = {}
         self._copying = False
         self._failed_copy: tuple[int, tuple[int, Server]] | None = None
-        self._resigned = False
         here = set(trainers)
-        self._gone = {
-            (t.name, t.incarnation) for t in view.trainers if t.number not in here
-        }
+        self._gone = {(t.name, t.incarnation) for t in view.trainers if t.number not in here}
 
     # --- events
 
     def start(self) -> list[Effect]:
         """Begins to coordinate."""
         self._begin(self._take_over(), change=True)
-        return self._flush()
-
-    def stored(self, view: View, accepted: bool) -> list[Effect]:
-        """The store has ``view`` now; ``accepted`` if it took ours."""
-        if self._resigned or self._storing is None:
-            return []
-        if not accepted:
-            return self._resign()
-        self.view, self._storing = view, None
-        _, task = self._edits.popleft()
-        self._effects.append(Publish(view))
-        self._retell()
-        self._resume(task, view)
-        self._store_next()
-        return self._flush()
-
-    def answered(self, ask: int, answer: Any) -> list[Effect]:
-        """A shard has carried out an order, or a manifest was written."""
-        self._take_answer(ask, answer)
         return self._flush()
 
     def server_lost(self, server: Server) -> list[Effect]:
@@ -245,13 +91,6 @@ class Coordinator:
             self._begin(self._dismiss(trainer.number))
         return self._flush()
 
-    def rang(self) -> list[Effect]:
-        """The time of an alarm is over."""
-        for task in list(self._tasks):
-            if task.names is not None:
-                self._resume(task, True)
-        return self._flush()
-
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
         """Somebody wants something."""
         if self._resigned:
@@ -261,10 +100,7 @@ class Coordinator:
         if isinstance(what, orders.Join):
             self._ask_to_join(request, what)
         elif isinstance(what, orders.Leave):
-            if what.generation == self.view.generation:
-                self._begin(self._dismiss(what.trainer, request), request=request)
-            else:
-                self._effects.append(Fail(request, _WENT_BACK))
+            self._begin(self._leave(request, what), request=request)
         elif isinstance(what, orders.Announce):
             self._begin(self._declare(request, what), request=request)
         elif isinstance(what, orders.Arrive):
@@ -275,24 +111,6 @@ class Coordinator:
         else:
             self._line_up(lambda: self._resize(request, what), request)
         return self._flush()
-
-    # --- running tasks
-
-    def _flush(self) -> list[Effect]:
-        self._next_change()
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _begin(self, steps: _Steps, change: bool = False, request: int | None = None) -> None:
-        task = _Task(steps, request)
-        self._tasks.append(task)
-        if change:
-            self._change = task
-        self._resume(task, None)
-
-    def _line_up(self, make: Callable[[], _Steps], request: int | None = None) -> None:
-        """One change is made after the other."""
-        self._queue.append((make, request))
 
     def _next_change(self) -> None:
         while self._change is None and not self._resigned and not self.view.broken:
@@ -305,121 +123,14 @@ class Coordinator:
                 self._restore_backups()
                 return
 
-    def _resume(self, task: _Task, value: Any) -> None:
-        if task not in self._tasks:
-            return
-        task.names = None
-        try:
-            wait = task.steps.send(value)
-        except StopIteration:
-            self._end(task)
-            return
-        if task in self._tasks:  # it may have cancelled itself with all others
-            self._wait(task, wait)
-
-    def _end(self, task: _Task) -> None:
-        if task in self._tasks:
-            self._tasks.remove(task)
-        if self._change is task:
-            self._change = None
-
-    def _wait(self, task: _Task, wait: _Wait) -> None:
-        if isinstance(wait, _Edit):
-            self._edits.append((wait.change, task))
-            self._store_next()
-        elif isinstance(wait, _AskAll):
-            self._ask_all(task, wait.orders)
-        elif isinstance(wait, _Manifest):
-            ask = self._new_ask(task, _NO_SHARD, orders.Query())
-            self._effects.append(Conclude(ask, wait.snapshot, wait.extra, wait.parts))
-        elif isinstance(wait, _Servers):
-            if wait.names <= self._names_living():
-                self._resume(task, False)
-            else:
-                task.names = wait.names
-                self._effects.append(Alarm(PATIENCE))
-        else:
-            if self._change is task:
-                self._change = None
-            self._resume(task, None)
-
-    def _store_next(self) -> None:
-        """Edits are made one after the other, each of what the one before it left."""
-        while self._edits and self._storing is None:
-            change, task = self._edits[0]
-            new = change(self.view)
-            if new is self.view:  # there is nothing to change
-                self._edits.popleft()
-                self._resume(task, new)
-            else:
-                self._storing = new
-                self._effects.append(Store(self.view, new))
-
-    def _ask_all(self, task: _Task, wanted: Mapping[int, orders.Order]) -> None:
-        task.answers = {}
-        asks = [self._new_ask(task, shard, order) for shard, order in wanted.items()]
-        for ask in asks:
-            self._tell(ask)
-        if not asks:
-            self._resume(task, {})
-
-    def _new_ask(self, task: _Task, shard: int, order: orders.Order) -> int:
-        self._numbers += 1
-        self._asks[self._numbers] = _Ask(task, shard, order)
-        task.missing.add(self._numbers)
-        return self._numbers
-
-    def _tell(self, number: int) -> None:
-        """Gives an order to whom it is for by the view, if it was not given to it already."""
-        ask = self._asks[number]
-        found = self.view.shard(ask.shard)
-        if found is not None and found.chain:
-            to = found.chain[-1] if isinstance(ask.order, orders.Copy) else found.head
-            if to != ask.to:
-                ask.to = to
-                self._effects.append(Tell(number, to, ask.shard, ask.order))
-
-    def _retell(self) -> None:
-        """After a change of the view: what the lost were told is told to those in their place."""
-        for number, ask in list(self._asks.items()):
-            if ask.shard == _NO_SHARD:
-                continue
-            heir_lost = isinstance(ask.order, orders.Copy) and ask.order.to not in self._living
-            if heir_lost or self.view.shard(ask.shard) is None:
-                self._take_answer(number, None)
-            elif number in self._asks:
-                self._tell(number)
-
-    def _take_answer(self, number: int, answer: Any) -> None:
-        ask = self._asks.pop(number, None)
-        if ask is None:
-            return
-        ask.task.answers[ask.shard] = answer
-        ask.task.missing.discard(number)
-        if not ask.task.missing:
-            self._resume(ask.task, ask.task.answers)
-
     def _resign(self) -> list[Effect]:
-        self._resigned = True
-        requests = [task.request for task in self._tasks if task.request is not None]
-        requests += [request for _, request in self._queue if request is not None]
-        requests += [each for waiting in self._arrivals.values() for each in waiting]
-        self._tasks, self._asks = [], {}
-        self._queue.clear()
-        effects: list[Effect] = [Fail(request, "") for request in requests]
-        return [*effects, Resign()]
+        waiting = [Fail(each, "") for requests in self._arrivals.values() for each in requests]
+        self._arrivals.clear()
+        return [*waiting, *super()._resign()]
 
-    def _cancel_all(self, reason: str) -> None:
-        """All tasks end, as the cluster goes back to where none of them was begun."""
-        for task in self._tasks:
-            if task.request is not None:
-                self._effects.append(Fail(task.request, reason))
-        self._tasks, self._asks, self._change = [], {}, None
-        self._edits = deque(list(self._edits)[:1]) if self._storing else deque()
+    def _give_up_all(self) -> None:
+        self._cancel_all(_WENT_BACK)
         self._copying = False
-
-    def _names_living(self) -> frozenset[str]:
-        return frozenset(server.name for server in self._living)
 
     def _new_change(self) -> int:
         self._changes += 1
@@ -427,14 +138,14 @@ class Coordinator:
 
     # --- taking over
 
-    def _take_over(self) -> _Steps:
+    def _take_over(self) -> Steps:
         me = self._me
         if self.view.coordinator != me:
-            yield _Edit(lambda view: views.coordinated(view, me))
+            yield Edit(lambda view: views.coordinated(view, me))
         lost = _all_servers(self.view) - self._living
         if lost:
-            yield _Edit(lambda view: views.without(view, lost))
-        yield _Edit(self._without_gone)
+            yield Edit(lambda view: views.without(view, lost))
+        yield Edit(self._without_gone)
         if _lost_shards(self.view):
             self._begin_again()
             return
@@ -447,7 +158,7 @@ class Coordinator:
             self._begin(self._dismiss(number))
         yield from self._conform(statuses, sorted(expected - known))
 
-    def _finish_cut(self) -> Generator[_Wait, Any, dict[int, Status]]:
+    def _finish_cut(self) -> Generator[Wait, Any, dict[int, Status]]:
         """A cut that some shard was told is told to all; one that none was told is given up."""
         answers = yield self._to_all(orders.Query())
         statuses: dict[int, Status] = {s: each for s, each in answers.items() if each is not None}
@@ -461,48 +172,48 @@ class Coordinator:
                 going[shard] = orders.Go(latest)
             elif status.holding is not None:
                 releases[shard] = orders.Release(status.holding)
-        yield _AskAll(going)
-        yield _AskAll(releases)
+        yield AskAll(going)
+        yield AskAll(releases)
         answers = yield self._to_all(orders.Query())
         return {shard: each for shard, each in answers.items() if each is not None}
 
-    def _conform(self, statuses: Mapping[int, Status], missing: list[int]) -> _Steps:
+    def _conform(self, statuses: Mapping[int, Status], missing: list[int]) -> Steps:
         """Goes on with what the last coordinator had written into the view, but not carried out."""
         behind = [each for each in statuses.values() if each.epoch < self.view.epoch]
         unprimed = [s.number for s in self.view.shards if s.number not in statuses]
         if behind:
             yield from self._move()
         elif unprimed:
-            yield _AskAll({shard: self._beginning() for shard in unprimed})
+            yield AskAll({shard: self._beginning() for shard in unprimed})
         if missing:
             yield from self._cut(joins=missing)
         yield from self._trim()
 
     # --- cuts
 
-    def _to_all(self, order: orders.Order) -> _AskAll:
-        return _AskAll({shard.number: order for shard in self.view.shards})
+    def _to_all(self, order: orders.Order) -> AskAll:
+        return AskAll({shard.number: order for shard in self.view.shards})
 
-    def _cut(self, joins: Collection[int] = (), action: Any = None) -> Generator[_Wait, Any, Cut]:
+    def _cut(self, joins: Collection[int] = (), action: Any = None) -> Generator[Wait, Any, Cut]:
         """Brings all shards to one cut, within their epoch, and returns it."""
         change = self._new_change()
-        statuses = yield _AskAll({shard: orders.Hold(change) for shard in self.view.active})
+        statuses = yield AskAll({shard: orders.Hold(change) for shard in self.view.active})
         cut = self._meeting(change, statuses.values(), joins)
         cut = replace(cut, action=action)
-        yield _AskAll({shard: orders.Go(cut) for shard in statuses})
+        yield AskAll({shard: orders.Go(cut) for shard in statuses})
         return cut
 
-    def _move(self) -> _Steps:
+    def _move(self) -> Steps:
         """Brings the shards to the map of the view, at a cut."""
         change, epoch = self._new_change(), self.view.epoch
         answers = yield self._to_all(orders.Query())
         old = [s for s, each in answers.items() if each is not None and each.epoch < epoch]
-        statuses = yield _AskAll({shard: orders.Hold(change) for shard in old})
+        statuses = yield AskAll({shard: orders.Hold(change) for shard in old})
         awaited = {shard: frozenset(old) - {shard} for shard in self.view.active}
         cut = self._meeting(change, statuses.values(), ())
         cut = replace(cut, epoch=epoch, awaited=awaited, action=orders.Move(self.view.slots))
-        yield _AskAll(self._primes(cut, old))
-        yield _AskAll({shard: orders.Go(cut) for shard in old})
+        yield AskAll(self._primes(cut, old))
+        yield AskAll({shard: orders.Go(cut) for shard in old})
 
     def _primes(self, cut: Cut, old: list[int]) -> dict[int, orders.Order]:
         """For the shards that are new: where to begin."""
@@ -546,10 +257,10 @@ class Coordinator:
             self._answer_arrivals()
         return bool(new) and (self.view.joined > 0 or len(new) >= expected)
 
-    def _join(self) -> _Steps:
+    def _join(self) -> Steps:
         """All who have asked join at one cut."""
         before = self.view.joined
-        yield _Edit(self._with_arrivals)
+        yield Edit(self._with_arrivals)
         new = [trainer for trainer in self.view.trainers if trainer.number >= before]
         for trainer in new:
             if (trainer.name, trainer.incarnation) in self._gone:  # while the view was stored
@@ -568,36 +279,41 @@ class Coordinator:
                 del self._arrivals[who]
                 self._effects += [Reply(request, trainer.number) for request in requests]
 
-    def _dismiss(self, number: int, request: int | None = None) -> _Steps:
+    def _leave(self, request: int, what: orders.Leave) -> Steps:
+        """A trainer has finished, unless the cluster went back and it must do so once more."""
+        yield Edit(lambda view: _without_leaver(view, what))
+        if what.generation != self.view.generation:
+            self._effects.append(Fail(request, _WENT_BACK))
+            return
+        yield from self._dismiss(what.trainer)
+        self._effects.append(Reply(request, None))
+
+    def _dismiss(self, number: int) -> Steps:
         """A trainer has finished or was lost: what all shards have of it counts."""
-        yield _Edit(lambda view: _without_trainer(view, number))
+        yield Edit(lambda view: _without_trainer(view, number))
         haves = yield self._to_all(orders.Silence(number))
         keep = min((have for have in haves.values() if have is not None), default=0)
         yield self._to_all(orders.Settle(number, keep))
-        if request is not None:
-            self._effects.append(Reply(request, None))
 
     def _without_gone(self, view: View) -> View:
         gone = [t.number for t in view.trainers if (t.name, t.incarnation) in self._gone]
         return views.without_trainers(view, gone) if gone else view
 
-    def _declare(self, request: int, what: orders.Announce) -> _Steps:
+    def _declare(self, request: int, what: orders.Announce) -> Steps:
         """The first to declare a name says what it is."""
-        yield _Edit(lambda view: _with_declared(view, what))
+        yield Edit(lambda view: _with_declared(view, what))
         yield self._to_all(orders.Declare(what.name, self.view.declared[what.name]))
         self._effects.append(Reply(request, self.view.declared[what.name]))
 
     # --- servers
 
-    def _drop_server(self, server: Server) -> _Steps:
-        yield _Edit(lambda view: _without_server(view, server))
+    def _drop_server(self, server: Server) -> Steps:
+        yield Edit(lambda view: _without_server(view, server))
         if _lost_shards(self.view):
             self._begin_again()
 
-    def _add_server(self, request: int, server: Server) -> _Steps:
-        yield _Edit(
-            lambda view: view if server in view.servers else views.with_server(view, server)
-        )
+    def _add_server(self, request: int, server: Server) -> Steps:
+        yield Edit(lambda view: view if server in view.servers else views.with_server(view, server))
         self._effects.append(Reply(request, None))
 
     def _restore_backups(self) -> None:
@@ -611,73 +327,73 @@ class Coordinator:
         found = views.wanting(self.view, self._living)
         return None if (self.view.number, found) == self._failed_copy else found
 
-    def _back_up(self) -> _Steps:
+    def _back_up(self) -> Steps:
         while (found := self._wanting()) is not None:
             number, server = found
-            answers = yield _AskAll({number: orders.Copy(server)})
+            answers = yield AskAll({number: orders.Copy(server)})
             if answers.get(number) and server in self._living:
-                yield _Edit(lambda view: _backed_up(view, number, server))
+                yield Edit(partial(_backed_up, number=number, server=server))
             else:
                 self._failed_copy = (self.view.number, found)
         self._copying = False
 
-    def _resize(self, request: int, what: orders.Resize) -> _Steps:
+    def _resize(self, request: int, what: orders.Resize) -> Steps:
         gone = [each.name for each in what.servers if each not in self._living]
         if gone:
             self._effects.append(Fail(request, f"servers {', '.join(gone)} are not there"))
             return
         self._living.update(what.servers)
-        yield _Edit(lambda view: views.resized(view, what.servers))
+        yield Edit(lambda view: views.resized(view, what.servers))
         yield from self._move()
         yield from self._trim()
         self._effects.append(Reply(request, None))
 
-    def _trim(self) -> _Steps:
+    def _trim(self) -> Steps:
         """Lets go of shards that are empty, once what they had has arrived."""
         if all(shard.number in self.view.active for shard in self.view.shards):
             return
-        yield _AskAll({shard: orders.Open() for shard in self.view.active})
-        yield _Edit(views.trimmed)
+        yield AskAll({shard: orders.Open() for shard in self.view.active})
+        yield Edit(views.trimmed)
 
     # --- snapshots
 
-    def _take_snapshot(self, request: int, what: orders.TakeSnapshot) -> _Steps:
+    def _take_snapshot(self, request: int, what: orders.TakeSnapshot) -> Steps:
         generation = self.view.generation
         cut = yield from self._cut(action=orders.Freeze())
         shards = [shard.number for shard in self.view.shards]
-        yield _Others()
-        parts = yield _AskAll({s: orders.Write(cut.change, what.folder) for s in shards})
+        yield Others()
+        parts = yield AskAll({s: orders.Write(cut.change, what.folder) for s in shards})
         lost = [shard for shard in shards if parts.get(shard) is None]
         snapshot = Snapshot(what.folder, cut.vector, cut.time)
         if lost or generation != self.view.generation:
             self._effects.append(Fail(request, f"the head of shard {lost} was lost meanwhile"))
             return
-        written = yield _Manifest(snapshot, what.extra, tuple(parts[s] for s in shards))
+        written = yield Manifest(snapshot, what.extra, tuple(parts[s] for s in shards))
         if not all(written.values()):
             self._effects.append(Fail(request, f"the manifest in {what.folder} was not written"))
             return
-        yield _Edit(lambda view: _with_snapshot(view, snapshot))
+        yield Edit(lambda view: _with_snapshot(view, snapshot))
         self._effects.append(Reply(request, snapshot))
 
     # --- going back
 
     def _begin_again(self) -> None:
         """State is lost: everything goes back to the last snapshot."""
-        self._cancel_all(_WENT_BACK)
+        self._give_up_all()
         self._begin(self._roll_back(), change=True)
 
-    def _roll_back(self) -> _Steps:
+    def _roll_back(self) -> Steps:
         if self.view.snapshot is None:
             lost = ", ".join(str(each) for each in _lost_shards(self.view))
             reason = (
                 f"all servers of shard {lost} were lost, and there is no snapshot to go back to"
             )
-            yield _Edit(lambda view: replace(view, number=view.number + 1, broken=reason))
+            yield Edit(lambda view: replace(view, number=view.number + 1, broken=reason))
             return
         wanted = [str(name) for name in self.view.settings.get("servers", ())]
-        yield _Servers(frozenset(wanted))
-        yield _Edit(self._without_gone)
-        yield _Edit(lambda view: views.rolled_back(view, self._survivors(wanted)))
+        yield Servers(frozenset(wanted))
+        yield Edit(self._without_gone)
+        yield Edit(lambda view: views.rolled_back(view, self._survivors(wanted)))
         yield self._to_all(self._beginning())
 
     def _survivors(self, wanted: list[str]) -> list[Server]:
@@ -722,6 +438,10 @@ def _without_server(view: View, server: Server) -> View:
 def _without_trainer(view: View, number: int) -> View:
     known = any(trainer.number == number for trainer in view.trainers)
     return views.without_trainers(view, {number}) if known else view
+
+
+def _without_leaver(view: View, what: orders.Leave) -> View:
+    return _without_trainer(view, what.trainer) if what.generation == view.generation else view
 
 
 def _backed_up(view: View, number: int, server: Server) -> View:

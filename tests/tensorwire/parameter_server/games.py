@@ -32,17 +32,7 @@ from tensorwire.parameter_server.decisions.consistency import (
     Consistency,
     staleness_of,
 )
-from tensorwire.parameter_server.decisions.coordination import (
-    Alarm,
-    Conclude,
-    Coordinator,
-    Fail,
-    Publish,
-    Reply,
-    Resign,
-    Store,
-    Tell,
-)
+from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import (
     Exported,
@@ -57,6 +47,16 @@ from tensorwire.parameter_server.decisions.replica import (
 )
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.slots import SLOTS
+from tensorwire.parameter_server.decisions.tasks import (
+    Alarm,
+    Conclude,
+    Fail,
+    Publish,
+    Reply,
+    Resign,
+    Store,
+    Tell,
+)
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 
@@ -200,9 +200,12 @@ class ServerProcess(Process):
             for sender, call, what in self.early.pop(number, []):
                 self.receive(number, sender, call, what)
         coordinator = self.coordinator
-        if coordinator is not None and view.coordinator != self.life:
-            if view.term > coordinator.view.term:
-                self.coordinator = None
+        if (
+            coordinator is not None
+            and view.coordinator != self.life
+            and view.term > coordinator.view.term
+        ):
+            self.coordinator = None
         for number in list(self.states):
             self.resend_exports(number)
         self.maybe_coordinate()
@@ -217,11 +220,12 @@ class ServerProcess(Process):
         view = self.view
         if view is None or self.coordinator is not None or view.broken:
             return
-        living = {p for p in self.game.servers_known_by(self)}
+        living = self.game.servers_known_by(self)
         starts = view.coordinator == self.life
         if starts or views.is_next_coordinator(view, self.life, living):
             trainers = [
-                t.number for t in view.trainers
+                t.number
+                for t in view.trainers
                 if Server(t.name, t.incarnation) not in self.known_lost
             ]
             self.coordinator = Coordinator(self.life, view, living, trainers)
@@ -237,8 +241,13 @@ class ServerProcess(Process):
                 assert self.coordinator is not None
                 self.call(
                     effect.to,
-                    ("order", self.coordinator.view, self.coordinator.view.term, effect.shard,
-                     effect.order),
+                    (
+                        "order",
+                        self.coordinator.view,
+                        self.coordinator.view.term,
+                        effect.shard,
+                        effect.order,
+                    ),
                     lambda answer, ask=effect.ask: self.order_answered(ask, answer),
                 )
             elif isinstance(effect, Publish):
@@ -452,6 +461,8 @@ class ServerProcess(Process):
             def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
                 if shard not in self.replicas:
                     return
+                if self.life in self.game.islands:
+                    return
                 if answer is None or isinstance(answer, NotHead):
                     self.game.later(self, lambda: self.resend_exports(shard))
                 else:
@@ -587,7 +598,9 @@ class TrainerProcess(Process):
         """Where does it begin? Any shard can tell."""
         start = self.game.start_of(self)
         if start is None:
-            self.game.later(self, self.ask_count)
+            self.look()
+            if self.phase == "start":
+                self.game.later(self, self.ask_count)
             return
         self.next = self.start = start
         self.phase = "work"
@@ -691,13 +704,19 @@ class TrainerProcess(Process):
         generation = self.generation
         if isinstance(answer, Refused) and answer.reason is Refusal.MOVED:
             self.game.later(self, lambda: self.split_again(number, epoch, generation))
-        elif isinstance(answer, tuple):
-            self.kept.safe(shard, max(answer[1], number + 1))
+        elif isinstance(answer, tuple) or self.is_gone(answer):
+            safe = answer[1] if isinstance(answer, tuple) else 0
+            self.kept.safe(shard, max(safe, number + 1))
             if self.phase == "finish" and not len(self.kept):
                 self.phase = "leave"
                 self.act()
         else:
             self.refresh()
+
+    def is_gone(self, answer: Any) -> bool:
+        """True if a shard has forgotten this trainer, as it took all, the last push included."""
+        known = self.view is not None and self.view.trainer(self.name, self.life.incarnation)
+        return self.phase == "finish" and bool(known) and isinstance(answer, Refused)
 
     def split_again(self, number: int, epoch: int, generation: int) -> None:
         self.look()
@@ -817,6 +836,9 @@ class Game:
             self.send(source.life, server, ("tell", view))
 
     def store_later(self, process: ServerProcess, effect: Store) -> None:
+        coordinator = process.coordinator
+        assert coordinator is not None
+
         def put() -> None:
             accepted = self.view == effect.expected
             if accepted:
@@ -825,8 +847,8 @@ class Game:
             view = self.view
 
             def stored() -> None:
-                if process.coordinator is not None:
-                    process.coordinate(process.coordinator.stored(view, accepted))
+                if process.coordinator is coordinator:
+                    process.coordinate(coordinator.stored(view, accepted))
                 process.see(view)
 
             self.later(process, stored)
@@ -1122,11 +1144,15 @@ class Game:
                 )
             if p.coordinator:
                 asks = [(a.shard, a.order, str(a.to)) for a in p.coordinator._asks.values()]
-                lines.append(f"{p.life} coordinates {p.coordinator.view.number} asks {asks} "
-                             f"edits {len(p.coordinator._edits)} {p.coordinator._storing is None}")
+                lines.append(
+                    f"{p.life} coordinates {p.coordinator.view.number} asks {asks} "
+                    f"edits {len(p.coordinator._edits)} {p.coordinator._storing is None}"
+                )
         for t in self.trainers:
-            lines.append(f"{t.life} {t.number} {t.phase} next={t.next} waiting={t.waiting} "
-                         f"kept={t.kept._kept} view={t.view.number if t.view else None}")
+            lines.append(
+                f"{t.life} {t.number} {t.phase} next={t.next} waiting={t.waiting} "
+                f"kept={t.kept._kept} view={t.view.number if t.view else None}"
+            )
         return "\n".join(lines)
 
 
@@ -1154,6 +1180,7 @@ class Admin(Process):
 
     def arrive(self, server: Server) -> None:
         if server in self.game.living and not self.game.over() and not self.game.view.broken:
+
             def answered(answer: Any) -> None:
                 if not isinstance(answer, Reply):
                     self.game.later(self, lambda: self.arrive(server))

@@ -1,0 +1,338 @@
+"""Runs the tasks of a coordinator: what is done one step after the other, as generators.
+
+Each ``yield`` of a task says what it waits for: an edit of the view, answers of shards, servers
+that come. Owns the edits, of which one at a time is on its way to the store, and the orders that
+are not answered yet, which are given again to a shard's new head. Sans-IO, as its callers are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+
+PATIENCE: Final = 10.0
+"""Seconds that a cluster without state waits for its servers to come back."""
+
+_NO_SHARD: Final = -1
+
+# --- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Replace the view in the store if it still is ``expected``; then call ``stored``."""
+
+    expected: View
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Give a shard an order; then call ``answered`` with its number."""
+
+    ask: int
+    to: Server
+    shard: int
+    order: orders.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Let everybody know the view."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A request is done."""
+
+    request: int
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A request cannot be done."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Write the manifest that makes a snapshot whole; then call ``answered``."""
+
+    ask: int
+    snapshot: Snapshot
+    extra: Any
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Call ``rang`` after so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resign:
+    """Another server coordinates."""
+
+
+Effect = Store | Tell | Publish | Reply | Fail | Conclude | Alarm | Resign
+
+# --- what a task waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The view to be replaced by what this makes of it; resumed with the new one."""
+
+    change: Callable[[View], View]
+
+
+@dataclass(frozen=True, slots=True)
+class AskAll:
+    """All answers to these orders, by shard."""
+
+    orders: Mapping[int, orders.Order]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The manifest to be written; resumed with True or False."""
+
+    snapshot: Snapshot
+    extra: Any
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Nothing, but others may change the cluster meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Servers of these names, or an alarm; resumed with True if it rang."""
+
+    names: frozenset[str]
+
+
+Wait = Edit | AskAll | Manifest | Others | Servers
+Steps = Generator[Wait, Any, None]
+
+
+class _Task:
+    """Something that is being done, for whom, and what it waits for."""
+
+    def __init__(self, steps: Steps, request: int | None = None) -> None:
+        self.steps = steps
+        self.request = request
+        self.answers: dict[int, Any] = {}
+        self.missing: set[int] = set()
+        self.names: frozenset[str] | None = None
+
+
+@dataclass(slots=True)
+class _Ask:
+    """An order that is not answered yet; ``to`` whom it was given last."""
+
+    task: _Task
+    shard: int
+    order: orders.Order
+    to: Server | None = None
+
+
+class Tasks:
+    """The tasks of one coordinator.
+
+    Args:
+        view: the view in which it begins.
+        living: the servers that are there.
+    """
+
+    def __init__(self, view: View, living: Iterable[Server]) -> None:
+        self.view = view
+        self._living = set(living)
+        self._effects: list[Effect] = []
+        self._edits: deque[tuple[Callable[[View], View], _Task]] = deque()
+        self._storing: View | None = None
+        self._asks: dict[int, _Ask] = {}
+        self._numbers = 0
+        self._tasks: list[_Task] = []
+        self._change: _Task | None = None
+        self._queue: deque[tuple[Callable[[], Steps], int | None]] = deque()
+        self._resigned = False
+
+    # --- events
+
+    def stored(self, view: View, accepted: bool) -> list[Effect]:
+        """The store has ``view`` now; ``accepted`` if it took ours."""
+        if self._resigned or self._storing is None:
+            return []
+        if not accepted:
+            return self._resign()
+        self.view, self._storing = view, None
+        _, task = self._edits.popleft()
+        self._effects.append(Publish(view))
+        self._retell()
+        self._resume(task, view)
+        self._store_next()
+        return self._flush()
+
+    def answered(self, ask: int, answer: Any) -> list[Effect]:
+        """A shard has carried out an order, or a manifest was written."""
+        self._take_answer(ask, answer)
+        return self._flush()
+
+    def rang(self) -> list[Effect]:
+        """The time of an alarm is over."""
+        for task in list(self._tasks):
+            if task.names is not None:
+                self._resume(task, True)
+        return self._flush()
+
+    # --- running
+
+    def _flush(self) -> list[Effect]:
+        self._next_change()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _begin(self, steps: Steps, change: bool = False, request: int | None = None) -> None:
+        task = _Task(steps, request)
+        self._tasks.append(task)
+        if change:
+            self._change = task
+        self._resume(task, None)
+
+    def _line_up(self, make: Callable[[], Steps], request: int | None = None) -> None:
+        """One change is made after the other."""
+        self._queue.append((make, request))
+
+    def _next_change(self) -> None:
+        """Begins what is next in line, if nothing else is under way."""
+        raise NotImplementedError
+
+    def _resume(self, task: _Task, value: Any) -> None:
+        if task not in self._tasks:
+            return
+        task.names = None
+        try:
+            wait = task.steps.send(value)
+        except StopIteration:
+            self._end(task)
+            return
+        if task in self._tasks:  # it may have cancelled itself with all others
+            self._wait(task, wait)
+
+    def _end(self, task: _Task) -> None:
+        if task in self._tasks:
+            self._tasks.remove(task)
+        if self._change is task:
+            self._change = None
+
+    def _wait(self, task: _Task, wait: Wait) -> None:
+        if isinstance(wait, Edit):
+            self._edits.append((wait.change, task))
+            self._store_next()
+        elif isinstance(wait, AskAll):
+            self._ask_all(task, wait.orders)
+        elif isinstance(wait, Manifest):
+            ask = self._new_ask(task, _NO_SHARD, orders.Query())
+            self._effects.append(Conclude(ask, wait.snapshot, wait.extra, wait.parts))
+        elif isinstance(wait, Servers):
+            if wait.names <= self._names_living():
+                self._resume(task, False)
+            else:
+                task.names = wait.names
+                self._effects.append(Alarm(PATIENCE))
+        else:
+            if self._change is task:
+                self._change = None
+            self._resume(task, None)
+
+    def _store_next(self) -> None:
+        """Edits are made one after the other, each of what the one before it left."""
+        while self._edits and self._storing is None:
+            change, task = self._edits[0]
+            new = change(self.view)
+            if new is self.view:  # there is nothing to change
+                self._edits.popleft()
+                self._resume(task, new)
+            else:
+                self._storing = new
+                self._effects.append(Store(self.view, new))
+
+    def _ask_all(self, task: _Task, wanted: Mapping[int, orders.Order]) -> None:
+        task.answers = {}
+        asks = [self._new_ask(task, shard, order) for shard, order in wanted.items()]
+        for ask in asks:
+            self._tell(ask)
+        if not asks:
+            self._resume(task, {})
+
+    def _new_ask(self, task: _Task, shard: int, order: orders.Order) -> int:
+        self._numbers += 1
+        self._asks[self._numbers] = _Ask(task, shard, order)
+        task.missing.add(self._numbers)
+        return self._numbers
+
+    def _tell(self, number: int) -> None:
+        """Gives an order to whom it is for by the view, if it was not given to it already."""
+        ask = self._asks[number]
+        found = self.view.shard(ask.shard)
+        if found is not None and found.chain:
+            to = found.chain[-1] if isinstance(ask.order, orders.Copy) else found.head
+            if to != ask.to:
+                ask.to = to
+                self._effects.append(Tell(number, to, ask.shard, ask.order))
+
+    def _retell(self) -> None:
+        """After a change of the view: what the lost were told is told to those in their place."""
+        for number, ask in list(self._asks.items()):
+            if ask.shard == _NO_SHARD:
+                continue
+            heir_lost = isinstance(ask.order, orders.Copy) and ask.order.to not in self._living
+            if heir_lost or self.view.shard(ask.shard) is None:
+                self._take_answer(number, None)
+            elif number in self._asks:
+                self._tell(number)
+
+    def _take_answer(self, number: int, answer: Any) -> None:
+        ask = self._asks.pop(number, None)
+        if ask is None:
+            return
+        ask.task.answers[ask.shard] = answer
+        ask.task.missing.discard(number)
+        if not ask.task.missing:
+            self._resume(ask.task, ask.task.answers)
+
+    def _resign(self) -> list[Effect]:
+        """Another coordinates: whoever asked for something must ask there."""
+        self._resigned = True
+        requests = [task.request for task in self._tasks if task.request is not None]
+        requests += [request for _, request in self._queue if request is not None]
+        self._tasks, self._asks = [], {}
+        self._queue.clear()
+        effects: list[Effect] = [Fail(request, "") for request in requests]
+        return [*effects, Resign()]
+
+    def _cancel_all(self, reason: str) -> None:
+        """All tasks end, as the cluster goes back to where none of them was begun."""
+        for task in self._tasks:
+            if task.request is not None:
+                self._effects.append(Fail(task.request, reason))
+        self._tasks, self._asks, self._change = [], {}, None
+        self._edits = deque(list(self._edits)[:1]) if self._storing else deque()
+
+    def _names_living(self) -> frozenset[str]:
+        return frozenset(server.name for server in self._living)
