@@ -13,6 +13,8 @@ from tqdm import tqdm
 import benchmarks
 from benchmarks import bindings
 from benchmarks.commands import Column
+from benchmarks.counts import ROWS_COUNTED
+from benchmarks.counts import main as print_counts
 from benchmarks.group import Launch, MemberFailed
 from benchmarks.report import header, remarks, save_json, save_plot, table_line
 from benchmarks.rounds import Plan, measure
@@ -39,6 +41,10 @@ def main() -> int:
     """Measure, print, save; return the exit status."""
     options = _parse()
     columns = [_column(name, options) for name in options.columns]
+    if options.count:
+        keys = ROWS_COUNTED if options.rows is DEFAULT_ROWS else options.rows
+        print_counts(columns[-1], keys, options.functions)
+        return 0
     launch = Launch(options.launch)
     plan = Plan(options.rounds, options.starts, options.seconds, options.least, launch)
     rows = [ROWS[key] for key in options.rows]
@@ -112,6 +118,13 @@ def _parse() -> argparse.Namespace:
         default=Path("runs/benchmarks"),
         help="where to save, without extension (%(default)s)",
     )
+    add(
+        "--count",
+        action="store_true",
+        help="count the Python functions that the rows call in the last column, instead of "
+        "measuring time",
+    )
+    add("--functions", action="store_true", help="with --count, name them")
     options = parser.parse_args()
     if options.starts is None:
         options.starts = max(1, options.rounds // 2)

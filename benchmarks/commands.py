@@ -7,7 +7,7 @@ commands go to its standard input, one answer for each comes from its standard o
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -44,12 +44,14 @@ class Place:
         rank: its rank.
         size: how many there are.
         meeting_file: through which they find each other.
+        counts: whether the functions it calls are counted.
     """
 
     column: Column
     rank: int
     size: int
     meeting_file: str
+    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Command:
     """Ask a member to do something.
 
     Args:
-        verb: ``prepare`` a row, ``measure`` it, ``forget`` what was prepared, or ``leave``.
+        verb: ``prepare`` a row, ``measure`` it, ``count`` the functions called since this was
+            last said, ``forget`` what was prepared, or ``leave``.
         row: the row's key.
         caller: the member's number among those who call, from 0.
         seconds: how long to measure.
@@ -116,10 +119,12 @@ class Answer:
     Args:
         seconds: how long all of it took.
         nanoseconds: how long each operation took.
+        calls: how often each function was called, if that was asked.
     """
 
     seconds: float = 0.0
     nanoseconds: tuple[int, ...] = ()
+    calls: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return this as one line."""
@@ -129,4 +134,4 @@ class Answer:
     def from_json(cls, text: str) -> Answer:
         """Rebuild what ``to_json`` wrote."""
         fields = json.loads(text)
-        return cls(fields["seconds"], tuple(fields["nanoseconds"]))
+        return cls(fields["seconds"], tuple(fields["nanoseconds"]), fields["calls"])

@@ -62,14 +62,18 @@ class Group:
         column: what they measure.
         size: how many there are.
         launch: how they are started; those that are forked share a nursery.
+        counts: whether the functions that they call are counted.
     """
 
-    def __init__(self, column: Column, size: int, launch: Launch = Launch.APART) -> None:
+    def __init__(
+        self, column: Column, size: int, launch: Launch = Launch.APART, *, counts: bool = False
+    ) -> None:
         self.column = column
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
         meeting = f"{self._folder.name}/meeting"
         self._members = [
-            _Member(Place(column, rank, size, meeting), self._folder.name) for rank in range(size)
+            _Member(Place(column, rank, size, meeting, counts), self._folder.name)
+            for rank in range(size)
         ]
         forked = launch is Launch.FORKED
         families = [self._members] if forked else [[each] for each in self._members]
@@ -119,6 +123,18 @@ class Group:
             tuple(duration for answer in answers for duration in answer.nanoseconds),
             sum(row.units * len(answer.nanoseconds) / answer.seconds for answer in answers),
         )
+
+    def count(self, row: Row, operations: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Run the row's operation so often; return what the first caller and the peer called."""
+        both = [self._callers(row)[0], self._members[PEER_RANK]]
+        self._ask(both, Command("count"))
+        for member in both:
+            member.answer()
+        self._ask(both[:1], Command("measure", row.key, seconds=0.0, least=operations))
+        both[0].answer()
+        self._ask(both, Command("count"))
+        caller, callee = (member.answer().calls for member in both)
+        return caller, callee
 
     def forget(self, row: Row) -> None:
         """Drop what was prepared for a row."""

@@ -11,6 +11,7 @@ from typing import TextIO, cast
 
 import torch
 
+from benchmarks import counts
 from benchmarks.bindings import OURS, Api, load, make_main_job_importable
 from benchmarks.commands import Answer, Command, Place
 from benchmarks.workloads import ROWS, Operation
@@ -25,6 +26,8 @@ def serve(place: Place) -> None:
     answers = _keep_standard_output_for_answers()
     die_with_parent()
     torch.set_num_threads(1)
+    if place.counts:
+        counts.begin()
     api = _join(place)
     operations: dict[str, Operation] = {}
     print(Answer().to_json(), file=answers, flush=True)
@@ -49,6 +52,8 @@ def _obey(command: Command, api: Api, operations: dict[str, Operation]) -> Answe
             return _measure(operation, _WARM_UP_SECONDS, _WARM_UP_LEAST)
         case "measure":
             return _measure(operations[command.row], command.seconds, command.least)
+        case "count":
+            return Answer(calls=counts.take())
         case "forget":
             operations.clear()
             return Answer()
