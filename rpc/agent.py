@@ -20,10 +20,10 @@ import torch
 from rpc.calls.callee import Callee
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels
-from rpc.calls.control_channel import Notices
+from rpc.calls.control_channel import ControlChannel
 from rpc.calls.extension_set import ExtensionSet
 from rpc.calls.gathering import Gatherings
-from rpc.calls.inbound import Arrivals
+from rpc.calls.inbound import Inbound
 from rpc.calls.pending_joins import CallToCome
 from rpc.calls.retrying import RetriedCall, Retries
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
@@ -32,12 +32,12 @@ from rpc.debug import agent_debug_info
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.extend import Worker
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
-from rpc.group.loss_reports import Accusations
+from rpc.group.loss_reports import LossReports
 from rpc.group.members import Group
 from rpc.group.probes import Prober
-from rpc.group.shutdown import Departure
+from rpc.group.shutdown import GroupShutdown, Work
 from rpc.group.watch import Watch
-from rpc.group.worker_loss import Losses
+from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
 from rpc.observe import profiling
 from rpc.observe.metrics import Snapshot
@@ -45,6 +45,7 @@ from rpc.observe.names import method_name
 from rpc.outcomes.completions import Completions
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
+from rpc.protocol.liveness import Evidence
 from rpc.protocol.retry import Retry
 from rpc.rrefs.keeper import ReferenceKeeper
 from rpc.rrefs.rref import RRef
@@ -61,7 +62,7 @@ from rpc.runtime.timers import Timers
 from rpc.transports.base import Announces, MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
 from rpc.wire.callables import require_call
-from rpc.wire.control import Leaving, encode_passed
+from rpc.wire.control import ControlMessage, Leaving, encode_passed
 from rpc.wire.remote_errors import raisable
 from rpc.worker_info import WorkerInfo, may_exist
 
@@ -137,7 +138,7 @@ class Agent(process_forks.Member):
         self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context, short)
         self.completions = Completions(self.system_executor, transport, self.activity_changed)
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
-        self.notices = Notices(self)
+        self.control = ControlChannel(self)
         self.references = ReferenceKeeper(self, self.life)
         self.channels = Channels(self)
         self.states = States()
@@ -145,14 +146,14 @@ class Agent(process_forks.Member):
         self.extensions = ExtensionSet(self)
         self.caller = Caller(self)
         self.callee = Callee(self)
-        self.departure = Departure(self)
+        self.group_shutdown = GroupShutdown(self)
+        self.events = MembershipEvents(self.completions.submit)
+        self.worker_loss: WorkerLoss = WorkerLoss(self)
         self.membership: Membership | None = None
         self.store: Store | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings(self)
         self.gil_profiling = False
-        self.losses = Losses(self)
-        self.arrivals = Arrivals(self)
-        self.events = MembershipEvents(self.completions.submit)
+        self.inbound = Inbound(self)
         bound = self.options.liveness_timeout
         self.watch = Watch(self, bound, prober) if bound and prober is not None else None
         self.liveness = ""
@@ -160,7 +161,7 @@ class Agent(process_forks.Member):
         self.pulse = Pulse(f"{name}-pulse", self.clock, self._beat)
         self.timers = Timers(self.pulse.wake, self.completions.submit)
         self.retries = Retries(self)
-        self.accusations = Accusations(self, bound)
+        self.loss_reports = LossReports(self, bound)
         self._at_process_end: weakref.finalize[[], Agent] | None = None
 
     # --- Life
@@ -168,7 +169,7 @@ class Agent(process_forks.Member):
     def start(self) -> bytes:
         """Begins to listen; returns the address for the other workers."""
         finalizers.watch()
-        address = self.transport.start(self.info, self.life.incarnation, self.arrivals)
+        address = self.transport.start(self.info, self.life.incarnation, self.inbound)
         self._start_watch()
         self.pulse.start()
         self.references.start()
@@ -178,7 +179,7 @@ class Agent(process_forks.Member):
 
     def join(self, peers: Sequence[Peer]) -> None:
         """Makes the group known; ``peers`` includes this worker."""
-        with self.arrivals.early.held_back():
+        with self.inbound.early.held_back():
             for peer in peers:
                 self._add_peer(peer)
 
@@ -202,7 +203,7 @@ class Agent(process_forks.Member):
 
     def add_peer(self, peer: Peer) -> None:
         """A worker joined, or came back in a new life; if this raises, it is not known."""
-        with self.arrivals.early.held_back():
+        with self.inbound.early.held_back():
             self._add_peer(peer)
 
     def _add_peer(self, peer: Peer) -> None:
@@ -210,14 +211,14 @@ class Agent(process_forks.Member):
         known = self.group.latest(peer.info.id)
         if known is not None and known.incarnation < peer.incarnation:
             if peer.info == self.info:
-                self.losses.expelled("a later life of this worker joined the group")
+                self.worker_loss.expelled("a later life of this worker joined the group")
                 return
-            self.losses.lost(known.life, "it was replaced")
+            self.worker_loss.lost(known.life, "it was replaced")
         self.transport.add_peer(peer)
         self.group.add(peer)
         self.references.worker_joined(peer.life)
-        self.departure.worker_joined(peer.info.id)
-        self.notices.joined(peer.life)
+        self.group_shutdown.worker_joined(peer.info.id)
+        self.control.joined(peer.life)
         returned = known is not None and known.info.name == peer.info.name
         change = MembershipChange.RETURNED if returned else MembershipChange.JOINED
         self.events.announce(MembershipEvent(change, peer.info, peer.incarnation))
@@ -227,13 +228,13 @@ class Agent(process_forks.Member):
         if self.is_expelled:
             graceful = False  # nobody is there to be waited for
         if graceful:
-            self.departure.refuse_in_handler()
+            self.group_shutdown.refuse_in_handler()
         seconds = _SECONDS_IN_HASTE
         try:
             if graceful and self.membership is None:
-                self.departure.leave_together(timeout)
+                self.group_shutdown.leave_together(timeout)
             elif graceful:
-                self.departure.leave_alone(timeout)
+                self.group_shutdown.leave_alone(timeout)
                 self._say_goodbye()
             else:
                 self._say_goodbye()
@@ -244,7 +245,7 @@ class Agent(process_forks.Member):
     def _say_goodbye(self) -> None:
         for peer in self.group.living():
             if peer != self.info:
-                self.notices.tell(self.group.life(peer.id), Leaving(0))
+                self.control.tell(self.group.life(peer.id), Leaving(0))
 
     def _close(self, seconds: float) -> None:
         """Takes every step, whatever another one raises; raises the first error at the end.
@@ -269,7 +270,7 @@ class Agent(process_forks.Member):
 
     def _steps_of_closing(self, seconds: float) -> Iterator[Callable[[], object]]:
         reason = "this worker shut down"
-        yield self.departure.closing
+        yield self.group_shutdown.closing
         if self.membership is not None:
             yield self.membership.leave
         yield partial(self.caller.close, reason)
@@ -286,7 +287,7 @@ class Agent(process_forks.Member):
             yield self.watch.close
         yield partial(self.executor.close, seconds)
         yield partial(self.completions.close, seconds)
-        yield self.departure.closed
+        yield self.group_shutdown.closed
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
@@ -523,6 +524,102 @@ class Agent(process_forks.Member):
         """Counters under the names that the original gives them; see ``rpc.debug``."""
         return agent_debug_info(self)
 
+    # --- What its components ask of each other by way of it
+
+    def destinations(self) -> set[int]:
+        """The workers that a reply is expected from."""
+        return self.caller.destinations()
+
+    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
+        """Removes a lost worker soon, and tells the others."""
+        self.completions.submit(partial(self.worker_loss.declare, life, reason, evidence))
+
+    def take_as_expelled(self, reason: str) -> None:
+        """Does soon what is to be done if the others declared this worker lost."""
+        self.completions.submit(partial(self.worker_loss.expelled, reason))
+
+    def hurry(self) -> None:
+        """Makes the pulse beat soon."""
+        self.pulse.wake()
+
+    def why_expelled(self) -> str | None:
+        """Why the others declared this worker lost; None if they did not, as far as it knows."""
+        return None if self.watch is None else self.watch.verdict()
+
+    def watches(self) -> bool:
+        """True if this worker asks others for signs of life."""
+        return self.watch is not None
+
+    def leave_note(self, life: Life, reason: str) -> None:
+        """Leaves a note for a worker that was declared lost, in case it lives."""
+        if self.watch is not None:
+            self.watch.tell_lost(life, reason)
+
+    def strike_off(self, life: Life) -> None:
+        """Takes a life off the store's list, if this is a dynamic group."""
+        if self.membership is not None:
+            self.membership.remove(life)
+
+    def struck_off(self, life: Life, left: bool) -> None:
+        """Removes a worker that the store does not list any more; ``left`` of its own accord."""
+        self.worker_loss.struck_off(life, left)
+
+    def has_a_say(self) -> bool:
+        """False if this worker was declared lost, or the group is leaving together."""
+        return not (self.is_expelled or self.expects_departures())
+
+    def expects_departures(self) -> bool:
+        """True when workers that go are nothing to warn of."""
+        return self.group_shutdown.expects_departures()
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a control message at once."""
+        self.control.tell(to, message)
+
+    def end_all_of(self, life: Life, error: WorkerLostError) -> None:
+        """Ends what involved a lost worker: calls, references, gatherings, contexts."""
+        self.control.forget(life.worker)
+        self.caller.worker_lost(life.worker, error)
+        self.callee.worker_lost(life.worker)
+        self.references.worker_lost(life, error.reason)
+        self.gatherings.worker_lost(life, error)
+        self.extensions.worker_lost(life.worker, error.reason)
+        self.group_shutdown.worker_lost(life.worker)
+
+    def work(self) -> Work:
+        """What this worker has made, served and sent so far."""
+        sent, received = self.control.totals()
+        return Work(self.caller.sent() + self.callee.handled(), sent, received)
+
+    def is_quiet(self) -> bool:
+        """True if nothing is under way here."""
+        parts = (self.caller, self.callee, self.completions, self.references)
+        return all(part.quiet() for part in parts)
+
+    def under_way(self) -> list[str]:
+        """What keeps this worker from being quiet, one by one; like calls are named once."""
+
+        def name(worker: int) -> str:
+            return repr(self.group.peer(worker).info.name)
+
+        calls = [f"{row['call']} called by {name(row['from'])}" for row in self.callee.serving()]
+        calls += [f"{row['call']} called on {name(row['to'])}" for row in self.caller.outstanding()]
+        others = (
+            (self.caller, "calls that were given up and not answered"),
+            (self.references, "notices of references"),
+            (self.completions, "callbacks of futures"),
+        )
+        # The first of them only: what asks may itself run where callbacks do.
+        return list(dict.fromkeys(calls)) or [what for part, what in others if not part.quiet()][:1]
+
+    def leaks(self) -> list[str]:
+        """The values of this worker that others still use."""
+        return self.references.report.leaks()
+
+    def release_references(self) -> None:
+        """Makes the references of this worker unusable and tells the owners."""
+        self.references.release_all_users()
+
     def activity_changed(self) -> None:
         """Something ended that a graceful shutdown may be waiting for."""
-        self.departure.activity_changed()
+        self.group_shutdown.activity_changed()

@@ -202,15 +202,15 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         return
     agent = current_agent()
     if graceful:
-        agent.departure.refuse_in_handler()
+        agent.group_shutdown.refuse_in_handler()
     context = contextvars.copy_context()
-    agent.departure.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
+    agent.group_shutdown.release = lambda: context.run(_delete_all_user_and_unforked_owner_rrefs)
     try:
         if graceful and _wait_all_workers is not _OWN_STEP:
             _wait_as_replaced(agent, timeout)
         agent.shutdown(graceful, timeout or agent.options.shutdown_timeout)
-        if graceful and agent.departure.leaks and not _ignore_rref_leak:
-            raise RpcError("Leaking RRef: " + "; ".join(agent.departure.leaks))
+        if graceful and agent.group_shutdown.leaks and not _ignore_rref_leak:
+            raise RpcError("Leaking RRef: " + "; ".join(agent.group_shutdown.leaks))
     finally:
         _end_session(agent)
 

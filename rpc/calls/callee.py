@@ -164,7 +164,7 @@ class Callee:
                 series.failed(ErrorKind.REMOTE)
         if service.request.extensions:
             tracing.served(since, now, service.failed)
-        self._agent.departure.activity_changed()
+        self._agent.group_shutdown.activity_changed()
 
     def leaving(self, service: Service) -> None:
         """The reply to a traced request is about to be sent: its record is complete by then."""

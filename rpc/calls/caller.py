@@ -353,7 +353,7 @@ class Caller:
         for call in calls:
             numbers[call.to].append(call.number)
         for to, theirs in numbers.items():
-            agent.notices.tell(agent.group.life(to), Cancel(tuple(theirs)))
+            agent.control.tell(agent.group.life(to), Cancel(tuple(theirs)))
 
     def sync(self, sink: WaitingCaller) -> Any:
         """Waits for a sink's outcome; gives the call up if something ends the wait itself."""
@@ -394,7 +394,7 @@ class Caller:
         finally:
             with self._lock:
                 self._processing -= 1
-            self._agent.departure.activity_changed()
+            self._agent.group_shutdown.activity_changed()
 
     def expire(self, now: float) -> float | None:
         """Ends calls past their deadline; returns when to come back."""

@@ -103,11 +103,11 @@ class Channels:
             table, slots = pack_tensors(tensors, inline)
             streams.leave_tensors(slots)
         header = bytes((_VERSION, len(name))) + name + table
-        agent.notices.post_begins(to.worker)
+        agent.control.post_begins(to.worker)
         try:
             agent.transport.send(to.worker, Frame(FrameKind.NOTICE, 0, header, body, slots))
         except BaseException:
-            agent.notices.post_failed(to.worker)
+            agent.control.post_failed(to.worker)
             agent.activity_changed()
             raise
 
@@ -144,11 +144,11 @@ class Channels:
             channel, _ = _decode(frame.header)
             _logger.exception("a handler of channel %r failed for %s", channel, sender)
         finally:
-            self._agent.notices.post_handled(sender)
+            self._agent.control.post_handled(sender)
             self._agent.activity_changed()
 
     def _drop(self, sender: Life, channel: str) -> None:
-        self._agent.notices.post_handled(sender)
+        self._agent.control.post_handled(sender)
         with self._lock:
             is_first = channel not in self._dropped
             self._dropped.add(channel)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 UNCOUNTED = (Ready, Probe, Quiet, Leaving, Lost, Cancel)
 
 
-class Notices:
+class ControlChannel:
     """The control traffic of one agent."""
 
     def __init__(self, agent: Agent) -> None:

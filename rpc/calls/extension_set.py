@@ -84,6 +84,14 @@ class ExtensionSet:
             for extension in reversed(self.all()):
                 each.callback(extension.close)
 
+    def worker_lost(self, worker_id: int, reason: str) -> None:
+        """Tells all of them that a worker is gone, whatever one of them raises."""
+        for extension in self.all():
+            try:
+                extension.on_worker_lost(worker_id, reason)
+            except Exception:  # the others, and a shutdown, have to hear of it all the same
+                _logger.exception("the extension %r could not be told of a loss", extension.name)
+
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""
         return list(self._loaded.values())

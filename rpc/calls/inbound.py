@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("rpc")
 
 
-class Arrivals:
+class Inbound:
     """The ``transports.base.Receiver`` of one agent.
 
     Attributes:
@@ -30,7 +30,7 @@ class Arrivals:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.early = EarlyFrames(self._take_early, agent.losses.reported)
+        self.early = EarlyFrames(self._take_early, agent.worker_loss.reported)
 
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
@@ -46,7 +46,7 @@ class Arrivals:
     def peer_lost(self, life: Life, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
         if not self.early.keep_loss(life, reason):
-            self._agent.losses.reported(life, reason)
+            self._agent.worker_loss.reported(life, reason)
 
     def patience(self, correlation: int) -> Patience:
         """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""
@@ -59,7 +59,7 @@ class Arrivals:
     def _take(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
         agent = self._agent
         if not agent.group.has(sender):
-            agent.losses.refused(sender)
+            agent.worker_loss.refused(sender)
             return
         try:
             if frame.kind is FrameKind.REQUEST:
@@ -75,15 +75,15 @@ class Arrivals:
 
     def _control_arrived(self, sender: Life, frame: Frame) -> None:
         agent = self._agent
-        messages = agent.notices.arrived(sender, frame)
+        messages = agent.control.arrived(sender, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                agent.losses.left(sender)
+                agent.worker_loss.left(sender)
             elif isinstance(message, Cancel):
                 agent.callee.cancel(sender, message.correlations)
             elif isinstance(message, Lost):
-                agent.losses.told(Life(message.worker, message.incarnation), message.reason)
-            elif not agent.departure.control_arrived(sender.worker, message):
+                agent.worker_loss.told(Life(message.worker, message.incarnation), message.reason)
+            elif not agent.group_shutdown.control_arrived(sender.worker, message):
                 agent.references.control_arrived(sender, message)
-        agent.notices.acted_upon(sender, messages)
+        agent.control.acted_upon(sender, messages)
         agent.activity_changed()

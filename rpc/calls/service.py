@@ -505,7 +505,7 @@ class Service:
     def _ended_by_shutdown(self, error: BaseException) -> bool:
         """Whether it says only that this worker closes: the caller is to learn that as a loss."""
         # Of its type: an error's class may answer for its attributes, or raise.
-        return issubclass(type(error), AgentClosedError) and self._agent.departure.is_closing
+        return issubclass(type(error), AgentClosedError) and self._agent.group_shutdown.is_closing
 
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True

@@ -8,19 +8,56 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Evidence, Suspicion, fingers
-from rpc.wire.control import Lost
+from rpc.runtime.clock import Clock
+from rpc.runtime.timers import Timers
+from rpc.wire.control import ControlMessage, Lost
+from rpc.worker_info import WorkerInfo
 
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+
+class ReportingWorker(Protocol):
+    """What reports of losses use of their worker."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def group(self) -> Group:
+        """The workers that it knows."""
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
+
+    @property
+    def timers(self) -> Timers:
+        """Runs what is due later."""
+
+    def has_a_say(self) -> bool:
+        """False if it was declared lost itself, or the group is leaving together."""
+
+    def watches(self) -> bool:
+        """True if it asks others for signs of life, and can leave notes for the lost."""
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a control message at once."""
+
+    def leave_note(self, life: Life, reason: str) -> None:
+        """Leaves a note for a worker that was declared lost, in case it lives."""
+
+    def strike_off(self, life: Life) -> None:
+        """Takes a life off the store's list, if this is a dynamic group."""
+
 
 _TOLD = "declared it lost"
 
 
-class Accusations:
+class LossReports:
     """What one agent tells the others of losses.
 
     Args:
@@ -28,7 +65,7 @@ class Accusations:
         bound: its liveness timeout in seconds, 0 if it watches nobody.
     """
 
-    def __init__(self, agent: Agent, bound: float) -> None:
+    def __init__(self, agent: ReportingWorker, bound: float) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._suspicion = Suspicion(agent.info.id, bound)
@@ -36,9 +73,9 @@ class Accusations:
     def lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life was declared lost here."""
         agent = self._agent
-        if agent.departure.expects_departures():
+        if not agent.has_a_say():
             return
-        if agent.watch is None:
+        if not agent.watches():
             self._strike_off(life)
             return
         now = agent.clock.now()
@@ -64,21 +101,20 @@ class Accusations:
 
     def _accuse(self, life: Life, reason: str) -> None:
         agent = self._agent
-        if not self._strike_off(life) or agent.watch is None:
+        if not self._strike_off(life) or not agent.watches():
             return
         told = self.wording(reason)
-        agent.watch.tell_lost(life, told)
+        agent.leave_note(life, told)
         message = Lost(life.worker, life.incarnation, told)
         for worker in fingers(agent.info.id, [each.id for each in agent.group.living()]):
-            agent.notices.tell(agent.group.life(worker), message)
+            agent.tell(agent.group.life(worker), message)
 
     def _strike_off(self, life: Life) -> bool:
         """Takes a life off the store's list; False if this worker has no say any more."""
         agent = self._agent
         latest = agent.group.latest(life.worker)
         returned = latest is None or latest.incarnation != life.incarnation
-        if returned or agent.is_expelled or agent.departure.expects_departures():
+        if returned or not agent.has_a_say():
             return False
-        if agent.membership is not None:
-            agent.membership.remove(life)
+        agent.strike_off(life)
         return True

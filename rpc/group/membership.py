@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
@@ -29,9 +29,6 @@ from rpc.runtime.store_visits import ProcessEndsError, visit
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
 
 _logger = logging.getLogger("rpc")
 _LOOK_SECONDS = 0.2
@@ -50,6 +47,30 @@ def peer_of(record: Record) -> Peer:
     return Peer(info, record.incarnation, record.address, str(record.extras.get(LIVENESS, "")))
 
 
+class Lives(Protocol):
+    """The workers that are known to be there."""
+
+    def lives(self, who: str | int) -> bool:
+        """True if a worker of this name or id is a member that is not lost."""
+
+
+class JoiningWorker(Protocol):
+    """What a membership uses of its worker."""
+
+    is_expelled: bool
+    """The others declared it lost."""
+
+    @property
+    def group(self) -> Lives:
+        """The workers that it knows."""
+
+    def add_peer(self, peer: Peer) -> None:
+        """Makes a worker known that joined or came back."""
+
+    def struck_off(self, life: Life, left: bool) -> None:
+        """Removes a worker that the store does not list any more; ``left`` of its own accord."""
+
+
 class Membership:
     """One worker's membership in a dynamic group.
 
@@ -61,7 +82,7 @@ class Membership:
             later fails, and the other does not take it for a member.
     """
 
-    def __init__(self, agent: Agent, store: Store, me: Record, check: Check) -> None:
+    def __init__(self, agent: JoiningWorker, store: Store, me: Record, check: Check) -> None:
         self._agent = agent
         self._store = store
         self._me = me
@@ -254,7 +275,7 @@ class Membership:
             if rank not in records and record.name not in unreadable:
                 del self._known[rank]
                 life = Life(rank, record.incarnation)
-                self._agent.losses.struck_off(life, member_list.has_left(self._store, record))
+                self._agent.struck_off(life, member_list.has_left(self._store, record))
         for rank, record in records.items():
             known = self._known.get(rank)
             if known is None or known.incarnation < record.incarnation:

@@ -7,10 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rpc.errors import RpcError, RpcTimeoutError
+from rpc.group.members import Group
+from rpc.ids import Life
 from rpc.protocol.termination import (
     AnswerWhenQuiet,
     Effect,
@@ -20,11 +23,11 @@ from rpc.protocol.termination import (
     Tell,
     Termination,
 )
+from rpc.runtime.clock import Clock
 from rpc.runtime.executor import is_replaced_while_waiting
+from rpc.runtime.timers import Timers
 from rpc.wire.control import ControlMessage, Leaving, Probe, Quiet, Ready
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
 _MOST_NAMED = 3
@@ -32,10 +35,66 @@ _SECONDS_OF_SILENCE = 10.0
 _SECONDS_BEFORE_TRYING_AGAIN = 0.5
 
 
-class Departure:
+class LeavingWorker(Protocol):
+    """What a shutdown uses of the worker that leaves."""
+
+    is_expelled: bool
+    """The others declared it lost."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def group(self) -> Group:
+        """The workers that it knows."""
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
+
+    @property
+    def timers(self) -> Timers:
+        """Runs what is due later."""
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a control message at once."""
+
+    def work(self) -> Work:
+        """What it has made, served and sent so far."""
+
+    def is_quiet(self) -> bool:
+        """True if nothing is under way: no call, no callback, no news of references."""
+
+    def under_way(self) -> list[str]:
+        """What keeps it from being quiet, one by one."""
+
+    def leaks(self) -> list[str]:
+        """Its values that others still use."""
+
+    def release_references(self) -> None:
+        """Makes its references unusable and tells the owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Counters by which a group finds out that nothing is under way in it.
+
+    Args:
+        activity: calls made and served.
+        sent: control messages sent that count, by worker.
+        received: those that were received and dealt with.
+    """
+
+    activity: int
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+class GroupShutdown:
     """How one agent leaves its group."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: LeavingWorker) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._machine = Termination(agent.info.id, {agent.info.id})
@@ -50,7 +109,7 @@ class Departure:
         self._alone = False
         self._changed = threading.Condition()
         self.leaks: list[str] = []
-        self.release: Callable[[], None] = agent.references.release_all_users
+        self.release: Callable[[], None] = agent.release_references
 
     def leave_together(self, timeout: float) -> None:
         """Waits until the whole group is done; ``timeout`` in seconds, 0 or ``inf`` for none.
@@ -95,7 +154,7 @@ class Departure:
         deadline = time.monotonic() + timeout if timeout else None
         with self._changed:
             self._alone = True
-            while not (self._closed or self._quiet()):
+            while not (self._closed or self._agent.is_quiet()):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise RpcTimeoutError(self._still_under_way(timeout))
@@ -110,7 +169,7 @@ class Departure:
             missing = self._machine.missing()
             was_asked = self._asked_by == leader
         group, me = self._agent.group, self._agent.info.id
-        if not self._quiet() and (leader != me or missing == [me]):
+        if not self._agent.is_quiet() and (leader != me or missing == [me]):
             return self._still_under_way(timeout)
         if leader == me:
             names = [group.peer(worker).info.name for worker in missing]
@@ -148,27 +207,9 @@ class Departure:
 
     def _under_way(self) -> str:
         """What keeps this worker from being quiet, to be put at the end of a sentence."""
-        named = self._what_is_under_way()
+        named = self._agent.under_way()
         rest = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         return ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
-
-    def _what_is_under_way(self) -> list[str]:
-        """The same one by one; like calls are named once."""
-        agent = self._agent
-
-        def name(worker: int) -> str:
-            return repr(agent.group.peer(worker).info.name)
-
-        served, made = agent.callee.serving(), agent.caller.outstanding()
-        calls = [f"{row['call']} called by {name(row['from'])}" for row in served]
-        calls += [f"{row['call']} called on {name(row['to'])}" for row in made]
-        others = (
-            (agent.caller, "calls that were given up and not answered"),
-            (agent.references, "notices of references"),
-            (agent.completions, "callbacks of futures"),
-        )
-        # The first of them only: what asks may itself run where callbacks do.
-        return list(dict.fromkeys(calls)) or [w for part, w in others if not part.quiet()][:1]
 
     def worker_joined(self, worker_id: int) -> None:
         """A worker joined: it has to be waited for too."""
@@ -221,11 +262,9 @@ class Departure:
 
     def _answer_if_quiet(self) -> None:
         agent = self._agent
-        if not self._quiet():
+        if not agent.is_quiet():
             return
-        leaks = agent.references.report.leaks()
-        activity = agent.caller.sent() + agent.callee.handled()
-        sent, received = agent.notices.totals()
+        leaks, work = agent.leaks(), agent.work()
         with self._lock:
             if not self._probed:
                 return
@@ -233,17 +272,8 @@ class Departure:
             # Those of the last answer count: until this worker closes, others leave, and with
             # them what they hold.
             self.leaks = leaks
-            self._todo += self._machine.quiet(activity, sent, received)
+            self._todo += self._machine.quiet(work.activity, work.sent, work.received)
         self._perform()
-
-    def _quiet(self) -> bool:
-        agent = self._agent
-        return (
-            agent.caller.quiet()
-            and agent.callee.quiet()
-            and agent.completions.quiet()
-            and agent.references.quiet()
-        )
 
     def _perform(self) -> None:
         """Works off effects, in order, on one thread at a time; each stays until it is done."""
@@ -278,7 +308,7 @@ class Departure:
                 with self._lock:
                     self._todo += self._machine.receive(effect.to, effect.message)
             else:
-                agent.notices.tell(agent.group.life(effect.to), effect.message)
+                agent.tell(agent.group.life(effect.to), effect.message)
         elif isinstance(effect, AnswerWhenQuiet):
             with self._lock:
                 self._asked_by = self._machine.leader

@@ -9,17 +9,43 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Set
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from rpc.group.members import Group
 from rpc.group.probes import Prober
 from rpc.ids import Life
 from rpc.protocol.liveness import Ask, Evidence, Forget, Liveness, Silent, neighbour
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
+
+
+class WatchingWorker(Protocol):
+    """What a watch uses of its worker."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def life(self) -> Life:
+        """Its id and incarnation."""
+
+    @property
+    def group(self) -> Group:
+        """The workers that it knows."""
+
+    def destinations(self) -> set[int]:
+        """The workers that it expects replies from."""
+
+    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
+        """Removes a lost worker soon, and tells the others; must not block."""
+
+    def take_as_expelled(self, reason: str) -> None:
+        """Does soon what is to be done if the others declared this worker lost."""
+
+    def hurry(self) -> None:
+        """Makes :meth:`Watch.beat` run soon."""
 
 
 class Watch:
@@ -31,7 +57,7 @@ class Watch:
         prober: asks for signs of life, and gives them.
     """
 
-    def __init__(self, agent: Agent, bound: float, prober: Prober) -> None:
+    def __init__(self, agent: WatchingWorker, bound: float, prober: Prober) -> None:
         self._agent = agent
         self._liveness = Liveness(bound)
         self._prober = prober
@@ -69,7 +95,7 @@ class Watch:
         if address:
             me = self._agent.life
             self._condemned.append((address, f"{me.worker} {me.incarnation} {reason}"))
-            self._agent.pulse.wake()
+            self._agent.hurry()
 
     def verdict(self) -> str | None:
         """Why this worker was declared lost, if others say that it was."""
@@ -134,12 +160,11 @@ class Watch:
     def _learn(self, reason: str) -> None:
         if not self._expelled:
             self._expelled = True
-            self._agent.completions.submit(partial(self._agent.losses.expelled, reason))
+            self._agent.take_as_expelled(reason)
 
     def _fell_silent(self, effect: Silent) -> None:
         reason = f"it gave no sign of life for {effect.seconds:.1f} s"
-        declare = partial(self._agent.losses.declare, effect.life, reason, Evidence.SILENT)
-        self._agent.completions.submit(declare)
+        self._agent.declare_lost(effect.life, reason, Evidence.SILENT)
 
     def _watched(self) -> Set[Life]:
         agent = self._agent
@@ -151,7 +176,7 @@ class Watch:
             self._neighbour = None if nearest is None else group.life(nearest)
         wanted = {
             group.life(to)
-            for to in agent.caller.destinations()
+            for to in agent.destinations()
             if to != agent.info.id and group.lost_error(to) is None and group.peer(to).liveness
         }
         if self._neighbour is not None:

@@ -8,29 +8,68 @@ sends, calls to it fail, references and contexts that it held are let go. Who it
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rpc.errors import WorkerLostError
-from rpc.group.events import MembershipChange, MembershipEvent
+from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
+from rpc.group.loss_reports import LossReports
+from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Evidence
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+from rpc.transports.base import Transport
+from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
 
 
-class Losses:
+class LosingWorker(Protocol):
+    """What the removal of lost workers uses of the worker that removes them."""
+
+    is_expelled: bool
+    """The others declared it lost."""
+    transport: Transport
+    """Refuses what a removed worker still sends."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def life(self) -> Life:
+        """Its id and incarnation."""
+
+    @property
+    def group(self) -> Group:
+        """The workers that it knows."""
+
+    @property
+    def events(self) -> MembershipEvents:
+        """Tells user code."""
+
+    @property
+    def loss_reports(self) -> LossReports:
+        """Tells the other workers."""
+
+    def why_expelled(self) -> str | None:
+        """Why the others declared it lost; None if they did not, as far as it knows."""
+
+    def expects_departures(self) -> bool:
+        """True when workers that go are nothing to warn of."""
+
+    def end_all_of(self, life: Life, error: WorkerLostError) -> None:
+        """Ends what involved a lost worker: calls, references, gatherings, contexts."""
+
+
+class WorkerLoss:
     """Carries out that lives are over."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: LosingWorker) -> None:
         self._agent = agent
 
     def reported(self, life: Life, reason: str) -> None:
         """The transport cannot reach a worker any more."""
         agent = self._agent
-        verdict = None if agent.watch is None else agent.watch.verdict()
+        verdict = agent.why_expelled()
         if verdict is not None:
             self.expelled(verdict)
         self.declare(life, reason, Evidence.CLOSED)
@@ -49,9 +88,8 @@ class Losses:
             life: which.
             left: it left of its own accord, rather than that somebody declared it lost.
         """
-        watch = self._agent.watch
         if life == self._agent.life:
-            told = None if watch is None else watch.verdict()
+            told = self._agent.why_expelled()
             self.expelled(told or "somebody declared it lost: the group does not list it any more")
         elif left:
             self.left(life)
@@ -64,7 +102,7 @@ class Losses:
         Whatever it still sends is refused; should it live, it learns why.
         """
         if self.lost(life, reason):
-            self._agent.accusations.lost(life, reason, evidence)
+            self._agent.loss_reports.lost(life, reason, evidence)
 
     def lost(self, life: Life, reason: str) -> bool:
         """Ends here what involved a life that was lost; False if that is known."""
@@ -91,7 +129,7 @@ class Losses:
         error, others = agent.group.expel(agent.info.id, reason)
         _logger.error("%s; call rpc.shutdown(), then it may join again", error)
         for life in others:
-            self._end(life, error)
+            agent.end_all_of(life, error)
             agent.transport.remove_peer(life.worker)
         change, incarnation = MembershipChange.LOST, agent.life.incarnation
         agent.events.announce(MembershipEvent(change, agent.info, incarnation, error.reason))
@@ -101,26 +139,12 @@ class Losses:
         error = agent.group.lose(life, reason)
         if error is None:
             return False
-        news = not agent.departure.expects_departures()
+        news = not agent.expects_departures()
         if change is MembershipChange.LOST and news:
             _logger.warning("%s", error)
         agent.transport.remove_peer(life.worker)
-        self._end(life, error)
+        agent.end_all_of(life, error)
         if news:
             info = agent.group.peer(life.worker).info
             agent.events.announce(MembershipEvent(change, info, life.incarnation, reason))
         return True
-
-    def _end(self, life: Life, error: WorkerLostError) -> None:
-        agent = self._agent
-        agent.notices.forget(life.worker)
-        agent.caller.worker_lost(life.worker, error)
-        agent.callee.worker_lost(life.worker)
-        agent.references.worker_lost(life, error.reason)
-        agent.gatherings.worker_lost(life, error)
-        for extension in agent.extensions.all():
-            try:
-                extension.on_worker_lost(life.worker, error.reason)
-            except Exception:  # the others, and a shutdown, have to hear of it all the same
-                _logger.exception("the extension %r could not be told of a loss", extension.name)
-        agent.departure.worker_lost(life.worker)

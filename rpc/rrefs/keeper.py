@@ -538,7 +538,7 @@ class ReferenceKeeper:
         for effect in effects:
             match effect:
                 case Send():
-                    self.agent.notices.queue(effect.to, effect.message)
+                    self.agent.control.queue(effect.to, effect.message)
                     queued = True
                 case FreeValue():
                     self._free(effect.rref, freed)
@@ -547,7 +547,7 @@ class ReferenceKeeper:
                 case HandleConfirmed() | HandleFailed():
                     self._settled(effect.fork)
         if queued:
-            self.agent.notices.flush()
+            self.agent.control.flush()
         if freed:  # their destructors may make calls, which nobody would deliver here
             self.agent.completions.submit(freed.clear)
 

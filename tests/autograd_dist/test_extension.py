@@ -746,7 +746,7 @@ def test_worker_lost_during_the_pass_fails_it(workers):
     thread = threading.Thread(target=run)
     thread.start()
     assert entered.wait(SECONDS)
-    workers[0].arrivals.peer_lost(workers[1].life, "the test says so")
+    workers[0].inbound.peer_lost(workers[1].life, "the test says so")
     thread.join(SECONDS)
     go_on.set()
     assert outcome == [("bob", "the test says so")]
@@ -762,7 +762,7 @@ def test_contexts_of_a_lost_worker_are_dropped(workers):
         context.__enter__()
         rpc.rpc_sync("alice", square, (leaf(),))
         assert debug(workers[0], "num_autograd_contexts") == 1
-    workers[0].arrivals.peer_lost(workers[2].life, "the test says so")
+    workers[0].inbound.peer_lost(workers[2].life, "the test says so")
     assert debug(workers[0], "num_autograd_contexts") == 0
     context.__exit__()
 

@@ -633,7 +633,7 @@ def test_shutdown_may_wait_for_ever(seconds: float) -> None:
 def test_a_member_that_leaves_alone_may_wait_for_ever(pair: list[Agent], seconds: float) -> None:
     alice, _ = pair
     call = alice.rpc_async("bob", _wait_for, (id(_keep(release := threading.Event())),))
-    leaving = threading.Thread(target=alice.departure.leave_alone, args=(seconds,))
+    leaving = threading.Thread(target=alice.group_shutdown.leave_alone, args=(seconds,))
     leaving.start()
     release.set()
     leaving.join(20)

@@ -39,9 +39,7 @@ class Server:
         """What arrives here when bob does something; it is not taken in."""
         came: list[Frame] = []
         with self._patched.context() as patched:
-            patched.setattr(
-                self.agent.arrivals, "_take", lambda _, frame, *rest: came.append(frame)
-            )
+            patched.setattr(self.agent.inbound, "_take", lambda _, frame, *rest: came.append(frame))
             call(self._bob)
             until(lambda: bool(came))
         return came[0]
@@ -75,7 +73,7 @@ def test_a_request_of_a_former_life_does_not_run(
     late = server.intercept(CALLS[kind])
     server.replace_bob()
     with caplog.at_level(logging.DEBUG, "rpc"):
-        server.agent.arrivals.deliver(server.former, late)
+        server.agent.inbound.deliver(server.former, late)
     assert f"dropped a message from {server.former}: that life is over" in caplog.messages
     assert server.agent.callee.quiet()
     assert server.agent.rpc_sync("server", len, ([],)) == 0
@@ -97,7 +95,7 @@ def test_one_that_waited_for_a_thread_has_no_outcome_for_its_successor(
     late = server.intercept(CALLS["retry"])
     with monkeypatch.context() as patched:
         patched.setattr(server.agent.executor, "run_here", lambda run, inline: waiting.append(run))
-        server.agent.arrivals.deliver(server.former, late)
+        server.agent.inbound.deliver(server.former, late)
     server.replace_bob()
     waiting.pop()()
     assert len(server.agent.callee._once) == 0
@@ -108,13 +106,13 @@ def test_a_former_life_does_not_cancel_what_its_successor_asks(server: Server) -
     late = server.intercept(CALLS["call"])
     server.replace_bob()
     server.agent.callee.cancel(server.former, [late.correlation])
-    server.agent.arrivals.deliver(server.agent.group.life(server.former.worker), late)
+    server.agent.inbound.deliver(server.agent.group.life(server.former.worker), late)
     until(lambda: _ran == [1])
 
 
 def test_a_former_life_that_leaves_does_not_take_its_successor_along(server: Server) -> None:
     server.replace_bob()
-    server.agent.arrivals.deliver(server.former, GOODBYE)
+    server.agent.inbound.deliver(server.former, GOODBYE)
     assert server.agent.group.lives("bob")
 
 
@@ -122,5 +120,5 @@ def test_a_former_life_that_leaves_does_not_take_its_successor_along(server: Ser
 def test_a_frame_of_a_life_that_never_joined_is_reported(
     server: Server, stranger: Life, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.agent.arrivals.deliver(stranger, GOODBYE)
+    server.agent.inbound.deliver(stranger, GOODBYE)
     assert f"dropped a message from {stranger}: it is not in the group" in caplog.messages

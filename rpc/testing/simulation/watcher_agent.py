@@ -1,4 +1,4 @@
-"""Stands in for the agent in a simulated group: what ``Watch``, ``Accusations`` and ``Losses`` use.
+"""Stands in for the agent in a simulated group, for all that looks after other workers.
 
 One object is the agent, its clock, threads, timers, store and prober, for one life of one
 worker. It hands everything on to the run and shows it to the checks. Decides nothing.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from rpc.group.loss_reports import Accusations
+from rpc.group.loss_reports import LossReports
 from rpc.group.probes import Answer
 from rpc.group.watch import Watch
-from rpc.group.worker_loss import Losses
+from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
-from rpc.protocol.liveness import Effect, Liveness, Silent, Suspicion
+from rpc.protocol.liveness import Effect, Evidence, Liveness, Silent, Suspicion
 from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Lost
 
@@ -44,8 +45,8 @@ class _Witnessed:
         return effects
 
 
-class _Losses(Losses):
-    """A worker's ``Losses``, which hands what it decides on to the run."""
+class _WitnessedLoss(WorkerLoss):
+    """A worker's ``WorkerLoss``, which hands what it decides on to the run."""
 
     def __init__(self, agent: Any, watcher: Watcher, run: WatcherGroup) -> None:
         super().__init__(agent)
@@ -76,21 +77,19 @@ class WatcherAgent:
         self.life = watcher.life
         self.info = watcher.info
         self.group = watcher.group
-        self.caller = self.completions = self.departure = self.pulse = self
-        self.clock = self.timers = self.notices = self
-        self.membership = self if run.plan.dynamic else None
+        self.clock = self.timers = self
         self._due = 0.0
         agent = prober = cast("Any", self)
         self.watch = Watch(agent, 1.0, prober)
-        self.accusations = Accusations(agent, 1.0)
-        self.losses = _Losses(agent, watcher, run)
+        self.loss_reports = LossReports(agent, 1.0)
+        self.worker_loss = _WitnessedLoss(agent, watcher, run)
         self._put_to_the_test(run.machines)
 
     def _put_to_the_test(self, machines: Machines) -> None:
         if machines.liveness is not Liveness:
             self.watch._liveness = machines.liveness(1.0)
         if machines.suspicion is not Suspicion:
-            self.accusations._suspicion = machines.suspicion(self.life.worker, 1.0)
+            self.loss_reports._suspicion = machines.suspicion(self.life.worker, 1.0)
         self.watch._liveness = cast("Any", _Witnessed(self.watch._liveness, self))
 
     def ticked(self, watched: Set[Life], effects: Sequence[Effect]) -> None:
@@ -126,17 +125,32 @@ class WatcherAgent:
     def expects_departures(self) -> bool:
         return False
 
+    def has_a_say(self) -> bool:
+        return not self.is_expelled
+
+    def watches(self) -> bool:
+        return True
+
+    def why_expelled(self) -> str | None:
+        return self.watch.verdict()
+
+    def leave_note(self, life: Life, reason: str) -> None:
+        self.watch.tell_lost(life, reason)
+
+    def declare_lost(self, life: Life, reason: str, evidence: Evidence) -> None:
+        self._tasks.append(partial(self.worker_loss.declare, life, reason, evidence))
+
+    def take_as_expelled(self, reason: str) -> None:
+        self._tasks.append(partial(self.worker_loss.expelled, reason))
+
     def now(self) -> float:
         return self._run.now
 
-    def wake(self) -> None:
+    def hurry(self) -> None:
         self._run.at(self._run.now, lambda: self._run.awake(self._watcher, self._beat_now))
 
     def _beat_now(self) -> None:
         self.beat()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.append(task)
 
     def _work(self) -> None:
         while self._tasks:
@@ -152,7 +166,9 @@ class WatcherAgent:
         require(has_a_say, Rule.NOT_ACCUSED, self.life, "still accuses", life)
         self._run.checks.accused(self._watcher, life)
 
-    def remove(self, life: Life) -> None:
+    def strike_off(self, life: Life) -> None:
+        if not self._run.plan.dynamic:
+            return
         self._accuses(life)
         self._run.strike_off(self._watcher, life)
 
@@ -203,9 +219,9 @@ class WatcherAgent:
 
     def connection_closed(self, life: Life) -> None:
         """The transport cannot reach a worker any more."""
-        self.losses.reported(life, "its connection was closed")
+        self.worker_loss.reported(life, "its connection was closed")
 
     def told_of_loss(self, life: Life, reason: str) -> None:
         """Another worker says that a life is over."""
         self._check_wording(reason)
-        self.losses.told(life, reason)
+        self.worker_loss.told(life, reason)

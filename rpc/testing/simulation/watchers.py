@@ -1,6 +1,6 @@
 """Workers that watch each other for signs of life, on a virtual clock; carries out faults.
 
-Each has a group, and ``watch`` and ``accusations`` as an agent has them, with the
+Each has a group, and ``watch`` and ``loss_reports`` as an agent has them, with the
 decisions about silence (``liveness``) within. What the network does:
 
 - A question reaches the server of a worker, which answers also while the worker's
@@ -207,7 +207,7 @@ class WatcherGroup:
         self._carry(server, asker.life, lambda there: there.agent.answered(answer), to_server=True)
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
-        """As ``Losses._lose``."""
+        """As ``WorkerLoss._lose``."""
         if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
@@ -245,10 +245,10 @@ class WatcherGroup:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
         else:
-            self.awake(watcher, lambda: watcher.agent.losses.struck_off(life, left=False))
+            self.awake(watcher, lambda: watcher.agent.worker_loss.struck_off(life, left=False))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
-        """As ``Losses.expelled``."""
+        """As ``WorkerLoss.expelled``."""
         if watcher.expelled:
             return
         watcher.expelled = True

@@ -137,7 +137,7 @@ def wait_long(alice: Agent, bob: Agent, clock: VirtualClock) -> None:
 
 
 def be_lost(alice: Agent, bob: Agent, clock: VirtualClock) -> None:
-    bob.losses.lost(alice.life, "it was cut off")
+    bob.worker_loss.lost(alice.life, "it was cut off")
 
 
 @pytest.mark.parametrize("end", [ask_again, wait_long, be_lost])

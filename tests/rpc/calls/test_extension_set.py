@@ -147,7 +147,7 @@ def test_one_that_cannot_be_told_of_a_loss_keeps_nobody_waiting_for_the_lost(
 ) -> None:
     alice, bob = pair
     monkeypatch.setitem(Answering.wrong, "on_worker_lost", ValueError("no"))
-    assert alice.losses.lost(bob.life, "it was cut off")
+    assert alice.worker_loss.lost(bob.life, "it was cut off")
     alice.shutdown(timeout=20.0)
     assert f"the extension {__name__!r} could not be told of a loss" in caplog.text
 

@@ -176,12 +176,12 @@ class TestWhenSomebodyIsLost:
 
     def test_nor_do_those_who_come_after_and_name_it(self, group: Group) -> None:
         names = [*group.agents]
-        group.agents["alice"].losses.lost(Life(2, 0), "it was seen to die")
+        group.agents["alice"].worker_loss.lost(Life(2, 0), "it was seen to die")
         with pytest.raises(WorkerLostError, match=r"'carol'.*seen to die"):
             group.gather("alice", names).result(SECONDS)
 
     def test_one_who_has_not_heard_of_it_hears_from_the_leader(self, group: Group) -> None:
-        group.agents["alice"].losses.lost(Life(2, 0), "it was seen to die")
+        group.agents["alice"].worker_loss.lost(Life(2, 0), "it was seen to die")
         assert group.agents["bob"].group.lives("carol")
         with pytest.raises(WorkerLostError, match=r"'carol'.*seen to die"):
             group.gather("bob").result(SECONDS)
@@ -204,7 +204,7 @@ class TestWhenSomebodyIsLost:
     def test_what_it_gave_counts_if_it_had_come(self, group: Group) -> None:
         leading, _ = group.gather("alice"), group.gather("carol")
         until(lambda: group.has_come("alice") and group.has_come("carol"))
-        group.agents["alice"].losses.lost(Life(2, 0), "it was seen to die")
+        group.agents["alice"].worker_loss.lost(Life(2, 0), "it was seen to die")
         assert group.gather("bob").result(SECONDS)["carol"] == "CAROL"
         with pytest.raises(WorkerLostError, match="'carol'"):  # which did not get the result
             leading.result(SECONDS)
@@ -212,7 +212,7 @@ class TestWhenSomebodyIsLost:
     def test_it_does_not_if_the_leader_had_not(self, group: Group) -> None:
         waiting = [group.gather("bob"), group.gather("carol")]
         until(lambda: group.has_come("bob") and group.has_come("carol"))
-        group.agents["alice"].losses.lost(Life(2, 0), "it was seen to die")
+        group.agents["alice"].worker_loss.lost(Life(2, 0), "it was seen to die")
         with pytest.raises(WorkerLostError, match=r"'carol'.*seen to die"):
             waiting[0].result(SECONDS)
         assert not group.agents["alice"].gatherings._open

@@ -39,10 +39,10 @@ def test_calls_that_came_before_the_group_was_known_may_wait_for_each_other(
     alice, bob = pair
     monkeypatch.setattr(type(bob.transport), "inline_handlers", 1 << 30)
     came: list[object] = []
-    keep = bob.arrivals.early.keep
-    monkeypatch.setattr(bob.arrivals.early, "keep", lambda *frame: came.append(0) or keep(*frame))
+    keep = bob.inbound.early.keep
+    monkeypatch.setattr(bob.inbound.early, "keep", lambda *frame: came.append(0) or keep(*frame))
     _other_call.clear()
-    with bob.arrivals.early.held_back():
+    with bob.inbound.early.held_back():
         first, second = (alice.rpc_async("bob", f) for f in (wait_for_the_other, be_the_other))
         until(lambda: len(came) == 2)
     second.wait()
@@ -58,7 +58,7 @@ def test_a_newcomer_is_in_the_group_once_it_can_be_reached(
     def look_and_add(peer: Peer) -> None:
         assert not alice.group.knows("carol")
         add(peer)
-        alice.arrivals.deliver(
+        alice.inbound.deliver(
             Life(9, 1), Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)]))
         )
 
@@ -75,7 +75,7 @@ def test_a_newcomer_that_is_lost_at_once_is_known_to_be(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, _ = pair
-    lose = partial(alice.arrivals.peer_lost, Life(9, 1), "its process ended")
+    lose = partial(alice.inbound.peer_lost, Life(9, 1), "its process ended")
     monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
     alice.add_peer(Peer(WorkerInfo("carol", 9), 1, b""))
     with pytest.raises(WorkerLostError, match=r"carol.*its process ended"):
@@ -86,7 +86,7 @@ def test_a_newcomer_outlives_the_late_news_that_its_former_life_is_lost(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = pair
-    lose = partial(alice.arrivals.peer_lost, bob.life, "its process ended")
+    lose = partial(alice.inbound.peer_lost, bob.life, "its process ended")
     monkeypatch.setattr(alice.transport, "add_peer", lambda peer: lose())
     alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
     assert alice.group.lives("bob")
@@ -96,15 +96,15 @@ def test_a_newcomer_did_not_send_what_is_held_back_of_its_former_life(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = pair
-    lost = alice.losses.lost
+    lost = alice.worker_loss.lost
 
     def hear_it_say_goodbye(life: Life, reason: str) -> bool:
-        alice.arrivals.deliver(
+        alice.inbound.deliver(
             bob.life, Frame(FrameKind.NOTICE, 0, b"", encode_batch(0, [Leaving(0)]))
         )
         return lost(life, reason)
 
-    monkeypatch.setattr(alice.losses, "lost", hear_it_say_goodbye)
+    monkeypatch.setattr(alice.worker_loss, "lost", hear_it_say_goodbye)
     monkeypatch.setattr(alice.transport, "add_peer", lambda peer: None)
     alice.add_peer(replace(alice.group.peer(1), incarnation=bob.life.incarnation + 1))
     assert alice.group.lives("bob")

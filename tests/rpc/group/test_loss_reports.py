@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpc.group.loss_reports import Accusations
+from rpc.group.loss_reports import LossReports
 from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Evidence
@@ -29,16 +29,28 @@ class Agent:
         self.group.lose(GONE, "it was silent")
         self.is_expelled = False
         self.departs = False
-        self.departure = SimpleNamespace(expects_departures=lambda: self.departs)
         self.clock = SimpleNamespace(now=lambda: 100.0)
         self.removed: list[Life] = []
         self.told: list[tuple[Life, ControlMessage]] = []
         self.noted: list[Life] = []
         self.later: list[tuple[float, Any]] = []
-        self.membership = SimpleNamespace(remove=self.removed.append)
-        self.notices = SimpleNamespace(tell=lambda to, message: self.told.append((to, message)))
         self.timers = SimpleNamespace(at=lambda when, task: self.later.append((when, task)))
-        self.watch: Any = SimpleNamespace(tell_lost=lambda life, _: self.noted.append(life))
+        self.has_watch = True
+
+    def has_a_say(self) -> bool:
+        return not (self.is_expelled or self.departs)
+
+    def watches(self) -> bool:
+        return self.has_watch
+
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        self.told.append((to, message))
+
+    def leave_note(self, life: Life, reason: str) -> None:
+        self.noted.append(life)
+
+    def strike_off(self, life: Life) -> None:
+        self.removed.append(life)
 
     def did(self) -> tuple[list[Life], list[Life], list[Life]]:
         """Whom it took off the list, whom it told, for whom it left a note."""
@@ -51,7 +63,7 @@ def agent() -> Agent:
 
 
 def lose(agent: Agent, life: Life = GONE, evidence: Evidence = Evidence.TOLD) -> None:
-    Accusations(agent, 10.0).lost(life, "it was silent", evidence)  # type: ignore[arg-type]
+    LossReports(agent, 10.0).lost(life, "it was silent", evidence)  # type: ignore[arg-type]
 
 
 def test_what_others_said_is_passed_on_at_once(agent: Agent) -> None:
@@ -70,7 +82,7 @@ def test_what_was_noticed_here_is_told_after_a_moment(agent: Agent) -> None:
 
 
 def test_without_a_watch_a_loss_is_only_taken_off_the_list(agent: Agent) -> None:
-    agent.watch = None
+    agent.has_watch = False
     lose(agent, evidence=Evidence.CLOSED)
     assert agent.did() == ([GONE], [], [])
     assert not agent.later
@@ -82,7 +94,7 @@ def test_nobody_is_told_of_workers_that_are_expected_to_go(
     agent: Agent, watches: bool, evidence: Evidence
 ) -> None:
     agent.departs = True
-    agent.watch = agent.watch if watches else None
+    agent.has_watch = watches
     lose(agent, evidence=evidence)
     assert agent.did() == ([], [], [])
     assert not agent.later

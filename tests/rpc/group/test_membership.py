@@ -35,7 +35,7 @@ class Agent:
         self.peers: set[Life] = set()
         self.struck: list[Life] = []
         self.left: list[Life] = []
-        self.group = self.losses = self
+        self.group = self
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -82,7 +82,6 @@ class View:
     """What one agent makes of what it is told, and that it is told nothing twice."""
 
     def __init__(self, me: Life) -> None:
-        self.losses = self
         self.life = me
         self.is_expelled = False
         self.lives: dict[int, int] = {}

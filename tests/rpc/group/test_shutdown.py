@@ -155,10 +155,10 @@ def test_one_that_leaves_alone_names_its_calls(agents: list[Agent]) -> None:
     alice, bob, _ = agents
     held(alice, bob).cancel()
     with pytest.raises(RpcTimeoutError, match=f"{BUSY}: hold called by 'alice'"):
-        bob.departure.leave_alone(0.5)
+        bob.group_shutdown.leave_alone(0.5)
 
 
-@pytest.mark.parametrize("leave", [Agent.shutdown, lambda bob: bob.departure.leave_alone(0.0)])
+@pytest.mark.parametrize("leave", [Agent.shutdown, lambda bob: bob.group_shutdown.leave_alone(0.0)])
 def test_one_that_is_closed_by_another_thread_waits_for_nobody(
     agents: list[Agent], leave: Callable[[Agent], None]
 ) -> None:
@@ -171,7 +171,7 @@ def test_one_that_is_closed_by_another_thread_waits_for_nobody(
         left.set()
 
     threading.Thread(target=leave_in_peace, daemon=True).start()
-    until(lambda: bob.departure._alone or 1 not in alice.departure._machine.missing())
+    until(lambda: bob.group_shutdown._alone or 1 not in alice.group_shutdown._machine.missing())
     bob.shutdown(graceful=False)
     assert left.wait(SECONDS)
 
@@ -212,7 +212,7 @@ def test_a_step_that_fails_is_taken_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    notices = agents[whose].notices
+    notices = agents[whose].control
     tell, failures = notices.tell, [MemoryError("no room for it")]
 
     def fails_once(to: Life, message: ControlMessage) -> None:
@@ -258,14 +258,14 @@ def test_a_value_that_a_worker_kept_is_a_leak_though_that_one_has_left() -> None
     agents = alice, bob, carol = connect("alice", "bob", "carol", hub=hub)
     rref = bob.remote("carol", abs, (-1,))
     assert rref.to_here() == 1
-    bob.departure.release = lambda: None
+    bob.group_shutdown.release = lambda: None
     threads = [threading.Thread(target=agent.shutdown) for agent in agents]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
-    (leak,) = carol.departure.leaks
+    assert (alice.group_shutdown.leaks, bob.group_shutdown.leaks) == ([], [])
+    (leak,) = carol.group_shutdown.leaks
     assert "used by worker 1" in leak
 
 

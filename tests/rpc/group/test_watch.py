@@ -258,7 +258,7 @@ def keep_from(owner: str) -> None:
 class TestWhoseWordCounts:
     def test_what_a_lost_worker_says_of_another_does_not(self, group: Group) -> None:
         carol, bob = group["carol"], group["bob"]
-        group["alice"].losses.declare(bob.life, "a test said so", Evidence.SILENT)
+        group["alice"].worker_loss.declare(bob.life, "a test said so", Evidence.SILENT)
         group.pass_time(lambda: "bob" not in group.names("carol"))
         assert bob.watch is not None
         assert carol.watch is not None
@@ -271,7 +271,7 @@ class TestWhoseWordCounts:
     def test_one_that_has_nobody_left_believes_it(self, group: Group) -> None:
         carol, bob = group["carol"], group["bob"]
         for other in (0, 1, 3):
-            carol.arrivals.peer_lost(group.agents[other].life, "its connection broke")
+            carol.inbound.peer_lost(group.agents[other].life, "its connection broke")
         assert carol.watch is not None
         assert bob.watch is not None
         bob.watch.tell_lost(carol.life, "it was carol who was cut off")
@@ -282,7 +282,7 @@ class TestWhoseWordCounts:
 class TestWhoIsCutOff:
     def test_one_that_loses_everybody_at_once_declares_nobody_lost(self, group: Group) -> None:
         for other in (0, 2, 3):
-            group["bob"].arrivals.peer_lost(group.agents[other].life, "its connection broke")
+            group["bob"].inbound.peer_lost(group.agents[other].life, "its connection broke")
         for _ in range(150):
             group.step()
         assert {"alice", "carol", "dave"} <= {*group.names("carol")}
@@ -291,16 +291,16 @@ class TestWhoIsCutOff:
         seen: list[MembershipEvent] = []
         group["bob"].events.subscribe(seen.append)
         for other in (0, 2, 3):
-            group["bob"].arrivals.peer_lost(group.agents[other].life, "its connection broke")
-            group.agents[other].arrivals.peer_lost(group["bob"].life, "its connection broke")
+            group["bob"].inbound.peer_lost(group.agents[other].life, "its connection broke")
+            group.agents[other].inbound.peer_lost(group["bob"].life, "its connection broke")
         group.pass_time(lambda: bool(seen) and seen[-1].worker.name == "bob")
         with pytest.raises(WorkerLostError, match="declared it lost") as info:
             group["bob"].rpc_sync("carol", operator.add, (1, 2))
         assert info.value.name == "bob"
 
     def test_of_two_whose_connection_broke_one_goes(self, group: Group) -> None:
-        group["alice"].arrivals.peer_lost(group["bob"].life, "its connection broke")
-        group["bob"].arrivals.peer_lost(group["alice"].life, "its connection broke")
+        group["alice"].inbound.peer_lost(group["bob"].life, "its connection broke")
+        group["bob"].inbound.peer_lost(group["alice"].life, "its connection broke")
         group.pass_time(lambda: group.names("bob") == ["bob"])
         living = ["alice", "carol", "dave"]
         group.pass_time(lambda: all(group.names(who) == living for who in living))
@@ -344,7 +344,7 @@ class TestEvents:
     ) -> None:
         seen: list[MembershipEvent] = []
         group["carol"].events.subscribe(seen.append)
-        group["carol"].losses.struck_off(group["bob"].life, left)
+        group["carol"].worker_loss.struck_off(group["bob"].life, left)
         until(lambda: bool(seen))
         assert (seen[0].change, seen[0].worker.name) == (change, "bob")
         with pytest.raises(WorkerLostError, match="left" if left else "does not list"):

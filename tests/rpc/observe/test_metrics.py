@@ -197,7 +197,7 @@ class TestCounting:
     def test_calls_of_a_lost_worker_are_lost(self, gate: threading.Event) -> None:
         with local_group("alice", "bob") as (alice, bob):
             future = alice.rpc_async("bob", wait_at_the_gate)
-            alice.arrivals.peer_lost(bob.life, "unplugged")
+            alice.inbound.peer_lost(bob.life, "unplugged")
             with pytest.raises(WorkerLostError):
                 future.wait()
             made = row(alice.metrics().made, "wait_at_the_gate")

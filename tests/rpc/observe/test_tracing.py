@@ -296,7 +296,7 @@ class TestEnding:
 
     def test_one_whose_loss_is_known_before_the_end_is_named_too(self, group: Group) -> None:
         with trace() as found:
-            group[0].arrivals.peer_lost(group[2].life, "unplugged")
+            group[0].inbound.peer_lost(group[2].life, "unplugged")
         (problem,) = found.problems
         assert problem.startswith("carol: ")
         assert "unplugged" in problem
@@ -306,7 +306,7 @@ class TestEnding:
         assert isinstance(extension, Tracing)
         assert extension.recording(7, owner=2) is not None
         assert extension.recording(8, owner=0) is not None
-        group[1].arrivals.peer_lost(group[2].life, "unplugged")
+        group[1].inbound.peer_lost(group[2].life, "unplugged")
         assert extension.debug_info() == {"traces": 1}
         assert extension.recording(7, owner=2) is None
 

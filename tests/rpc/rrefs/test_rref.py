@@ -640,7 +640,7 @@ def test_shutdown_deletes_references_that_are_still_held() -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert (alice.departure.leaks, bob.departure.leaks) == ([], [])
+    assert (alice.group_shutdown.leaks, bob.group_shutdown.leaks) == ([], [])
     with pytest.raises(
         RRefDeletedError, match=r"has been deleted\. Cannot call to_here\(\) on it after deletion"
     ):

@@ -350,7 +350,7 @@ def test_the_owner_hears_of_a_creation_that_was_given_up_for_want_of_room(
         with pytest.raises(RRefCreationError, match="timeout"):
             rref.to_here()
         del rref, asking
-    until(lambda: a.notices.totals()[0] == {1: 2} and b.notices.totals()[1] == {0: 2})
+    until(lambda: a.control.totals()[0] == {1: 2} and b.control.totals()[1] == {0: 2})
     assert b.references.counts() == Counts(0, 0, 0, 0, 0, 0)
 
 
