@@ -67,6 +67,58 @@ class LocalOptimizer:
             finally:
                 shadows.end()
 
+    def read_state(self) -> dict[int, Any]:
+        """What the optimizer keeps for each parameter, by the parameter's place.
+
+        Raises:
+            TypeError: it is no optimizer of ``torch.optim``, and keeps nothing that can be read.
+        """
+        places = {id(each): place for place, each in enumerate(self._shadows.tensors)}
+        state = self._torchs().state
+        return {places[id(each)]: dict(kept) for each, kept in state.items() if id(each) in places}
+
+    def write_state(self, state: Mapping[int, Any]) -> None:
+        """Replaces what the optimizer keeps.
+
+        Raises:
+            TypeError: it is no optimizer of ``torch.optim``.
+        """
+        optim = self._torchs()
+        document = optim.state_dict()
+        ordered = [each for group in optim.param_groups for each in group["params"]]
+        numbers = {id(each): number for number, each in enumerate(ordered)}
+        tensors = self._shadows.tensors
+        document["state"] = {numbers[id(tensors[at])]: dict(each) for at, each in state.items()}
+        with self._grad_fields.used(self._shadows.parameters):
+            optim.load_state_dict(document)
+
+    def read_groups(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group, and the places of its parameters.
+
+        Raises:
+            TypeError: it is no optimizer of ``torch.optim``.
+        """
+        places = {id(each): place for place, each in enumerate(self._shadows.tensors)}
+        return [
+            {**group, "params": [places[id(p)] for p in group["params"] if id(p) in places]}
+            for group in self._torchs().param_groups
+        ]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the parameters' own ``.grad``."""
+        parameters = [*self._shadows.parameters, *self._others()]
+        with self._grad_fields.used(parameters):
+            for parameter in parameters:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+    def _torchs(self) -> torch.optim.Optimizer:
+        if not isinstance(self.optim, torch.optim.Optimizer):
+            raise TypeError(f"{self.optim!r} is no torch.optim.Optimizer: it has no known state")
+        return self.optim
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy is for looking at, such as for the ``state_dict()`` of its ``optim``."""
         return {"optim": self.optim}

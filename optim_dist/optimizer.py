@@ -16,11 +16,12 @@ import rpc
 from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
+from optim_dist.state import StateAcrossOwners
 from rpc.rrefs.rref import call_method
 from rpc.wire import torch_objects as leftovers
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(StateAcrossOwners):
     """Optimizes parameters wherever they live.
 
     At construction every worker that owns some of the parameters makes its own
@@ -80,7 +81,8 @@ class DistributedOptimizer:
         if not args:
             kwargs = _defaults_of(optimizer_class) | kwargs
         self._name = name_of(optimizer_class)
-        by_owner = _by_owner(params_rref)
+        by_owner, positions = _by_owner(params_rref)
+        self._positions = [positions[owner] for owner in by_owner]
         self.remote_optimizers: list[rpc.RRef[OwnersOptimizer]] = from_each(
             f"making the optimizer {self._name}",
             by_owner,
@@ -101,6 +103,8 @@ class DistributedOptimizer:
                 names every owner that failed. The others have stepped.
         """
         autograd_dist.get_gradients(context_id)
+        if self._groups is not None:
+            self._send_groups()
         what = f"the step of {self._name}"
         with entered(context_id):  # owners that it has not reached must learn of it
             if len(self.remote_optimizers) == 1:
@@ -125,7 +129,8 @@ def _defaults_of(optimizer_class: object) -> dict[str, Any]:
 
 def _by_owner(
     params_rref: Iterable[rpc.RRef[Any]],
-) -> dict[rpc.WorkerInfo, list[rpc.RRef[Any]]]:
+) -> tuple[dict[rpc.WorkerInfo, list[rpc.RRef[Any]]], dict[rpc.WorkerInfo, list[int]]]:
+    """The references of each owner, and their positions among all."""
     if isinstance(params_rref, (rpc.RRef, torch.Tensor)):
         raise TypeError(
             f"params_rref must be a list of RRefs, but got one {type(params_rref).__name__}"
@@ -133,14 +138,17 @@ def _by_owner(
     if not isinstance(params_rref, Iterable):
         raise TypeError(f"params_rref must be a list of RRefs, but got {params_rref!r}")
     by_owner: dict[rpc.WorkerInfo, list[rpc.RRef[Any]]] = {}
+    positions: dict[rpc.WorkerInfo, list[int]] = {}
     for position, rref in enumerate(params_rref):
         if not isinstance(rref, rpc.RRef):
             raise TypeError(
                 f"params_rref[{position}] must be an RRef to a parameter, but is of type "
                 f"{type(rref).__name__}{leftovers.remedy(rref)}"
             )
-        by_owner.setdefault(rref.owner(), []).append(rref)
-    return by_owner
+        owner = rref.owner()
+        by_owner.setdefault(owner, []).append(rref)
+        positions.setdefault(owner, []).append(position)
+    return by_owner, positions
 
 
 # At the owners

@@ -1,7 +1,8 @@
 """Checkpoints of what is spread over workers: every owner writes its own part.
 
-:mod:`~tensorwire.checkpoint.files` holds the one writer and reader of the format, which
-the parameter server's snapshots use as well.
+:func:`save` and :func:`load` take a program's whole state. On disk a checkpoint is a folder of
+safetensors files and a JSON manifest; :mod:`~tensorwire.checkpoint.files` is the one writer and
+reader of it, which the parameter server's snapshots use as well.
 """
 
 from tensorwire.checkpoint.errors import (
@@ -11,6 +12,7 @@ from tensorwire.checkpoint.errors import (
     UnsavableValueError,
 )
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
+from tensorwire.checkpoint.saving import Saving, load, save, save_in_background
 
 __all__ = [
     "Checkpoint",
@@ -18,9 +20,13 @@ __all__ = [
     "DamagedCheckpointError",
     "Draft",
     "PartWriter",
+    "Saving",
     "UnsafeCheckpointError",
     "UnsavableValueError",
     "complete",
     "latest",
+    "load",
     "retain",
+    "save",
+    "save_in_background",
 ]

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer as remote
 from tensorwire.pipeline.remote_optimizer import GroupRule, Options
+from tensorwire.pipeline.shares import OptimizerShare
 
 if TYPE_CHECKING:
     from tensorwire.pipeline.pipeline import Pipeline
@@ -87,15 +89,31 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it has another number of groups.
         """
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
+        self.load_checkpoint_common(state_dict["param_groups"])
+        self._pipeline.call_all(remote.load_optimizer_state, self._key, state_dict["state"])
+
+    def checkpoint_shares(self) -> list[Share]:
+        """What each worker saves and loads of the state; see ``tensorwire.checkpoint``."""
+        session = self._pipeline.session
+        return [Share(worker, OptimizerShare(session, self._key)) for worker in self._places]
+
+    def checkpoint_common(self) -> list[Options]:
+        """The hyperparameters."""
+        return [_plain(group) for group in self.param_groups]
+
+    def load_checkpoint_common(self, common: list[Options]) -> None:
+        """Takes over hyperparameters.
+
+        Raises:
+            ValueError: they are for another number of groups.
+        """
+        if len(common) != len(self.param_groups):
             raise ValueError(
-                f"the state has {len(groups)} parameter groups, the optimizer "
+                f"the state has {len(common)} parameter groups, the optimizer "
                 f"{len(self.param_groups)}"
             )
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
+        for mine, theirs in zip(self.param_groups, common, strict=True):
             mine.update(theirs)
-        self._pipeline.call_all(remote.load_optimizer_state, self._key, state_dict["state"])
 
     def renew(self) -> None:
         """Makes the local optimizers anew, after workers have come back; their state is lost."""

@@ -19,6 +19,7 @@ import rpc
 from optim_dist.clipping import total_norm
 from remote_module import RemoteModule
 from rpc import extend
+from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer, sessions
 from tensorwire.pipeline.actions import Action, Table
 from tensorwire.pipeline.errors import ScheduleError
@@ -29,6 +30,7 @@ from tensorwire.pipeline.plan import Loss, Plan, Rows, StepOrder
 from tensorwire.pipeline.remote_optimizer import GroupRule
 from tensorwire.pipeline.schedules import SCHEDULES, Schedule, forward_only
 from tensorwire.pipeline.sessions import Sessions
+from tensorwire.pipeline.shares import ModelShare
 from tensorwire.pipeline.sharing import Tie, make_equal, plan_sharing
 from tensorwire.pipeline.stage import StageSettings
 from tensorwire.pipeline.steps import Step, Steps
@@ -104,6 +106,7 @@ class Pipeline:
             for index in range(len(self._stages))
         )
         self._step = 0
+        self._trained = 0
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._most_held: dict[int, int] = {}
         self._form()
@@ -126,9 +129,14 @@ class Pipeline:
         return workers_of(self._plan.owners)
 
     @property
+    def session(self) -> str:
+        """Names this pipeline among all, in this life of its workers."""
+        return self._plan.session
+
+    @property
     def steps(self) -> int:
-        """How many steps have begun so far; with ``seed``, random numbers depend on it."""
-        return self._step
+        """How many training steps were done; with ``seed``, random numbers depend on it."""
+        return self._trained
 
     @property
     def most_held(self) -> dict[int, int]:
@@ -172,6 +180,7 @@ class Pipeline:
         weights = tuple(each / sum(rows) for each in rows)
         step = self._begin(True, given, weights, scale)
         reports = self._steps.finish(step)
+        self._trained += 1
         self._most_held = {at: n for each in reports.values() for at, n in each.most_held.items()}
         losses = {at: loss for each in reports.values() for at, loss in each.losses.items()}
         return torch.stack([losses[at] * weight for at, weight in enumerate(weights)]).sum()
@@ -305,6 +314,18 @@ class Pipeline:
         if rest:
             raise RuntimeError(f"no stage has what the state has: {sorted(rest)}")
 
+    def checkpoint_shares(self) -> list[Share]:
+        """What each worker saves and loads of the model; see ``tensorwire.checkpoint``."""
+        return [Share(worker, ModelShare(self._plan.session)) for worker in self.workers]
+
+    def checkpoint_common(self) -> dict[str, int]:
+        """What no worker has: the number of steps."""
+        return {"steps": self._trained}
+
+    def load_checkpoint_common(self, common: dict[str, int]) -> None:
+        """Goes on counting steps from a checkpoint's number, on which random numbers depend."""
+        self._trained = common["steps"]
+
     def train(self, mode: bool = True) -> Self:
         """Puts all stages into training mode, or with ``mode=False`` into evaluation mode."""
         for module in self._modules():
@@ -407,7 +428,7 @@ class Pipeline:
         scale: float = 1.0,
     ) -> Step:
         rows = self._rows(trains, len(given))
-        order = StepOrder(self._step, Rows(trains, len(given)), weights, scale)
+        order = StepOrder(self._step, Rows(trains, len(given)), self._trained, weights, scale)
         self._step += 1
         return self._steps.begin(order, rows, given)
 

@@ -88,12 +88,14 @@ class StepOrder:
     Args:
         step: its number.
         rows: which table.
+        drawn: what random numbers depend on besides the seed: the number of steps done before.
         weights: what each micro-batch's loss counts for.
         scale: what all gradients are multiplied with.
     """
 
     step: int
     rows: Rows
+    drawn: int
     weights: tuple[float, ...] = ()
     scale: float = 1.0
 

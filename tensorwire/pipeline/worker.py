@@ -243,7 +243,7 @@ class _Run:
         packets, given = self._inputs(stage, microbatch)
         if stage.index != self._last:
             began = time.perf_counter_ns()
-            sent = stage.forward_to_train(self._order.step, microbatch, packets, given)
+            sent = stage.forward_to_train(self._order.drawn, microbatch, packets, given)
             for consumer, packet in sent.items():
                 self._send(Content.ACTIVATION, stage.index, consumer, microbatch, packet)
             return began
@@ -252,7 +252,7 @@ class _Run:
         loss = self._plan.loss
         assert loss is not None, "the driver trains only with a loss"
         self._losses[microbatch] = stage.forward_to_loss(
-            self._order.step, microbatch, packets, given, partial(_apply, loss, target)
+            self._order.drawn, microbatch, packets, given, partial(_apply, loss, target)
         )
         return began
 
@@ -260,7 +260,7 @@ class _Run:
         packets, given = self._inputs(stage, microbatch)
         began = time.perf_counter_ns()
         with _evaluating(stage.module):
-            output = stage.forward(self._order.step, microbatch, packets, given)
+            output = stage.forward(self._order.drawn, microbatch, packets, given)
         if stage.index == self._last:
             keep = torch.Tensor.cpu if self._plan.outputs_to_cpu else _same
             self._outputs[microbatch] = map_tensors(output, keep)

@@ -156,7 +156,7 @@ eventually = partial(waiting.eventually, meanwhile=gc.collect)
 
 
 def test_the_public_names_are_these() -> None:
-    assert optim_dist.__all__ == ["DistributedOptimizer"]
+    assert optim_dist.__all__ == ["DistributedOptimizer", "clip_grad_norm_", "lr_scheduler"]
 
 
 # --- Numbers

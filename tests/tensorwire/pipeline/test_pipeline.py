@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import rpc
 from remote_module import RemoteModule
+from rpc.testing import MemoryHub
 from tensorwire.pipeline import Pipeline, ScheduleError, StageFailedError, Table
 from tests.tensorwire.pipeline.reference import (
     Reference,
@@ -381,7 +383,7 @@ def test_an_error_of_a_stage_names_it_and_leaves_gradients_as_they_were(backward
 
 
 class _Dies(nn.Module):
-    """Ends its worker's agent in the call with a number."""
+    """Cuts its worker off in the call with a number."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
@@ -400,12 +402,14 @@ _KILL: list[Any] = []
 def test_a_lost_worker_ends_the_step_with_an_error_that_names_it() -> None:
     modules: list[nn.Module] = [nn.Linear(3, 3), _Dies(3), nn.Linear(3, 2)]
     x, y = torch.rand(8, 3), torch.rand(8, 2)
-    with group("a", "b", "c") as agents:
-        _KILL.append(lambda: agents[2].transport.close())
+    hub = MemoryHub()
+    _KILL.append(lambda: hub.cut(2))
+    with group("a", "b", "c", hub=hub):
         pipe = Pipeline(place(modules, "abc"), "gpipe", 4, nn.MSELoss())
         with pytest.raises(StageFailedError, match="stage 1 on worker 'b' failed") as caught:
             pipe.train_step(x, target=y)
         assert (caught.value.stage, caught.value.worker, caught.value.microbatch) == (1, "b", 2)
+        assert isinstance(caught.value.__cause__, rpc.WorkerLostError)
 
 
 def test_arguments_that_cannot_be_right_are_named() -> None:

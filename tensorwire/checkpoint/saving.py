@@ -1,0 +1,301 @@
+"""``save`` and ``load``: a whole program's state, of which every owner writes its own part.
+
+The state is a dict of anything: remote modules, pipelines and distributed optimizers, whose
+owners write their shares themselves; local modules, optimizers and schedulers, by their
+``state_dict``; tensors and plain data. Nothing that is spread out is gathered.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+import rpc
+from tensorwire.checkpoint import writing
+from tensorwire.checkpoint.errors import DamagedCheckpointError
+from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, retain
+from tensorwire.checkpoint.spread import Source, SpreadOut, as_spread_out
+from tensorwire.checkpoint.structure import decode, encode
+
+_COMMON: Final = "common"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has its state in this process, such as a module of torch."""
+
+    def state_dict(self) -> Any:
+        """Returns the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes over a state."""
+
+
+def save(path: str | Path, state: Mapping[str, Any], keep: int | None = None) -> Checkpoint:
+    """Saves a program's state; returns when all of it is on disk.
+
+    Args:
+        path: of the checkpoint, a folder that is made; all owners must see it under this path.
+        state: by name, what is to be saved, nested in dicts and lists as may be. Saving
+            ``{"step": 7, "model": pipe}`` makes two entries.
+        keep: how many complete checkpoints stay in the same folder, this one among them; the
+            oldest are removed. None: all.
+
+    Raises:
+        FileExistsError: something is at ``path``.
+        UnsavableValueError: something in ``state`` is neither spread out nor plain data.
+        WorkerLostError: an owner was lost. The checkpoint is not there then.
+
+    Example::
+
+        state = {"model": pipe, "optimizer": optimizer, "step": step}
+        checkpoint.save(f"checkpoints/{step}", state, keep=3)
+    """
+    saving = _Saving(path, state, keep)
+    try:
+        saving.write_parts()
+        return saving.commit()
+    except BaseException:
+        saving.discard()
+        raise
+
+
+def save_in_background(
+    path: str | Path, state: Mapping[str, Any], keep: int | None = None
+) -> Saving:
+    """As :func:`save`, but returns as soon as everything is copied in the owners' memory.
+
+    What is saved is the state as it is now; training can go on. Each owner needs memory for a
+    copy of its own share until that is on disk.
+
+    Example::
+
+        saving = checkpoint.save_in_background("checkpoints/7", state)
+        train_on()
+        saving.wait()
+    """
+    saving = _Saving(path, state, keep)
+    try:
+        saving.copy_parts()
+    except BaseException:
+        saving.discard()
+        raise
+    return Saving(saving)
+
+
+def load(source: str | Path | Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads what :func:`save` saved.
+
+    Args:
+        source: the checkpoint or its path.
+        state: what takes the state over: under each name, an object that was saved under it, or
+            one like it with other owners, and any number of them. Names of plain data may be
+            missing; what stands under them is ignored.
+
+    Returns:
+        ``state`` with the plain data and tensors that were saved, including those it lacked.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged, or lacks what ``state`` names.
+        FileNotFoundError: there is no such checkpoint.
+        UnsafeCheckpointError: the file is a pickle.
+
+    Example::
+
+        state = checkpoint.load(checkpoint.latest("checkpoints"), {"model": pipe, "optimizer": opt})
+        step = state["step"]
+    """
+    saved = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    if _COMMON not in saved.parts:
+        raise DamagedCheckpointError(f"{saved.path} was not made by checkpoint.save")
+    document = saved.parts[_COMMON].meta["state"]
+    plain = decode(document, lambda name: saved.tensor(_COMMON, name))
+    shares: dict[str, list[tuple[str, Source]]] = {}
+    loaded = _load(plain, state, "", shares)
+    calls = [
+        rpc.rpc_async(worker, writing.read_part, (str(saved.path), each), timeout=0)
+        for worker, each in shares.items()
+    ]
+    for call in calls:
+        call.wait()
+    result: dict[str, Any] = loaded
+    return result
+
+
+class Saving:
+    """A checkpoint that is being written in the background."""
+
+    def __init__(self, saving: _Saving) -> None:
+        self._saving = saving
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._finish, name="tensorwire-checkpoint-commit")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """True if the checkpoint is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """Returns the checkpoint when it is complete.
+
+        Args:
+            timeout: in seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it is not complete yet.
+            Exception: what went wrong. The checkpoint is not there then.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._saving.path} is not complete after {timeout} seconds")
+        if self._error is not None:
+            raise self._error
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def _finish(self) -> None:
+        try:
+            self._saving.wait_parts()
+            self._checkpoint = self._saving.commit()
+        except BaseException as error:
+            self._saving.discard()
+            self._error = error
+
+
+class _Saving:
+    """The coordinator's work on one checkpoint."""
+
+    def __init__(self, path: str | Path, state: Mapping[str, Any], keep: int | None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep!r} must be at least 1")
+        self._keep = keep
+        self._shares: dict[str, list[tuple[str, Source]]] = {}
+        self._plain = _take_apart(dict(state), "", self._shares)
+        self._draft = Draft.create(path)
+        self._token = uuid.uuid4().hex
+        self._waits: list[Callable[[], Any]] = []
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._draft.path
+
+    def write_parts(self) -> None:
+        """Has every owner write its part, and writes what is here."""
+        arguments = {
+            worker: (str(self._draft.folder), _part_of(worker), shares)
+            for worker, shares in self._shares.items()
+        }
+        self._begin(writing.write_part, arguments)
+        self._write_common()
+        self.wait_parts()
+
+    def copy_parts(self) -> None:
+        """Has every owner copy its part and begin to write; copies and writes what is here."""
+        arguments = {
+            worker: (self._token, str(self._draft.folder), _part_of(worker), shares)
+            for worker, shares in self._shares.items()
+        }
+        self._begin(writing.copy_part, arguments)
+        self._write_common()
+        self.wait_parts()
+        self._begin(writing.wait_part, dict.fromkeys(self._shares, (self._token,)))
+
+    def wait_parts(self) -> None:
+        """Waits for what was begun at the owners."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+    def commit(self) -> Checkpoint:
+        """Makes the draft a checkpoint, and removes those that are too many."""
+        parts = [_COMMON, *map(_part_of, self._shares)]
+        done = self._draft.commit(parts)
+        if self._keep is not None:
+            retain(done.path.parent, self._keep)
+        return done
+
+    def discard(self) -> None:
+        """Removes the draft."""
+        self._draft.discard()
+
+    def _begin(
+        self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
+    ) -> None:
+        for worker, each in arguments.items():
+            self._waits.append(rpc.rpc_async(worker, function, each, timeout=0).wait)
+
+    def _write_common(self) -> None:
+        with PartWriter(self._draft.folder, _COMMON) as part:
+            part.finish({"state": encode(self._plain, "state", part.add)})
+
+
+def _part_of(worker: str) -> str:
+    return f"worker {worker}"
+
+
+def _take_apart(value: Any, name: str, shares: dict[str, list[tuple[str, Source]]]) -> Any:
+    """Replaces objects by what of them is plain; notes what their owners have."""
+    spread = as_spread_out(value)
+    if spread is not None:
+        for share in spread.checkpoint_shares():
+            shares.setdefault(share.worker, []).append((name, share.source))
+        return spread.checkpoint_common()
+    if isinstance(value, dict):
+        return {key: _take_apart(each, _join(name, key), shares) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_take_apart(e, _join(name, n), shares) for n, e in enumerate(value))
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _load(plain: Any, value: Any, name: str, shares: dict[str, list[tuple[str, Source]]]) -> Any:
+    """Gives objects what of them is plain; notes what their owners must load."""
+    spread = as_spread_out(value)
+    if spread is not None:
+        return _load_spread(plain, value, spread, name, shares)
+    if isinstance(value, dict) and isinstance(plain, dict):
+        mine = {
+            key: _load(plain[key], each, _join(name, key), shares)
+            for key, each in value.items()
+            if _has(plain, key, each, name)
+        }
+        return {**plain, **mine}
+    if isinstance(value, (list, tuple)) and isinstance(plain, (list, tuple)):
+        if len(value) != len(plain):
+            raise DamagedCheckpointError(f"{name!r} has {len(plain)} items, not {len(value)}")
+        pairs = enumerate(zip(plain, value, strict=True))
+        return type(value)(_load(p, v, _join(name, n), shares) for n, (p, v) in pairs)
+    if isinstance(value, Stateful):
+        value.load_state_dict(plain)
+        return value
+    return plain
+
+
+def _load_spread(
+    plain: Any,
+    value: Any,
+    spread: SpreadOut,
+    name: str,
+    shares: dict[str, list[tuple[str, Source]]],
+) -> Any:
+    spread.load_checkpoint_common(plain)
+    for share in spread.checkpoint_shares():
+        shares.setdefault(share.worker, []).append((name, share.source))
+    return value
+
+
+def _has(plain: dict[str, Any], key: str, value: Any, name: str) -> bool:
+    """Says whether something was saved under a key; an object needs it."""
+    if key in plain:
+        return True
+    if as_spread_out(value) is not None or isinstance(value, Stateful):
+        raise DamagedCheckpointError(f"the checkpoint has nothing by the name {_join(name, key)!r}")
+    return False
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}/{key}" if name else str(key)
