@@ -68,6 +68,7 @@ from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.outcomes.futures import Future
 from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef
+from rpc.serving import serve, set_event
 from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
@@ -139,6 +140,8 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "rref_proxy",
+    "serve",
+    "set_event",
     "shutdown",
     "tracing",
     "workers",

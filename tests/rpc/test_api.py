@@ -250,6 +250,8 @@ def test_no_other_names_are_public_than_those_that_are_meant_to_be() -> None:
         "on_membership",
         "options",
         "rref_proxy",
+        "serve",
+        "set_event",
         "tracing",
         "workers",
     ]
