@@ -1,0 +1,231 @@
+"""The command line of rpcrun: torchrun's, and what it says of roles.
+
+Every flag of torchrun comes from the parser of the torch that is installed, ``PET_*``
+variables included. Decides what was asked for; starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.run import get_args_parser
+
+from tensorwire.launch.job_file import JobFile, read_job_file
+from tensorwire.launch.roles import Role, RoleError, check_roles, has_count, parse_role
+
+_NO_PROGRAM = "\0"
+_STREAMS = re.compile(r"[0-3]")
+_ROLE_OF_TORCHRUN = "default"
+
+ROLE_OF_JOB = "rpc"
+"""What events and metrics of torch's call the workers of all roles together."""
+
+
+class FlagError(ValueError):
+    """A flag has a value that cannot be; names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Which of its output streams each worker writes to files.
+
+    Args:
+        everyone: of the workers that the others do not name.
+        by_rank: by local rank, which counts the workers of one role on one agent.
+        by_role: by role; the local rank counts more.
+    """
+
+    everyone: Std = Std.NONE
+    by_rank: Mapping[int, Std] = field(default_factory=dict)
+    by_role: Mapping[str, Std] = field(default_factory=dict)
+
+    def of(self, role: str, local_rank: int) -> Std:
+        """The streams of one worker."""
+        chosen = self.by_rank.get(local_rank)
+        return self.by_role.get(role, self.everyone) if chosen is None else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The workers whose output the terminal shows; without any named, all of them."""
+
+    ranks: frozenset[int] = frozenset()
+    roles: frozenset[str] = frozenset()
+
+    def has(self, role: str, local_rank: int) -> bool:
+        """True if the output of this worker is shown."""
+        anybody = not (self.ranks or self.roles)
+        return anybody or local_rank in self.ranks or role in self.roles
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What was asked for.
+
+    Args:
+        arguments: as torchrun's parser gives them, of which ``role`` is one text again.
+        roles: the roles; none where rpcrun does what torchrun does.
+        redirects: what goes to files.
+        tee: what goes to files and to the terminal.
+        shown: whose output the terminal shows.
+    """
+
+    arguments: argparse.Namespace
+    roles: tuple[Role, ...]
+    redirects: Streams
+    tee: Streams
+    shown: Shown
+
+
+class _Roles(argparse.Action):
+    """Takes ``--role`` several times; before the first, what ``PET_ROLE`` says counts."""
+
+    def __init__(self, dest: str, default: object = None, **kwargs: object) -> None:
+        default = os.environ.get("PET_ROLE", _ROLE_OF_TORCHRUN).split()
+        super().__init__(dest=dest, default=default, **kwargs)  # type: ignore[arg-type]
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        given = getattr(namespace, self.dest)
+        former = [] if given is self.default else given
+        setattr(namespace, self.dest, [*former, values])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Torchrun's parser, with what rpcrun adds to it."""
+    parser = get_args_parser()
+    parser.prog = "rpcrun"
+    parser.description = "Starts the workers of a job, which have roles, and again what died."
+    parser._optionals.conflict_handler = "resolve"  # our --role takes the place of torchrun's
+    add = parser.add_argument
+    add("--role", action=_Roles, help="NAME:COUNT[/job][,service[=MODULE]][,max_restarts=N]"
+        "[,restart=worker|role|job][,pg]: workers of this role, on each agent or in all; may be "
+        "repeated. NAME alone is torchrun's: a name for all workers")  # fmt: skip
+    add("--spare", action=env, type=int, default=0, help="Seats of each agent for workers of an "
+        "agent that died (%(default)s)")  # fmt: skip
+    add("--job", action=env, default=None, help="YAML or TOML file with flags, roles and the "
+        "program; what the command line says as well counts more")  # fmt: skip
+    add("--group-key-file", "--group_key_file", action=env, default=None, help="File of mode 0600 "
+        "with the key of the workers' group, the same on each machine; on one machine a key is "
+        "made for the job")  # fmt: skip
+    add("--insecure", action=check_env, help="Listen beyond this machine without a group key")
+    add("--dry-run", "--dry_run", action=check_env, help="Print what would be started, and end")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Reads the command line, and the job file that it names.
+
+    Args:
+        argv: the command line without the name of the launcher.
+
+    Raises:
+        RoleError: the roles cannot be.
+        JobFileError: the job file cannot be read.
+        FlagError: another flag cannot be.
+        SystemExit: the parser of torchrun, which also prints why, does not accept it.
+    """
+    parser = make_parser()
+    given = parser.parse_args([*argv, _NO_PROGRAM])
+    job = JobFile((), (), ())
+    if given.job:
+        job = read_job_file(given.job, _known_flags(parser))
+    count = len(given.training_script_args) + 1
+    flags, program = argv[: len(argv) + 1 - count], argv[len(argv) + 1 - count :]
+    arguments = parser.parse_args([*job.flags, *flags, *(program or job.program)])
+    said = arguments.role
+    arguments.role, roles = _roles(said, job.roles)
+    if arguments.spare < 0:
+        raise FlagError(f"--spare={arguments.spare} is negative")
+    command = Command(
+        arguments,
+        roles,
+        parse_streams("--redirects", arguments.redirects),
+        parse_streams("--tee", arguments.tee),
+        parse_shown(arguments.local_ranks_filter),
+    )
+    _check_names(command)
+    return command
+
+
+def _known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option.startswith("--") and action.dest not in ("help", "role", "job", "module"):
+                found[option[2:].replace("-", "_")] = action.nargs != 0
+    return found
+
+
+def _roles(said: Sequence[str], of_file: Sequence[Role]) -> tuple[str, tuple[Role, ...]]:
+    """Torchrun's role, and ours, of which the command line's replace those of the file."""
+    counted = [text for text in said if has_count(text)]
+    bare = [text for text in said if not has_count(text)]
+    if not counted and not of_file:
+        return bare[-1], ()
+    if counted and bare:
+        raise RoleError(f"role {bare[0]!r} has no COUNT, as the others have: {bare[0]}:COUNT")
+    given = [parse_role(text) for text in counted]
+    names = {role.name for role in given}
+    return ROLE_OF_JOB, check_roles([*(r for r in of_file if r.name not in names), *given])
+
+
+def parse_streams(flag: str, text: str) -> Streams:
+    """Reads ``-r`` or ``-t``: ``3``, or ``0:1,12:3``, or with roles for ranks ``trainer:3``.
+
+    Args:
+        flag: its name, for errors.
+        text: its value; the numbers are 0 for none, 1 for stdout, 2 for stderr, 3 for both.
+
+    Raises:
+        FlagError: it is of another form.
+    """
+    if _STREAMS.fullmatch(text):
+        return Streams(Std(int(text)))
+    by_rank: dict[int, Std] = {}
+    by_role: dict[str, Std] = {}
+    for part in text.split(","):
+        who, colon, streams = part.rpartition(":")
+        if not colon or not who or not _STREAMS.fullmatch(streams):
+            raise FlagError(
+                f"{flag}={text}: give 0, 1 (stdout), 2 (stderr) or 3 (both) for all workers, or "
+                "LOCAL_RANK:N or ROLE:N for some, separated by commas"
+            )
+        if who.isdecimal():
+            by_rank[int(who)] = Std(int(streams))
+        else:
+            by_role[who] = Std(int(streams))
+    return Streams(Std.NONE, by_rank, by_role)
+
+
+def parse_shown(text: str) -> Shown:
+    """Reads ``--local-ranks-filter``: local ranks and roles, separated by commas."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if text and not parts:
+        raise FlagError(f"--local-ranks-filter={text}: give local ranks or roles, as in 0,1,ps")
+    ranks = frozenset(int(part) for part in parts if part.isdecimal())
+    return Shown(ranks, frozenset(part for part in parts if not part.isdecimal()))
+
+
+def _check_names(command: Command) -> None:
+    known = {role.name for role in command.roles}
+    named = [
+        ("--redirects", command.redirects.by_role),
+        ("--tee", command.tee.by_role),
+        ("--local-ranks-filter", command.shown.roles),
+    ]
+    for flag, names in named:
+        for name in sorted(set(names) - known):
+            there = ", ".join(sorted(known)) or "none"
+            raise FlagError(f"{flag} names the role {name!r}; the roles are: {there}")

@@ -1,0 +1,234 @@
+"""Decides what one agent does, given the plan and what its processes do. No I/O, no clock.
+
+A round of an agent has two halves. :meth:`Steward.report` turns what was seen into events for
+the plan. When these are in the plan, :meth:`Steward.act` compares it with what runs here and
+returns what to do: start, stop, kill, strike off.
+
+An agent that others took for dead finds itself missing in the plan. Its seats may be others'
+by then, so it first kills whatever it runs, and only then joins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tensorwire.launch.plan import Failure, Node, Order, Phase, Plan, Seat
+from tensorwire.launch.roles import Role
+from tensorwire.launch.seats import Event, Exited, GaveUp, Joined, Left
+
+SOON = 10.0
+"""Seconds within which a worker that fails counts as one that fails again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process of this agent ended.
+
+    Args:
+        seat: whose worker it was.
+        exit_code: negative for a signal.
+        process: its id.
+        said: the traceback or message that it left.
+    """
+
+    seat: int
+    exit_code: int
+    process: int = 0
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a life of a seat. Whatever its group still lists under its name is dead."""
+
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask the process of a seat to end."""
+
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process of a seat at once, and all that it started."""
+
+    seat: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostStore:
+    """Make a store for an attempt of a role, and say where it is."""
+
+    role: str
+    attempt: int
+
+
+Effect = Start | Stop | Kill | HostStore
+
+
+@dataclass(slots=True)
+class _Running:
+    """A process of this agent, as far as it matters here."""
+
+    name: str
+    life: int
+    since: float
+    kill_at: float | None = None
+    killed: bool = False
+    why: str = ""
+
+
+class Steward:
+    """One agent's decisions.
+
+    Args:
+        node: this agent.
+        roles: the roles that it knows of.
+        grace: seconds from asking a process to end to killing it.
+        patience: seconds for which the job may have fewer agents than it needs.
+    """
+
+    def __init__(self, node: Node, roles: tuple[Role, ...], grace: float, patience: float) -> None:
+        self._node, self._roles = node, roles
+        self._grace, self._patience = grace, patience
+        self._running: dict[int, _Running] = {}
+        self._begun: dict[int, int] = {}
+        """The latest life that was begun here, by seat."""
+        self._due: dict[int, tuple[int, float]] = {}
+        """The life to begin next, and when, by seat."""
+        self._hosting: dict[str, int] = {}
+        """The attempt whose store was last made here, by role."""
+        self._scarce_since: float | None = None
+
+    @property
+    def running(self) -> Sequence[int]:
+        """The seats whose processes run here."""
+        return list(self._running)
+
+    def is_finished(self, plan: Plan) -> bool:
+        """True if the job is over and nothing runs here any more."""
+        return plan.phase.is_over and not self._running
+
+    # --- What was seen
+
+    def report(
+        self, now: float, plan: Plan, ended: Iterable[Ended], silent: Iterable[str]
+    ) -> list[Event]:
+        """Returns the events to put into the plan.
+
+        Args:
+            now: the time.
+            plan: as it was when this was seen.
+            ended: processes that ended.
+            silent: nodes that gave no sign of life for too long.
+        """
+        events: list[Event] = [self._exited(now, plan, each) for each in ended]
+        me = self._node.id
+        events += [Left(node) for node in silent if node != me and plan.node(node) is not None]
+        events += [
+            Exited(me, seat.id, seat.life, 0, False, Failure(seat.name, ""))
+            for seat in plan.held_by(me)
+            if seat.order is Order.STOP and seat.id not in self._running  # it never began
+        ]
+        events += self._scarcity(now, plan)
+        if plan.node(me) is None and not self._running and not plan.phase.is_over:
+            events.append(Joined(self._node, self._roles))
+        return events
+
+    def _exited(self, now: float, plan: Plan, ended: Ended) -> Event:
+        run = self._running.pop(ended.seat)
+        said = f"{run.why}\n{ended.said}".strip() if run.why else ended.said
+        node, code = self._node, ended.exit_code
+        failure = Failure(run.name, said, ended.seat, node.host, ended.process, code, run.life)
+        return Exited(node.id, ended.seat, run.life, code, now - run.since < SOON, failure)
+
+    def _scarcity(self, now: float, plan: Plan) -> list[Event]:
+        """Gives up if there are too few agents for too long."""
+        if plan.phase is not Phase.RUNNING or len(plan.nodes) >= plan.min_nodes:
+            self._scarce_since = None
+            return []
+        if self._scarce_since is None:
+            self._scarce_since = now
+        if now - self._scarce_since < self._patience:
+            return []
+        said = (
+            f"there were {len(plan.nodes)} agents for {self._patience:g} s, but --nnodes asks for "
+            f"{plan.min_nodes} at least, and no other joined"
+        )
+        return [GaveUp(Failure("", said))]
+
+    # --- What to do
+
+    def act(self, now: float, plan: Plan, lost: Iterable[str] = ()) -> list[Effect]:
+        """Returns what to do.
+
+        Args:
+            now: the time.
+            plan: as it is.
+            lost: names of workers that their group declared lost.
+        """
+        effects: list[Effect] = []
+        mine = {seat.id: seat for seat in plan.held_by(self._node.id)}
+        is_in = plan.node(self._node.id) is not None or plan.phase.is_over
+        declared = set(lost)
+        for seat_id, run in list(self._running.items()):
+            seat = mine.get(seat_id)
+            if run.name in declared:
+                effects += self._kill(run, seat_id, "its group declared it lost")
+            elif not is_in or seat is None or seat.life != run.life:
+                effects += self._kill(run, seat_id, "this agent does not hold its seat any more")
+            elif seat.order is not Order.RUN or plan.phase is Phase.FAILED:
+                effects += self._stop(now, run, seat_id)
+        if plan.phase is Phase.RUNNING and is_in:
+            for seat in mine.values():
+                effects += self._start(now, seat)
+            effects += self._host(plan, mine.values())
+        return effects
+
+    def _kill(self, run: _Running, seat_id: int, why: str) -> list[Effect]:
+        if run.killed:
+            return []
+        run.killed, run.why = True, run.why or why
+        return [Kill(seat_id, why)]
+
+    def _stop(self, now: float, run: _Running, seat_id: int) -> list[Effect]:
+        if run.kill_at is None:
+            run.kill_at = now + self._grace
+            return [Stop(seat_id)]
+        if now < run.kill_at:
+            return []
+        return self._kill(run, seat_id, f"it did not end within {self._grace:g} s")
+
+    def _start(self, now: float, seat: Seat) -> list[Effect]:
+        is_next = seat.order is Order.RUN and seat.life > self._begun.get(seat.id, 0)
+        if not is_next or seat.id in self._running:
+            return []
+        life, due = self._due.get(seat.id, (0, 0.0))
+        if life != seat.life:
+            due = now + seat.pause
+            self._due[seat.id] = (seat.life, due)
+        if now < due:
+            return []
+        del self._due[seat.id]
+        self._begun[seat.id] = seat.life
+        self._running[seat.id] = _Running(seat.name, seat.life, now)
+        return [Start(seat)]
+
+    def _host(self, plan: Plan, mine: Iterable[Seat]) -> list[Effect]:
+        """Makes the store of a process group, if this agent holds the first of its seats."""
+        effects: list[Effect] = []
+        held = {(seat.role, seat.number) for seat in mine}
+        for state in plan.roles:
+            name, attempt = state.role.name, state.attempt
+            is_first = bool(state.members) and (name, state.members[0]) in held
+            if not state.role.process_group or state.meeting or not is_first or state.gathers:
+                continue
+            if self._hosting.get(name) != attempt:
+                self._hosting[name] = attempt
+                effects.append(HostStore(name, attempt))
+        return effects

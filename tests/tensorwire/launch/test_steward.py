@@ -1,0 +1,177 @@
+"""What one agent does, given the plan and what its processes do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tensorwire.launch.plan import Order, Phase, Plan
+from tensorwire.launch.roles import Role
+from tensorwire.launch.seats import Left, Met, apply
+from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tests.tensorwire.launch.plans import node, roles
+
+GRACE = 30.0
+PATIENCE = 600.0
+
+
+class Agent:
+    """A steward, its clock, and the plan, to which it reports at once."""
+
+    def __init__(self, *texts: str, at_least: int = 1, spare: int = 0) -> None:
+        self.roles = roles(*texts)
+        self.steward = make(0, self.roles, spare)
+        self.now = 100.0
+        self.plan = Plan(at_least)
+
+    def round(
+        self,
+        *ended: Ended,
+        silent: Iterable[str] = (),
+        lost: Iterable[str] = (),
+        after: float = 0.0,
+    ) -> list[Effect]:
+        self.now += after
+        self.plan = apply(self.plan, self.steward.report(self.now, self.plan, ended, silent))
+        return self.steward.act(self.now, self.plan, lost)
+
+
+def make(number: int, of: tuple[Role, ...], spare: int = 0) -> Steward:
+    return Steward(node(number, of, spare), of, GRACE, PATIENCE)
+
+
+def names(effects: Iterable[Effect]) -> list[str]:
+    return [
+        f"{type(each).__name__} {each.seat.name if isinstance(each, Start) else each.seat}"
+        for each in effects
+        if not isinstance(each, HostStore)
+    ]
+
+
+def test_an_agent_joins_and_starts_its_workers_once() -> None:
+    agent = Agent("ps:1,service", "trainer:2")
+    assert names(agent.round()) == ["Start ps:0", "Start trainer:0", "Start trainer:1"]
+    assert agent.round() == []
+    assert list(agent.steward.running) == [0, 1, 2]
+
+
+def test_a_worker_that_died_is_started_again_in_its_next_life() -> None:
+    agent = Agent("trainer:1,max_restarts=1")
+    agent.round()
+    (start,) = agent.round(Ended(0, -9))
+    assert isinstance(start, Start)
+    assert (start.seat.name, start.seat.life) == ("trainer:0", 2)
+
+
+def test_a_crash_loop_is_slowed_down() -> None:
+    agent = Agent("trainer:1,max_restarts=5")
+    agent.round()
+    assert names(agent.round(Ended(0, 1))) == ["Start trainer:0"]
+    assert names(agent.round(Ended(0, 1), after=1.0)) == []
+    assert names(agent.round(after=0.9)) == []
+    assert names(agent.round(after=0.2)) == ["Start trainer:0"]
+    assert names(agent.round(Ended(0, 1), after=11.0)) == ["Start trainer:0"]  # it ran for long
+
+
+def test_services_are_asked_to_end_and_killed_when_they_do_not() -> None:
+    agent = Agent("ps:1,service", "trainer:1")
+    agent.round()
+    assert agent.round(Ended(1, 0)) == [Stop(0)]
+    assert agent.round(after=GRACE - 1) == []
+    assert agent.round(after=2) == [Kill(0, "it did not end within 30 s")]
+    assert agent.round(after=2) == []
+    assert not agent.steward.is_finished(agent.plan)
+    assert agent.round(Ended(0, -9)) == []
+    assert agent.plan.phase is Phase.SUCCEEDED
+    assert agent.steward.is_finished(agent.plan)
+
+
+def test_all_workers_are_stopped_when_the_job_fails() -> None:
+    agent = Agent("ps:1,service", "trainer:2")
+    agent.round()
+    assert agent.round(Ended(1, 3, process=42, said="Traceback: oh")) == [Stop(0), Stop(2)]
+    assert agent.plan.failure is not None
+    failure = agent.plan.failure
+    assert (failure.who, failure.exit_code, failure.process) == ("trainer:0", 3, 42)
+    assert (failure.host, failure.said) == ("host0", "Traceback: oh")
+
+
+def test_a_worker_whose_group_declared_it_lost_is_killed_and_started_again() -> None:
+    agent = Agent("trainer:2,max_restarts=1")
+    agent.round()
+    (kill,) = agent.round(lost=["trainer:1", "ps:7"])
+    assert kill == Kill(1, "its group declared it lost")
+    assert agent.round(lost=["trainer:1"]) == []
+    (start,) = agent.round(Ended(1, -9))
+    assert isinstance(start, Start)
+    assert start.seat.life == 2
+    agent.round(Ended(1, -9, said="more"))
+    assert agent.plan.failure is not None
+    assert agent.plan.failure.said == "more"
+
+
+def test_the_reason_for_a_kill_is_in_the_report() -> None:
+    agent = Agent("trainer:1")
+    agent.round()
+    agent.round(lost=["trainer:0"])
+    agent.round(Ended(0, -9))
+    assert agent.plan.failure is not None
+    assert agent.plan.failure.said == "its group declared it lost"
+
+
+def test_an_agent_that_was_taken_for_dead_kills_its_workers_before_it_joins_again() -> None:
+    agent = Agent("trainer:2")
+    agent.round()
+    agent.plan = apply(agent.plan, [Left("node0")])
+    why = "this agent does not hold its seat any more"
+    assert agent.round() == [Kill(0, why), Kill(1, why)]
+    assert agent.round(Ended(0, -9)) == []
+    assert agent.plan.nodes == ()
+    assert names(agent.round(Ended(1, -9))) == ["Start trainer:0", "Start trainer:1"]
+    assert [seat.life for seat in agent.plan.seats] == [2, 2]
+
+
+def test_a_node_that_gives_no_sign_of_life_is_struck_out() -> None:
+    agent = Agent("trainer:1", spare=1)
+    agent.round()
+    agent.plan = apply(agent.plan, make(1, agent.roles).report(0, agent.plan, (), ()))
+    assert names(agent.round()) == []
+    assert names(agent.round(silent=["node1", "node0", "node7"])) == ["Start trainer:1"]
+    assert [each.id for each in agent.plan.nodes] == ["node0"]
+
+
+def test_a_job_with_too_few_agents_gives_up_in_the_end() -> None:
+    agent = Agent("trainer:1", at_least=2)
+    agent.plan = apply(agent.plan, make(1, agent.roles).report(0, agent.plan, (), ()))
+    agent.round()
+    agent.round(silent=["node1"])
+    agent.round()
+    agent.round(after=PATIENCE - 1)
+    assert agent.plan.phase is Phase.RUNNING
+    assert agent.round(after=2) == [Stop(1)]
+    assert agent.plan.failure is not None
+    assert "1 agents for 600 s, but --nnodes asks for 2" in agent.plan.failure.said
+
+
+def test_the_holder_of_a_process_groups_first_seat_makes_its_store_once() -> None:
+    agent = Agent("ddp:2,pg,max_restarts=1")
+    assert agent.round() == [HostStore("ddp", 1)]
+    assert agent.round() == []
+    agent.plan = apply(agent.plan, [Met("ddp", 1, "host:1")])
+    assert names(agent.round()) == ["Start ddp:0", "Start ddp:1"]
+    assert agent.round(Ended(0, -9)) == [Stop(1)]
+    assert agent.round(Ended(1, -15)) == [HostStore("ddp", 2)]
+
+
+def test_a_life_that_has_to_stop_before_it_began_has_stopped() -> None:
+    agent = Agent("trainer:2,restart=role,max_restarts=9")
+    agent.round()
+    for code in (1, 1):  # the second time there is a pause
+        agent.round(Ended(0, code))
+        agent.round(Ended(1, -15))
+    assert {seat.order for seat in agent.plan.seats} == {Order.RUN}
+    assert list(agent.steward.running) == []
+    other = make(1, agent.roles)
+    agent.plan = apply(agent.plan, other.report(0, agent.plan, (), ()))
+    agent.plan = apply(agent.plan, [Left("node1")])
+    assert {seat.order for seat in agent.plan.held_by("node0")} == {Order.STOP}
+    assert names(agent.round()) == ["Start trainer:0", "Start trainer:1"]
