@@ -8,6 +8,7 @@
 #   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
 #                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
+#   make kills    the tests that kill processes at random moments, fifty times each instead of three
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, one to three minutes
@@ -93,6 +94,10 @@ docs: $(READY)
 
 bench: $(READY)
 	@$(RUN) -m benchmarks $(ARGS)
+
+.PHONY: kills
+kills: $(READY)
+	@$(TEST) -m kills --kills 50 $(ARGS)
 
 soak: $(READY)
 	@$(RUN) -m benchmarks.soak $(ARGS)

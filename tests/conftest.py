@@ -9,6 +9,7 @@ started before the first test, so that it never looks like a leak.
 from __future__ import annotations
 
 import gc
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import sys
@@ -26,6 +27,7 @@ from torch.distributed import TCPStore
 
 from rpc.transports.base import Transport
 from rpc.transports.tensorwire import TensorWireTransport
+from tests.processes import ready_made
 
 # A slow example on a busy machine is no finding.
 settings.register_profile("tensorwire", deadline=None)
@@ -74,6 +76,19 @@ class Holdings:
         return sorted([*threads, *descriptors, *processes, *segments])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``make kills`` repeats tests that kill processes at random moments more often."""
+    parser.addoption(
+        "--kills", type=int, default=3, help="how often such a test kills (%(default)s)"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes ``kill_seed`` as often as was said, with another seed each time."""
+    if "kill_seed" in metafunc.fixturenames:
+        metafunc.parametrize("kill_seed", range(metafunc.config.getoption("--kills")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _lasting_helpers() -> None:
     """Start what starts once and stays in a process that uses it."""
@@ -81,6 +96,13 @@ def _lasting_helpers() -> None:
     TCPStore("127.0.0.1", 0, is_master=True)  # its event library keeps a pipe
     weights = torch.ones(256, 256, requires_grad=True)
     torch.autograd.grad((weights @ weights).sum(), weights)
+
+
+@pytest.fixture(scope="session")
+def process_server() -> None:
+    """Start what makes the processes of tests, before one that uses it begins."""
+    ready_made()
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session", autouse=True)

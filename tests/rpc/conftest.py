@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,17 +12,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from rpc.agent import Agent, AgentOptions
 from rpc.testing import local_group
 from rpc.transports.base import Transport
-from tests.processes import ready_made
 from tests.rpc.stores import SECONDS
 
 GroupMaker = Callable[..., list[Agent]]
-
-
-@pytest.fixture(scope="session")
-def process_server() -> None:
-    """Start what makes the processes of tests, before one that uses it begins."""
-    ready_made()
-    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture

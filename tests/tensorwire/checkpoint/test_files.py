@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,69 @@ def test_writing_holds_no_tensor(tmp_path: Path) -> None:
     tensor.zero_()
     file.finish()
     assert safetensors.torch.load_file(tmp_path / "x")["x"].tolist() == [1.0, 1.0, 1.0]
+
+
+class _Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+class _Crashing:
+    """Lets a number of operations on the file system happen, and then no more."""
+
+    def __init__(self, operations: int) -> None:
+        self.left = operations
+
+    def around(self, operation: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **kwargs: object) -> object:
+            if self.left == 0:
+                raise _Crash
+            self.left -= 1
+            return operation(*args, **kwargs)
+
+        return counted
+
+
+def _close_locks(folder: Path) -> None:
+    """Closes what the end of the process would close."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if target.startswith(str(folder)):
+            os.close(int(descriptor))
+
+
+def test_a_crash_between_any_two_operations_leaves_the_last_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for operations in range(200):
+        shutil.rmtree(folder, ignore_errors=True)
+        _save(folder / "1", {"a": {"x": torch.full((9,), 1.0)}}, step=1)
+        crashing = _Crashing(operations)
+        done = False
+        with pytest.MonkeyPatch.context() as patch:
+            for place, name in [
+                (os, "write"), (os, "fsync"), (shutil, "rmtree"),
+                (Path, "rename"), (Path, "mkdir"), (Path, "unlink"),
+            ]:  # fmt: skip
+                patch.setattr(place, name, crashing.around(getattr(place, name)))
+            try:
+                _save(folder / "2", {p: {"x": torch.full((9,), 2.0)} for p in "ab"}, step=2)
+                retain(folder, last=1)
+                done = True
+            except _Crash:
+                _close_locks(folder)
+        for saved in complete(folder):
+            step = saved.meta["step"]
+            for part in saved.parts:
+                assert saved.tensor(part, "x").eq(step).all()
+        assert latest(folder) is not None, operations
+        if done:
+            assert operations > 20
+            return
+    pytest.fail("it never came to an end")
 
 
 _WRITER = """
