@@ -49,7 +49,7 @@ from rpc.protocol.liveness import Evidence
 from rpc.protocol.retry import Retry
 from rpc.rrefs.keeper import ReferenceKeeper
 from rpc.rrefs.rref import RRef
-from rpc.runtime import deadlines, finalizers
+from rpc.runtime import deadlines, finalizers, signals
 from rpc.runtime import exit as process_end
 from rpc.runtime import forks as process_forks
 from rpc.runtime.clock import Clock, MonotonicClock
@@ -169,6 +169,7 @@ class Agent(process_forks.Member):
     def start(self) -> bytes:
         """Begins to listen; returns the address for the other workers."""
         finalizers.watch()
+        signals.use()
         address = self.transport.start(self.info, self.life.incarnation, self.inbound)
         self._start_watch()
         self.pulse.start()

@@ -1,4 +1,4 @@
-"""What signal handlers raise does not get into half-done work."""
+"""Ctrl-C does not get into half-done work."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rpc.outcomes import collecting
 from rpc.outcomes.futures import Future
 from rpc.runtime import signals as interrupts
 from rpc.testing import local_group
+from tests.signals import heeding_interrupts
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
@@ -25,27 +26,24 @@ pytestmark = pytest.mark.skipif(
     reason="signals are the main thread's",
 )
 
-ALARM = signal.SIGALRM
 SECONDS = 30.0
 
 
-class Alarm(BaseException):
-    """What a handler raises."""
-
-
-def ring(*_: object) -> None:
-    raise Alarm
-
-
 @pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    before = signal.signal(ALARM, ring)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        interrupts.stop()
-        signal.signal(ALARM, before)
+def interrupts_come_by_alarm() -> Iterator[None]:
+    """A timer interrupts, as Ctrl-C does; this process may run in the background."""
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with heeding_interrupts():
+        interrupts.use()
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def interrupt(*_: object) -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -61,87 +59,67 @@ def let_in() -> None:
     interrupts.restore(interrupts.let_in())
 
 
-def test_a_handler_runs_when_the_work_is_done() -> None:
+def test_an_interrupt_comes_when_the_work_is_done() -> None:
     done: list[int] = []
 
     def work() -> None:
         with shut():
             with shut():
-                signal.raise_signal(ALARM)
+                interrupt()
                 done.append(1)
             done.append(2)
 
-    with pytest.raises(Alarm):
+    with pytest.raises(KeyboardInterrupt):
         work()
     assert done == [1, 2]
 
 
-def test_a_handler_runs_when_the_thread_begins_to_wait() -> None:
+def test_an_interrupt_comes_when_the_thread_begins_to_wait() -> None:
     with shut():
-        signal.raise_signal(ALARM)
-        with pytest.raises(Alarm):
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
             let_in()
-        signal.raise_signal(ALARM)  # it is shut out again
-        with pytest.raises(Alarm):
+        interrupt()  # it is held back again
+        with pytest.raises(KeyboardInterrupt):
             let_in()
 
 
-def test_a_handler_runs_at_once_while_the_thread_waits() -> None:
+def test_an_interrupt_comes_at_once_while_the_thread_waits() -> None:
     with shut():
         before = interrupts.let_in()
-        with pytest.raises(Alarm):
-            signal.raise_signal(ALARM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
         interrupts.restore(before)
 
 
-def test_all_that_are_due_run_in_order() -> None:
+def test_handlers_of_the_program_are_left_alone() -> None:
     seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         seen.append(number)
 
-    before = signal.signal(signal.SIGTERM, note), signal.signal(ALARM, note)
-    try:
-        with shut():
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(ALARM)
-            assert seen == []
-        assert seen == [signal.SIGTERM, ALARM]
-    finally:
-        interrupts.stop()
-        signal.signal(signal.SIGTERM, before[0])
-
-
-def test_a_handler_that_was_put_back_is_the_one_that_runs() -> None:
+    signal.signal(signal.SIGINT, note)
+    interrupts.use()
+    assert signal.getsignal(signal.SIGINT) is note
     with shut():
-        pass
-    first = signal.getsignal(ALARM)
-    signal.signal(ALARM, lambda *_: None)
-    with shut():
-        pass
-    signal.signal(ALARM, first)
-    with pytest.raises(Alarm), shut():
-        signal.raise_signal(ALARM)
-
-
-def test_the_handlers_of_others_are_put_back() -> None:
-    with shut():
-        assert signal.getsignal(ALARM) is not ring
+        interrupt()
+        assert seen == [signal.SIGINT]
     interrupts.stop()
-    assert signal.getsignal(ALARM) is ring
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is note
 
 
-def test_other_threads_shut_out_nothing() -> None:
-    found: list[bool | None] = []
-    other = threading.Thread(
-        target=lambda: found.extend((interrupts.shut_out(), interrupts.let_in()))
-    )
+def test_the_default_handler_is_put_back() -> None:
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    interrupts.stop()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_hold_back_nothing() -> None:
+    other = threading.Thread(target=interrupts.shut_out)
     other.start()
     other.join()
-    assert found == [None, None]
-    with pytest.raises(Alarm):
-        signal.raise_signal(ALARM)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
 
 
 def wait_for(event_number: int) -> None:
@@ -155,7 +133,7 @@ def test_a_call_that_is_interrupted_is_given_up(pair: list[Agent]) -> None:
     alice, bob = pair
     events[0].clear()
     signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with pytest.raises(Alarm):
+    with pytest.raises(KeyboardInterrupt):
         alice.rpc_sync("bob", wait_for, (0,))
     assert alice.debug_info()["calls"] == []
     events[0].set()
@@ -180,7 +158,7 @@ def test_a_call_that_may_be_tried_again_is_not_after_it_was_interrupted(
     events[0].clear()
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     retry = rpc.Retry(attempt_timeout=seconds, backoff=SECONDS)
-    with pytest.raises(Alarm):
+    with pytest.raises(KeyboardInterrupt):
         alice.rpc_sync("bob", wait_for_retried, (0,), timeout=0, retry=retry)
     assert alice.retries.oldest() == 0
     assert alice.retries.paused() == alice.debug_info()["calls"] == []
@@ -196,19 +174,19 @@ def make_value(event_number: int) -> rpc.RRef[list[int]]:
 
 
 @pytest.mark.parametrize("retry", [None, rpc.Retry()])
-def test_a_reference_that_comes_while_a_handler_ends_the_wait_is_let_go_of(
+def test_a_reference_that_comes_while_an_interrupt_ends_the_wait_is_let_go_of(
     retry: rpc.Retry | None,
 ) -> None:
-    def ring_late(*_: object) -> None:
+    def interrupt_late(*_: object) -> None:
         events[0].set()
         until(alice.caller.quiet)
-        raise Alarm
+        interrupt()
 
     with local_group("alice", "bob") as (alice, bob):
         events[0].clear()
-        signal.signal(ALARM, ring_late)
+        signal.signal(signal.SIGALRM, interrupt_late)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Alarm):
+        with pytest.raises(KeyboardInterrupt):
             alice.rpc_sync("bob", make_value, (0,), retry=retry)
         until(lambda: bob.references.counts().num_forks == 0)
 
@@ -222,7 +200,7 @@ def test_a_handler_may_make_a_call_while_the_thread_waits_for_another(pair: list
         found.append(alice.rpc_sync("bob", operator.neg, (1,), timeout=SECONDS))
         events[0].set()
 
-    signal.signal(ALARM, call)
+    signal.signal(signal.SIGALRM, call)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     alice.rpc_sync("bob", wait_for, (0,))
     assert found == [-1]
@@ -259,7 +237,7 @@ def test_a_thread_that_waits_for_a_future_is_interrupted(
     late.start()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Alarm):
+        with pytest.raises(KeyboardInterrupt):
             wait(alice)
         assert not events[0].is_set(), "it ran only when the call was over"
     finally:
@@ -280,7 +258,7 @@ def test_interrupts_at_any_moment_cost_only_the_calls_that_they_end(pair: list[A
             for _ in range(1000):  # Python drops what is raised in a destructor
                 assert alice.rpc_sync("bob", operator.neg, (number,)) == -number
                 alice.rpc_async("bob", torch.neg, (large,))
-        except Alarm:
+        except KeyboardInterrupt:
             ended += 1
     assert ended > 500
     assert alice.rpc_sync("bob", operator.neg, (1,)) == -1

@@ -28,6 +28,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.runtime import signals as interrupts
 from rpc.transports.base import Announces, Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
 from rpc.transports.host.frame_table import Look
@@ -56,6 +57,7 @@ from tests.rpc.transports.conformance import (
     introduce,
 )
 from tests.rpc.transports.tensorwire.strangers import connect, shake
+from tests.signals import heeding_interrupts
 
 Maker = Callable[..., list[Worker]]
 
@@ -1038,20 +1040,14 @@ def test_ctrl_c_in_the_middle_of_a_step_of_closing_waits_until_nothing_is_left_o
     def wake_and_interrupt(wake_up: WakeUp) -> None:
         if not woken:
             woken.append(wake_up)
-            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGINT)
         wake(wake_up)
 
-    def interrupt(*_: object) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(WakeUp, "set", wake_and_interrupt)
-            with pytest.raises(Interrupt):
-                a.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with heeding_interrupts(), monkeypatch.context() as patched:
+        interrupts.use()
+        patched.setattr(WakeUp, "set", wake_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            a.close()
     a.closed = True
     b.close()
     for each in (a, b):
