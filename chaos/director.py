@@ -30,7 +30,7 @@ _END_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a run is made.
+    """The settings of a run.
 
     Args:
         backend: of all workers.

@@ -1,4 +1,4 @@
-"""What a trainer does beside training: calls of every kind to everybody, whoever comes and goes.
+"""Calls of every kind that a trainer makes to everybody beside training, whoever comes and goes.
 
 They may fail, with errors of ours. They may not hang, run twice, answer with something
 else than was sent, or leave anything behind.
@@ -51,7 +51,7 @@ class Tally:
             self._seen.clear()
 
     def twice(self) -> int:
-        """How many had run before."""
+        """Returns how many calls ran more than once."""
         with self._lock:
             return self._twice
 
@@ -208,7 +208,7 @@ class Errands:
 
 
 def held(info: Mapping[str, Any]) -> dict[str, object]:
-    """What a worker has that belongs to calls, references or contexts, by its ``debug_info``."""
+    """Returns what a worker holds for calls, references or contexts, by its ``debug_info``."""
     counts = {name: value for name, value in info.items() if name.startswith("num_")}
     counts |= {name: info[name] for name in ("calls", "retrying", "serving")}
     return {name: value for name, value in counts.items() if value}

@@ -1,4 +1,4 @@
-"""What a worker tells the director: lines of JSON, with times that all processes share."""
+"""Events that workers report to the director: lines of JSON, with times all processes share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 
 class What(enum.Enum):
-    """What happened to a worker, or in it."""
+    """The kinds of events."""
 
     JOINED = "joined"
     STEP = "step"
@@ -26,7 +26,7 @@ class What(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a process holds.
+    """The resources that a process holds.
 
     Args:
         rss: resident memory in bytes.
@@ -62,7 +62,7 @@ class Event:
     vitals: Vitals | None = None
 
     def encode(self) -> str:
-        """As a line."""
+        """Returns the event as a line."""
         return json.dumps(asdict(self) | {"what": self.what.value})
 
     @classmethod

@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is allowed.
+    """The limits of what is allowed.
 
     Args:
         bound: the liveness timeout in seconds.
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one fault. Seconds after it; None if it did not happen.
+    """The consequences of one fault, in seconds after it; None if one did not happen.
 
     Args:
         fault: what was done; ``at`` is absolute here.
@@ -60,8 +60,8 @@ class Outcome:
     on: float | None = None
 
     @property
-    def is_mended(self) -> bool:
-        """True if connections broke and were opened again, so that nobody was lost."""
+    def is_resumed(self) -> bool:
+        """Returns whether connections broke and were opened again, so that nobody was lost."""
         return self.fault.kind is Kind.CUT and self.lost is None
 
 
@@ -142,9 +142,9 @@ def _outcome(fault: Fault, told: dict[str, list[Event]], until: float) -> Outcom
     steps = [first([e], (What.STEP,), "") for e in _steps(told, fault.victim)]
     on = [seconds for seconds in steps if seconds is not None]
     lost = max(noticed, default=None)
-    mended = fault.kind is Kind.CUT and lost is None
+    resumed = fault.kind is Kind.CUT and lost is None
     return Outcome(
-        fault, min(seen, default=None), lost, None if mended else back, min(on, default=None)
+        fault, min(seen, default=None), lost, None if resumed else back, min(on, default=None)
     )
 
 
@@ -158,7 +158,7 @@ def _problems(outcome: Outcome, end: float, limits: Limits, called: str) -> Iter
     fault = outcome.fault
     what = f"{fault.kind.value} of {fault.victim}"
     allowed = limits.bound + limits.grace
-    if outcome.is_mended:
+    if outcome.is_resumed:
         if outcome.on is None or outcome.on > allowed:
             yield f"{what}: nobody was told of a loss, and nothing went on"
         return
@@ -221,9 +221,9 @@ def describe(report: Report) -> str:
                 f"{kind.value:<14}{len(rows):>6}{_span([r.error for r in rows]):>26}"
                 f"{_span([r.lost for r in rows]):>20}{_middle([r.back for r in rows]):>9}"
             )
-        mended = [outcome.on for outcome in rows if outcome.is_mended]
-        if mended:
-            lines.append(f"{len(mended)} of these went on after {_span(mended)}, nobody was lost")
+        resumed = [outcome.on for outcome in rows if outcome.is_resumed]
+        if resumed:
+            lines.append(f"{len(resumed)} of these went on after {_span(resumed)}, nobody was lost")
     lines.append(f"{report.steps} steps; the witness grew by {report.growth / _MIB:.1f} MiB")
     threads, descriptors, segments = (
         f"{first} -> {last}" for first, last in zip(*map(_counts, report.held), strict=True)
@@ -238,11 +238,11 @@ def _counts(vitals: Vitals) -> tuple[int, int, int]:
 
 
 def _line(outcome: Outcome, start: float) -> str:
-    """What became of one fault; ``start`` is when the first was done."""
+    """Returns the line about one fault; ``start`` is the time of the first."""
     fault = outcome.fault
     what = f"{fault.kind.value} of {fault.victim}"
     error, lost, back = map(_seconds, (outcome.error, outcome.lost, outcome.back))
-    if outcome.is_mended:
+    if outcome.is_resumed:
         return f"+{fault.at - start:6.1f} s {what:<20} went on {_seconds(outcome.on)}"
     return f"+{fault.at - start:6.1f} s {what:<20} error {error}, all told {lost}, back {back}"
 

@@ -36,7 +36,7 @@ _QUIET_SECONDS = 30.0
 
 
 class Models:
-    """What the server keeps: a model for each trainer, as they do not wait for each other."""
+    """The models that the server keeps, one for each trainer: they do not wait for each other."""
 
     _lock = threading.Lock()
     _modules: ClassVar[dict[str, torch.nn.Module]] = {}
@@ -194,7 +194,7 @@ class Worker:
 
 
 def vitals() -> Vitals:
-    """What this process holds now."""
+    """Returns the resources that this process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     threads = len(os.listdir("/proc/self/task"))
     maps = Path("/proc/self/maps").read_text().splitlines()

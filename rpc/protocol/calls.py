@@ -25,7 +25,7 @@ _BUCKETS_PER_SECOND = 64
 
 
 class Ending(enum.Enum):
-    """What ended a call, or a ghost."""
+    """Reasons for which a call, or a ghost, ended."""
 
     REPLY = "reply"
     DEADLINE = "deadline"
@@ -155,7 +155,7 @@ class CallTable(Generic[T]):
         return ended
 
     def next_expiry(self) -> float | None:
-        """When :meth:`expire` should run next, or None while no call has a deadline."""
+        """Returns when :meth:`expire` should run next; None while no call has a deadline."""
         return min(self._buckets) / _BUCKETS_PER_SECOND if self._buckets else None
 
     def destinations(self) -> set[int]:
@@ -167,7 +167,7 @@ class CallTable(Generic[T]):
         return (OutstandingCall(i, e.call, e.to, e.opened_at) for i, e in self._open.items())
 
     def __len__(self) -> int:
-        """How many requests may still be under way: open calls and ghosts."""
+        """Returns how many requests may still be under way: open calls and ghosts."""
         return len(self._open) + len(self._ghosts)
 
     def _unbucket(self, call_id: int, bucket: int) -> None:

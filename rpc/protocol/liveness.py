@@ -53,7 +53,7 @@ Effect = Ask | Forget | Silent
 
 
 class Liveness:
-    """What one worker knows of the signs of life of the others.
+    """The signs of life that one worker has had from the others.
 
     Times are seconds on any monotonic clock, always passed in.
 
@@ -70,7 +70,7 @@ class Liveness:
         self._due: float | None = None
 
     def due(self, now: float) -> float:
-        """When :meth:`tick` should run next."""
+        """Returns when :meth:`tick` should run next."""
         return now if self._due is None else self._due
 
     def answered(self, life: Life) -> None:
@@ -111,7 +111,7 @@ class Liveness:
 
 
 class Evidence(enum.Enum):
-    """How a worker learned of a loss."""
+    """Ways in which a worker learns of a loss."""
 
     CLOSED = enum.auto()
     """A connection broke."""

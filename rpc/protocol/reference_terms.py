@@ -14,7 +14,7 @@ from rpc.wire.control import ControlMessage
 
 
 class Carrier(enum.Enum):
-    """What kind of message a reference is put into."""
+    """Kinds of messages that a reference is put into."""
 
     REQUEST = "request"
     """A reply will end it: references to the receiver's own values are borrowed."""
@@ -22,7 +22,7 @@ class Carrier(enum.Enum):
 
 
 class FailureKind(enum.Enum):
-    """Which error the use of a failed handle raises."""
+    """Errors that the use of a failed handle raises."""
 
     CREATION = "creation"
     """``RRefCreationError``: ``remote()`` failed or timed out."""
@@ -36,20 +36,20 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a handle cannot be used any more."""
+    """The reason why a handle cannot be used any more."""
 
     kind: FailureKind
     reason: str
 
 
 class OwnerHandle(NamedTuple):
-    """What a handle at the value's owner stands for; it counts as one local reference."""
+    """A handle at the value's owner; it counts as one local reference."""
 
     reference: Reference
 
 
 class UserHandle(NamedTuple):
-    """What a handle anywhere else stands for: its own fork."""
+    """A handle anywhere else, which stands for its own fork."""
 
     reference: Reference
     fork: GlobalId
@@ -101,7 +101,7 @@ Effect: TypeAlias = Send | FreeValue | FailValue | HandleConfirmed | HandleFaile
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much a table holds; for ``debug_info`` and for waiting at shutdown.
+    """Counts of what a table holds, for ``debug_info`` and for waiting at shutdown.
 
     Args:
         num_user_rrefs: handles whose fork its owner has to know of.

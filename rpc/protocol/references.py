@@ -106,7 +106,7 @@ _V = TypeVar("_V")
 
 
 class _State(enum.Enum):
-    """How sure a user is that the owner knows its fork."""
+    """The states of a user, by whether the owner knows its fork."""
 
     CREATING = enum.auto()
     """The reply of ``remote()`` has not come."""
@@ -216,7 +216,7 @@ class ReferenceTable:
     # --- Passing references on
 
     def failure(self, handle: Handle) -> Failure | None:
-        """Why ``handle`` must not be used, if so."""
+        """Returns why ``handle`` must not be used; None if it may."""
         if isinstance(handle, OwnerHandle):
             return None
         user = self._users.get(handle.fork)
@@ -302,7 +302,7 @@ class ReferenceTable:
         return handle, self._send(owner, Register(passed.reference, passed.fork))
 
     def look_up(self, reference: Reference) -> str | None:
-        """Whether a value that a request is made through is kept here, or has a placeholder.
+        """Looks up a value that a request is made through; it may be a placeholder.
 
         The request's caller holds its fork until the reply, so no handle is needed here.
 

@@ -1,4 +1,4 @@
-"""What lets two workers go on where a broken connection stopped. Sans-IO.
+"""Lets two workers go on where a broken connection stopped. Sans-IO.
 
 A connection carries messages in order, numbered from 0 in each direction by
 counting. What was sent is remembered (:class:`SentMessages`) until the other end
@@ -56,7 +56,7 @@ class SentMessages(Generic[Message]):
         self._in_vain = 0
 
     def acknowledged(self, sent: int, received: int) -> list[Message]:
-        """Forgets what the other end has; returns it.
+        """Forgets what the other end has, and returns it.
 
         Args:
             sent: how many messages were ever sent.
@@ -71,7 +71,7 @@ class SentMessages(Generic[Message]):
         return [self.messages.popleft() for _ in range(surplus)]
 
     def missing(self, sent: int, received: int) -> list[Message]:
-        """What to send again on a new connection, in order; it stays remembered.
+        """Returns what to send again on a new connection, in order; it stays remembered.
 
         To be followed by :meth:`sent_again` when it was: what does not get through on many
         connections is given up.
@@ -100,7 +100,7 @@ class SentMessages(Generic[Message]):
         return list(self.messages)[len(self.messages) - lacking :]
 
     def sent_again(self) -> None:
-        """What was missing has been sent on another connection."""
+        """Notes that what was missing has been sent on another connection."""
         self._in_vain += 1
 
     def forget(self) -> list[Message]:
@@ -111,7 +111,7 @@ class SentMessages(Generic[Message]):
 
 
 class Receipts:
-    """When to acknowledge what arrived: at once after much, late after little.
+    """Decides when to acknowledge what arrived: at once after much, late after little.
 
     The owner adds to :attr:`owed` what arrived, in whatever unit, and calls :meth:`due`
     when it has reached :attr:`limit`.
@@ -132,7 +132,7 @@ class Receipts:
         self.limit = soon
 
     def due(self) -> bool:
-        """True if all that arrived is to be acknowledged at once."""
+        """Returns whether all that arrived is to be acknowledged at once."""
         if self.owed >= self._now:
             return True
         self.limit = self._now
@@ -140,25 +140,25 @@ class Receipts:
         return False
 
     def paid(self) -> None:
-        """It was acknowledged."""
+        """Notes that it was acknowledged."""
         self.owed = 0
         self.limit = self._soon
 
 
 class Replacement(enum.Enum):
-    """What becomes of a new connection."""
+    """Verdicts on a new connection."""
 
     TAKE = enum.auto()
-    """It takes the place of the broken one."""
+    """It replaces the broken connection."""
     BREAK_FIRST = enum.auto()
-    """It is to wait until the present one has been read to its end: the other end gave it up."""
+    """The present connection is to be read to its end first: the other end gave it up."""
     STALE = enum.auto()
-    """A newer one came before it."""
+    """A newer connection came before it."""
 
 
 @dataclass(slots=True)
 class ReconnectEpoch:
-    """One connection of a link, and those that take its place one after the other.
+    """Numbers the connections of one channel, of which each replaces the one before it.
 
     Attributes:
         attempt: number of the present connection; the first has 0.
@@ -172,36 +172,36 @@ class ReconnectEpoch:
     _newest: int = 0
 
     def broke(self, now: float, reason: str) -> None:
-        """The present connection ended, and has been read to its end."""
+        """Notes that the present connection ended, and has been read to its end."""
         if self.since is None:
             self.since = now
             self.reason = reason
 
     def next_attempt(self) -> int:
-        """The number of a connection that this end is about to open."""
+        """Returns the number of a connection that this end is about to open."""
         self._newest += 1
         return self._newest
 
     def offered(self, attempt: int) -> Replacement:
-        """The other end opened a connection."""
+        """Decides about a connection that the other end opened."""
         if attempt <= self._newest:
             return Replacement.STALE
         self._newest = attempt
         return Replacement.BREAK_FIRST if self.since is None else Replacement.TAKE
 
     def joined(self, attempt: int) -> None:
-        """A new connection is in place."""
+        """Notes that a new connection is in place."""
         self.attempt = attempt
         self.since = None
         self.reason = ""
 
     def reconnect_requested(self, attempt: int) -> bool:
-        """The other end asks for a new connection; True if the present one is to be broken.
+        """Returns whether to break the present connection, as the other end asks for a new one.
 
         It is not if it is broken already, or is not the one that the other end lost.
         """
         return self.since is None and attempt == self.attempt
 
     def left(self, now: float, seconds: float) -> float:
-        """How much of ``seconds`` since the break is left; all while it is whole."""
+        """Returns how much of ``seconds`` since the break is left; all while it is whole."""
         return seconds if self.since is None else max(0.0, self.since + seconds - now)

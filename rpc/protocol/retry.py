@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How a call, or the creation of a value, is tried again: after what took too long.
+    """Says how a call, or the creation of a value, is tried again when it takes too long.
 
     Also when the worker was lost, but for ``remote()``.
 
@@ -110,7 +110,7 @@ class Attempts:
         self._is_absent = False
 
     def seconds_left(self, now: float) -> float:
-        """Of the whole call, 0 for no limit."""
+        """Returns the seconds that are left for the whole call; 0 for no limit."""
         return max(self._deadline - now, _MIN_SECONDS) if self._deadline else 0.0
 
     def begin(self, now: float) -> float:
@@ -144,7 +144,7 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
-    """What a request that may be repeated carries.
+    """The number that a request carries which may be repeated.
 
     Args:
         number: the same in every attempt; its caller's numbers rise.
@@ -157,7 +157,7 @@ class RequestId:
     seconds: float
 
     def encode(self) -> bytes:
-        """As bytes for a request's target."""
+        """Returns it as bytes for a request's target."""
         return _ID.pack(self.number, self.oldest, self.seconds)
 
     @classmethod
@@ -174,7 +174,7 @@ class RequestId:
 
 
 class Verdict(enum.Enum):
-    """What to do with a request that arrived."""
+    """Verdicts on a request that arrived."""
 
     RUN = enum.auto()
     WAIT = enum.auto()

@@ -35,7 +35,7 @@ from rpc.wire.control import Leaving, Probe, Quiet, Ready
 
 
 class Phase(enum.IntEnum):
-    """How far the shutdown of the group has come."""
+    """The phases of the shutdown of a group."""
 
     DRAIN = 0
     RELEASE = 1
@@ -104,7 +104,7 @@ class Termination:
 
     @property
     def phase(self) -> Phase:
-        """How far this worker knows the group to be."""
+        """The phase that this worker knows the group to be in."""
         return self._phase
 
     def missing(self) -> list[int]:
@@ -232,7 +232,7 @@ class Termination:
         return self._begun and self._members <= self._ready.keys()
 
     def _lead(self) -> list[Effect]:
-        """As the leader: starts, completes or ends a wave when it can."""
+        """Starts, completes or ends a wave when that can be, if this worker leads."""
         if self._me != self.leader or not self._all_ready() or self._finished:
             return []
         if self._phase is Phase.CLOSE:

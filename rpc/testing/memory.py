@@ -75,7 +75,7 @@ _Event = _Arrival | _Link
 
 
 class _Fate(enum.Enum):
-    """What becomes of a frame that arrives."""
+    """Verdicts on a frame that arrives."""
 
     TAKEN = enum.auto()
     EARLY = enum.auto()
@@ -105,7 +105,7 @@ class MemoryHub:
         return MemoryTransport(self)
 
     def prober(self) -> MemoryProber:
-        """What a new worker on this network asks for signs of life with."""
+        """Makes the prober with which a new worker on this network asks for signs of life."""
         return MemoryProber(self)
 
     def freeze(self, worker_id: int) -> None:
@@ -287,7 +287,7 @@ class MemoryTransport:
         self._alarm.set()
 
     def _lose_abruptly(self, worker_id: int, reason: str) -> None:
-        """As :meth:`_lose`, but frames that are not due yet are lost."""
+        """Loses a peer like :meth:`_lose`, and with it the frames that are not due yet."""
         now = self._hub.clock.now()
         with self._lock:
             self._due = [e for e in self._due if e[0] <= now or not _is_from(worker_id, e[2])]

@@ -1,4 +1,4 @@
-"""What every transport is: a way to hand frames to other workers of the group.
+"""The interface of transports, which hand frames to other workers of the group.
 
 A transport moves frames and reports peers that are gone. It does not know what
 a frame means, match replies to callers, run handlers or keep time for calls:
@@ -32,7 +32,7 @@ from rpc.worker_info import WorkerInfo
 
 
 class FrameKind(enum.IntEnum):
-    """What the sender expects to happen with a frame."""
+    """Kinds of frames, by what the sender expects to happen."""
 
     REQUEST = 1
     """Exactly one REPLY frame with the same correlation comes back."""
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
 
 
 def unreceived(frame: Frame, size: int, sender: str, problem: str) -> Frame:
-    """What is delivered instead of a message that cannot be taken in: its call alone fails.
+    """Returns what is delivered instead of a message that cannot be taken in: its call alone fails.
 
     Args:
         frame: the message's kind, correlation and header.
@@ -88,7 +88,7 @@ def unreceived(frame: Frame, size: int, sender: str, problem: str) -> Frame:
 
 
 class Patience(enum.Enum):
-    """Whether a request may wait until there is room for it on the way."""
+    """Answers to whether a request may wait until there is room for it on the way."""
 
     WAITS = "waits"
     """It may, as long as its call lasts."""
@@ -117,7 +117,7 @@ class Peer:
 
     @property
     def life(self) -> Life:
-        """Which worker, and which life of it."""
+        """The worker's id, and which life of it."""
         return Life(self.info.id, self.incarnation)
 
 
@@ -141,7 +141,7 @@ class Receiver(Protocol):
         """
 
     def patience(self, correlation: int) -> Patience:
-        """Whether a request of its own may wait; asked only if one would have to.
+        """Says whether a request of its own may wait; asked only if one would have to.
 
         When the answer changes, :meth:`Transport.look_again` follows.
         """

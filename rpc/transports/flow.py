@@ -33,7 +33,7 @@ _STALL_SECONDS = 0.25
 
 
 class WhenFull(enum.Enum):
-    """What a call does when ``max_bytes_in_flight`` to a worker is reached."""
+    """Choices of what a call does when ``max_bytes_in_flight`` to a worker is reached."""
 
     BLOCK = "block"
     """Wait until replies have come back."""
@@ -47,11 +47,11 @@ def _waits(_: int) -> Patience:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request that waits for room, with a bell that rings when something changed for it."""
+    """A request that waits for room, and an event that is set when something changed for it."""
 
     correlation: int
     charge: int
-    bell: threading.Event = field(default_factory=threading.Event)
+    changed: threading.Event = field(default_factory=threading.Event)
     counted: bool = False
 
 
@@ -166,7 +166,7 @@ class FlowWindow:
                 self._let_in(lane)
 
     def release_all(self, correlations: Iterable[int]) -> None:
-        """As :meth:`release`, for many."""
+        """Does the same as :meth:`release` for many."""
         if self._small.charges or self._large.charges:
             for correlation in correlations:
                 self.release(correlation)
@@ -187,7 +187,7 @@ class FlowWindow:
         return self._small.held + self._large.held
 
     def full_error(self) -> QueueFullError:
-        """What is wrong when nothing more may be sent."""
+        """Returns the error for when nothing more may be sent."""
         return QueueFullError(self._describe())
 
     def _describe(self) -> str:
@@ -211,7 +211,7 @@ class FlowWindow:
     def _ring(self) -> None:
         """Needs the lock."""
         for waiter in (*self._small.queue, *self._large.queue):
-            waiter.bell.set()
+            waiter.changed.set()
 
     def _wait(self, lane: _Lane, waiter: _Waiter, patience: Callable[[int], Patience]) -> None:
         """Waits until a request is counted, or never will be."""
@@ -230,11 +230,11 @@ class FlowWindow:
                 )
             before = let_in()
             try:
-                rang = waiter.bell.wait(_STALL_SECONDS * (1 + lane.stalls) if nested else None)
+                woken = waiter.changed.wait(_STALL_SECONDS * (1 + lane.stalls) if nested else None)
             finally:
                 restore(before)
-            if rang:
-                waiter.bell.clear()
+            if woken:
+                waiter.changed.clear()
             else:
                 self._go_on(lane, waiter, seen)
 
@@ -267,7 +267,7 @@ class FlowWindow:
             waiter = queue.popleft()
             lane.count(waiter.correlation, waiter.charge)
             waiter.counted = True
-            waiter.bell.set()
+            waiter.changed.set()
 
     def _lane(self, size: int) -> _Lane:
         return self._small if size < _LARGE_FROM else self._large

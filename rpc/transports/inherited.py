@@ -1,4 +1,4 @@
-"""What a forked child has in the place of its parent's transport: it refuses everything.
+"""Replaces the transport in a forked child of a worker, and refuses everything.
 
 The real one is kept, as it is: its threads are the parent's, and what it would read,
 write or close are the parent's connections.

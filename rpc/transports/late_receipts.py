@@ -35,8 +35,8 @@ class LateReceipts:
     def __init__(self, name: str) -> None:
         self._name = name
         self._owing: dict[Acknowledging, None] = {}
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._rung = False
+        self._wake_ups: SimpleQueue[None] = SimpleQueue()
+        self._woken = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -44,10 +44,10 @@ class LateReceipts:
     def add(self, channel: Acknowledging) -> None:
         """Has ``channel`` acknowledge before long."""
         self._owing[channel] = None
-        if self._rung:  # whoever answers the bell looks at what is owed after that
+        if self._woken:  # the thread looks at what is owed after it woke
             return
-        self._rung = True
-        self._bell.put(None)
+        self._woken = True
+        self._wake_ups.put(None)
         if self._thread is None:
             self._begin_to_serve()
 
@@ -61,15 +61,15 @@ class LateReceipts:
                 thread.start()
             except RuntimeError as error:
                 _log.warning("%s: acknowledgements have to wait: %s", self._name, error)
-                self._rung = False
+                self._woken = False
             else:
                 self._thread = thread
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            self._bell.get()
+            self._wake_ups.get()
             self._closed.wait(_DELAY_SECONDS)
-            self._rung = False
+            self._woken = False
             while self._owing and not self._closed.is_set():
                 channel, _ = self._owing.popitem()
                 try:
@@ -82,7 +82,7 @@ class LateReceipts:
         with self._lock:
             self._closed.set()
             thread = self._thread
-        self._bell.put(None)
+        self._wake_ups.put(None)
         if thread is not None:
             thread.join()
         self._owing.clear()

@@ -49,7 +49,7 @@ class Loopback:
         return True
 
     def is_here(self) -> bool:
-        """Whether the running thread is the one that delivers."""
+        """Returns whether the running thread is the one that delivers."""
         return threading.current_thread() is self._thread
 
     def close(self, deadline: float) -> None:

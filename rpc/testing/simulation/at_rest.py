@@ -1,4 +1,4 @@
-"""What must hold when nothing is under way any more, and when programs let go of everything.
+"""Checks a run when nothing is under way any more, and when programs let go of everything.
 
 Compares what the workers know with each other, and with the ``ledger``, which holds each
 step to its rules while things happen.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AtRest:
-    """Looks at the workers of one run.
+    """The checks of the workers of one run.
 
     Args:
         world: what happened.
@@ -31,7 +31,7 @@ class AtRest:
         self._books = world.ledger
 
     def check_settled(self) -> None:
-        """Nothing is under way any more: everybody got what was promised."""
+        """Checks that everybody got what was promised, as nothing is under way any more."""
         self._check_views()
         lent = self._lent()
         for worker in self._world.living.values():
@@ -45,7 +45,7 @@ class AtRest:
             self._check_counts(worker, lent[worker.life])
 
     def _check_filters(self, worker: Worker) -> None:
-        """What came is remembered, nothing else is, and in as few ranges as can be."""
+        """Checks that exactly what came is remembered, in as few ranges as can be."""
         for sender, known in worker.seen.items():
             came = self._books.batches[worker.life, sender]
             ranges = sum(number - 1 not in came for number in came)
@@ -54,7 +54,7 @@ class AtRest:
             require(exact, Rule.DUPLICATES, worker.life, sender, known.ranges, came)
 
     def _lent(self) -> defaultdict[Life, dict[GlobalId, list[Life]]]:
-        """Who holds usable handles to which values of whom; one entry for each handle."""
+        """Returns the holders of usable handles, by owner and value; one entry for each handle."""
         lent: defaultdict[Life, dict[GlobalId, list[Life]]] = defaultdict(dict)
         for worker in self._world.living.values():
             for handle in self._usable(worker):
@@ -109,12 +109,12 @@ class AtRest:
 
     @staticmethod
     def _usable(worker: Worker) -> list[UserHandle]:
-        """The handles to others' values that did not fail."""
+        """Returns the handles to others' values that did not fail."""
         users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         return [handle for handle in users if worker.references.failure(handle) is None]
 
     def check_empty(self) -> None:
-        """Programs let go of everything: nothing may be kept for their sake."""
+        """Checks that nothing is kept for programs that let go of everything."""
         for worker in self._world.living.values():
             counts = worker.references.counts()
             kept = (

@@ -19,7 +19,7 @@ _RETURN_AFTER = 3.0
 
 
 class FaultKind(enum.Enum):
-    """What may happen to a worker."""
+    """Kinds of faults."""
 
     FREEZE = "is stopped"
     HOLD = "holds its interpreter's lock"
@@ -43,7 +43,7 @@ ENDS_BY_ITSELF = (FaultKind.FREEZE, FaultKind.HOLD, FaultKind.CUT)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One of them.
+    """One fault.
 
     Args:
         at: when.
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def end(self) -> float:
-        """When everything is over and found out."""
+        """The time when everything is over and found out."""
         last = max((m.at + m.seconds for m in self.faults), default=0.0)
         return last + _GAP
 

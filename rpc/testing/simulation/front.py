@@ -26,7 +26,7 @@ _BRIEFLY = (
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What many runs came to.
+    """The result of many runs.
 
     Args:
         runs: how many seeds were played.
@@ -174,7 +174,7 @@ def _explain_silence(seed: int, plan: Plan, rule: Rule, machines: Machines) -> S
 
 
 def _brief(line: str) -> str:
-    """Says lives and ids in few characters."""
+    """Shortens the lives and ids in a line."""
     for pattern, short in _BRIEFLY:
         line = re.sub(pattern, short, line)
     return line

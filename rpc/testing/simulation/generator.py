@@ -33,7 +33,7 @@ _PASSES = (0.001, 1 / 64, 0.11, 0.5, 40.0)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What may happen in a run.
+    """The limits of what may happen in a run.
 
     Args:
         workers: at least and at most so many at the start.
@@ -165,7 +165,7 @@ class Generator:
     # --- Choices
 
     def next_act(self, world: World) -> Act | None:
-        """What happens next while programs work."""
+        """Draws what happens next while programs work."""
         if not world.living:
             return None
         draw = self.random.random
@@ -249,7 +249,7 @@ class Generator:
     # --- Programs
 
     def _job_of(self, worker: Worker) -> Job | None:
-        """Which handler acts, if one does."""
+        """Draws the handler that acts, if one does."""
         if worker.jobs and (worker.begun or self.random.random() < self._nesting):
             return self._pick(worker.jobs.values())
         return None

@@ -19,7 +19,7 @@ _FRIENDS = (1, 7)
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """What a large group cost.
+    """The cost of a large group.
 
     Args:
         workers: how many there were.

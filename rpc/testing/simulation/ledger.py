@@ -1,4 +1,4 @@
-"""The simulator's own books: what is true, against which every decision is held.
+"""Keeps the truth about a run, and compares every decision with it.
 
 Owns what each fork owes its life to, which values were freed, what was promised
 to every call. It sees what happens and what was decided, never how. The rules
@@ -49,7 +49,7 @@ _ACKNOWLEDGED = (Passage.CHILD, Passage.RETURN)
 
 @dataclass(slots=True)
 class _Claim:
-    """What is known of one fork, or of one passage of a reference."""
+    """The state of one fork, or of one passage of a reference."""
 
     rref: GlobalId
     owner: Life
@@ -175,7 +175,7 @@ class Ledger:
         require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
 
     def _check_running_counts(self, worker: Worker) -> None:
-        """What a worker says that it keeps, while there is work."""
+        """Checks the counts that a worker reports while there is work."""
         counts = worker.references.counts()
         users = [
             (state, worker.references.failure(handle))
@@ -286,7 +286,7 @@ class Ledger:
     def _check_outcomes_kept(
         self, worker: Worker, job: Job, once: RequestId, verdict: Verdict
     ) -> None:
-        """What can still be asked for is kept, and what still runs; the rest was let go of."""
+        """Checks that those outcomes are kept that may be asked for or are still to come."""
         now, here = self._world.now, (worker.life, job.sender)
         self._oldest[here] = oldest = max(self._oldest[here], once.oldest)
 
@@ -441,7 +441,7 @@ class Ledger:
         self._released.add(worker.life)
 
     def _reaches(self, fork: GlobalId) -> bool:
-        """Whether ``fork`` has a claim on its value: known to the owner, or held for by one.
+        """Returns whether ``fork`` has a claim: its owner, or one that has a claim, knows it.
 
         Nobody has a claim through a worker that took the next one for lost.
         """
@@ -496,7 +496,7 @@ class Ledger:
 
 
 def _passage(life: Life, handle: Handle, to: Life, carrier: Carrier) -> Passage:
-    """How a reference has to travel."""
+    """Returns how a reference has to travel."""
     if isinstance(handle, OwnerHandle):
         return Passage.LOOPBACK if to == life else Passage.GRANT
     if to != handle.reference.owner:

@@ -1,4 +1,4 @@
-"""What is under way in a simulated network, and what a simulated worker keeps. Only values."""
+"""Values: packets of the simulated network, and the calls and requests of simulated workers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Packet:
 
 
 class NewsKind(enum.Enum):
-    """What there is to hear of another worker."""
+    """Kinds of news about another worker."""
 
     JOINED = "joined"
     LOST = "lost"
@@ -100,7 +100,7 @@ class NewsKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What one worker will hear of another."""
+    """News that one worker will hear of another."""
 
     name: Name
     listener: Life
@@ -111,7 +111,7 @@ class News:
 
 
 class CallOutcome(enum.Enum):
-    """How a call ended, for the program that made it."""
+    """Outcomes of a call, for the program that made it."""
 
     RESULT = "result"
     TIMEOUT = "RpcTimeoutError"

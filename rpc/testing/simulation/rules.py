@@ -1,6 +1,6 @@
-"""What must hold in every run of the simulator, and what ends a run where it does not.
+"""The rules that must hold in every run of the simulator, and the error that ends one.
 
-Whether it holds is looked at in ``ledger``, for shutdowns in ``shutdowns``.
+``ledger`` checks them, for shutdowns ``shutdowns``, for signs of life ``silence``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Rule(enum.Enum):
-    """What must hold; the value says it in words."""
+    """The rules; the value says each in words."""
 
     NOT_FREED_IN_USE = "no value is freed while a live fork exists"
     FREED_ONCE = "a value is freed once"

@@ -40,7 +40,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of a run.
+    """The result of a run.
 
     Args:
         script: what happened.
@@ -180,7 +180,7 @@ def _unfinished(world: World) -> Act | None:
 
 
 def _demanded(world: World, phase: RunPhase, leaves: bool) -> Act | None:
-    """What a phase asks of every program."""
+    """Returns what a phase asks of a program that has not done it."""
     for worker in world.living.values():
         if phase is RunPhase.DROP and worker.handles:
             return steps.Drop(worker.life, next(iter(worker.handles)))

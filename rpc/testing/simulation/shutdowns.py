@@ -1,7 +1,7 @@
-"""What must hold when a simulated group shuts down.
+"""Checks the shutdown of a simulated group.
 
-Owns who entered which phase, and with whom. It sees what is under way, and who
-is told to get on, never how that was decided.
+Knows which worker entered which phase, with which others. Sees what is under way and
+what is decided, never how.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Shutdowns:
             require(told, Rule.SHUTDOWN_WAITS, worker.life, "was not told that", life, "left")
 
     def _check_leader_is_last(self, worker: Worker, group: frozenset[Life]) -> None:
-        """Whoever others would turn to leaves when they have."""
+        """Checks that the leader leaves after the others."""
         if min(worker.view) != worker.life.worker:
             return
         for life in group & frozenset(worker.view.values()):
@@ -108,7 +108,7 @@ class Shutdowns:
         require(few, Rule.SHUTDOWN_ENDS, worker.life, "runs in circles")
 
     def _left_for(self, group: frozenset[Life], *, notices: bool) -> list[object]:
-        """What is under way, or runs, and was not caused by anybody that died."""
+        """Returns what is under way, or runs, and was not caused by a worker that died."""
         world = self._world
         absent = {life for life in group if life not in world.living and life not in world.closed}
         present = group - absent

@@ -1,4 +1,4 @@
-"""The words in which a simulated run is told: everything that can happen, as data.
+"""The steps of a simulated run: everything that can happen, as data.
 
 A run is a list of steps, each with a number. What a step makes (a packet, a
 handle, a call) is named after the step, so that a name means the same thing
@@ -19,7 +19,7 @@ Name: TypeAlias = tuple[int, int]
 
 
 class RunPhase(enum.IntEnum):
-    """How far a run has come."""
+    """The phases of a run."""
 
     WORK = 0
     """Programs run and faults happen."""
@@ -53,7 +53,7 @@ class Keep:
 
 
 class Addressing(enum.IntEnum):
-    """How a program names the worker that it calls."""
+    """Ways in which a program names the worker that it calls."""
 
     INFO = 0
     NAME = 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def address_of(life: Life) -> str:
-    """Where the server of a life answers."""
+    """Returns the address of the server of a life."""
     return f"{life.worker} {life.incarnation}"
 
 
@@ -117,7 +117,7 @@ class WatcherAgent:
         return self._watcher.expelled
 
     def destinations(self) -> set[int]:
-        """As ``Caller.destinations``: also itself, and some that are lost by now."""
+        """See ``Caller.destinations``: also itself, and some that are lost by now."""
         now = self._run.now
         called = {life.worker for life, end in self._watcher.calls.items() if end > now}
         return called | {self.info.id}
@@ -191,7 +191,7 @@ class WatcherAgent:
         return answers
 
     def answered(self, answer: Answer) -> None:
-        """What another's server said arrives."""
+        """Takes what another's server said."""
         self._watcher.owing.discard(answer.life)
         self._answers.append(answer)
 

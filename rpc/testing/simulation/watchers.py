@@ -64,7 +64,7 @@ class Watcher:
 
     @property
     def asleep_until(self) -> float:
-        """When its interpreter runs again."""
+        """The time when its interpreter runs again."""
         return max(self.frozen_until, self.held_until)
 
     def sees(self, life: Life) -> bool:
@@ -74,7 +74,7 @@ class Watcher:
         return known and self.group.lost_error(life.worker) is None
 
     def view(self) -> set[Life]:
-        """Who is there, as far as it knows."""
+        """Returns the lives that are there, as far as it knows."""
         return {self.group.life(info.id) for info in self.group.living()}
 
 
@@ -185,7 +185,7 @@ class WatcherGroup:
         self.at(due + self._random.uniform(0, _JITTER), lambda: self._beat(watcher))
 
     def depended_on(self, watcher: Watcher) -> set[Life]:
-        """Whom a worker should watch: the next one, and who is to answer its calls."""
+        """Returns whom a worker should watch: the next one, and those that owe it replies."""
         nearest = neighbour(watcher.life.worker, [info.id for info in watcher.group.living()])
         wanted = {life for life, end in watcher.calls.items() if end > self.now}
         wanted = {life for life in wanted if watcher.sees(life)}
@@ -194,7 +194,7 @@ class WatcherGroup:
         return wanted
 
     def ask(self, watcher: Watcher, life: Life, address: str) -> None:
-        """As ``Prober.ask``."""
+        """See ``Prober.ask``."""
         require(address == address_of(life), Rule.ASKED, watcher.life, life, "at", address)
         watcher.lines.add(life)
         if life in watcher.owing:
@@ -207,7 +207,7 @@ class WatcherGroup:
         self._carry(server, asker.life, lambda there: there.agent.answered(answer), to_server=True)
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
-        """As ``WorkerLoss._lose``."""
+        """See ``WorkerLoss._lose``."""
         if watcher.group.lose(life, reason) is None:
             return False
         self.say(watcher.life, "loses", life, reason)
@@ -215,7 +215,7 @@ class WatcherGroup:
         return True
 
     def leave_note(self, watcher: Watcher, life: Life, note: str) -> None:
-        """As ``Prober.condemn``."""
+        """See ``Prober.condemn``."""
         leave = partial(self._leave_note, note=note)
         self._carry(watcher, life, leave, to_server=True, is_speech=True)
 
@@ -224,7 +224,7 @@ class WatcherGroup:
         there.agent.noted(note)
 
     def tell(self, watcher: Watcher, to: Life, life: Life, reason: str) -> None:
-        """As ``Notices.tell``."""
+        """See ``Notices.tell``."""
 
         def arrive(there: Watcher) -> None:
             if there.sees(watcher.life) and not there.expelled:
@@ -248,7 +248,7 @@ class WatcherGroup:
             self.awake(watcher, lambda: watcher.agent.worker_loss.struck_off(life, left=False))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
-        """As ``WorkerLoss.expelled``."""
+        """See ``WorkerLoss.expelled``."""
         if watcher.expelled:
             return
         watcher.expelled = True

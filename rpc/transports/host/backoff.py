@@ -1,4 +1,4 @@
-"""When to try again what failed for want of something that may be there later, and what to say."""
+"""Decides when to try again what failed, as the system was short of something, and what to log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def number_of(error: BaseException) -> int:
 
 
 class Refusals:
-    """Why what a peer offers cannot be taken; each reason is told once."""
+    """Reasons why what a peer offers cannot be taken; each is logged once."""
 
     def __init__(self) -> None:
         self._told: set[tuple[int, int]] = set()
@@ -37,7 +37,7 @@ class Refusals:
 
 
 class Backoff:
-    """The failures of one thing that is tried at times. Not thread-safe.
+    """Pauses between the attempts at one thing. Not thread-safe.
 
     Args:
         clock: tells the time in seconds.
@@ -51,7 +51,7 @@ class Backoff:
         self._is_final = False
 
     def may_try(self) -> bool:
-        """Whether it may be tried now."""
+        """Returns whether it may be tried now."""
         return not self._is_final and self._clock() >= self._not_before
 
     def failed(self, error: int) -> str:

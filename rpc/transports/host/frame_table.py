@@ -1,4 +1,4 @@
-"""The table of a frame: where its payload and tensors are, and how tensors look.
+"""The table of a frame: where its payload and tensors are, and the layouts of tensors.
 
 Sans-IO: packs and parses :class:`Item` rows and checks that a row is possible.
 Row 0 is the payload, the others are the tensors in order. Frames without
@@ -45,7 +45,7 @@ _LAYOUTS_KEPT = 256
 
 
 class Placement(enum.IntEnum):
-    """Which road the bytes of an item take."""
+    """Ways in which the bytes of an item travel."""
 
     INLINE = 0
     """In the frame itself, at ``position`` of the inline section."""
@@ -77,7 +77,7 @@ class Item(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How a tensor that is to be sent looks."""
+    """The layout of a tensor that is to be sent."""
 
     code: int
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ def look_at(tensor: torch.Tensor) -> Look:
 
 
 def _dense_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """How many elements a layout has; None if they do not span just as many."""
+    """Returns how many elements a layout has; None if they do not span just as many."""
     elements, reach = 1, 1
     for size, stride in zip(shape, strides, strict=True):
         if size < 0 or stride < 0:
@@ -195,7 +195,7 @@ _NO_LAYOUT: _Layout = (None, (), (), "")
 
 @functools.lru_cache(maxsize=_LAYOUTS_KEPT)
 def _unpack_layout(code: int, dimensions: int, nbytes: int, layout: bytes) -> _Layout:
-    """How a tensor of ``nbytes`` looks: dtype, shape, strides and device."""
+    """Returns the layout of a tensor of ``nbytes``: dtype, shape, strides and device."""
     sizes = _LAYOUTS[dimensions].unpack_from(layout)
     shape, strides, length = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
     device = layout[_LAYOUTS[dimensions].size :].decode("ascii")

@@ -34,7 +34,7 @@ def host_identity(namespace: str) -> str:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: by its affinity, and by the quota of its container."""
+    """Returns how many cores this process may use, by affinity and by its container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota, or none that is known
         quota, period = map(int, _QUOTA.read_text().split())

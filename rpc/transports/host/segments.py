@@ -59,7 +59,7 @@ def _flag_bytes(size: int) -> int:
 
 
 def _token_of(region: Region) -> memoryview:
-    """Where the token of a segment stands, which is not used yet: in its first slot."""
+    """Returns the place of the token in a segment that is not used yet: its first slot."""
     return view_of(array_at(region.address + _flag_bytes(region.size)), TOKEN_BYTES)
 
 
@@ -107,7 +107,7 @@ class _Segment:
         return None
 
     def is_worth_a_look(self) -> bool:
-        """Whether to look at all parts before untouched memory is used.
+        """Returns whether to look at all parts before untouched memory is used.
 
         A user may keep thousands of tensors, at none of which it pays to look each time.
         """

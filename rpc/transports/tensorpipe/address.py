@@ -10,7 +10,7 @@ from rpc.devices import DeviceInfo
 
 @dataclass(frozen=True, slots=True)
 class TensorPipeAddress:
-    """How to reach one worker.
+    """The address of one worker.
 
     Args:
         url: where torch's agent listens.

@@ -1,4 +1,4 @@
-"""Whether a peer's devices are ready for the tensors of our requests.
+"""Makes a peer's devices ready before the first tensor for them is sent.
 
 torch takes memory for a tensor as soon as the message comes, and the process ends if it
 does not know the device by then. A peer learns of our device map when it learns of us,
@@ -77,7 +77,7 @@ class Inquiry:
 
 
 class Readiness:
-    """What one peer says of its devices.
+    """The answers of one peer about its devices.
 
     Attributes:
         is_settled: they are ready, or nobody waits for them any more.
@@ -90,7 +90,7 @@ class Readiness:
         self.is_settled = False
 
     def ask(self) -> tuple[Inquiry, bool]:
-        """What to wait for, and whether the peer is still to be asked. For one thread at a time.
+        """Returns what to wait for, and whether the peer is still to be asked; not thread-safe.
 
         What was in the way once may have passed, so whoever comes after such an answer asks anew.
         """
@@ -116,7 +116,7 @@ class Readiness:
 
 
 def question(device_map: DeviceMap) -> Frame:
-    """What asks a peer to make the devices ready that a map leads to."""
+    """Returns the frame that asks a peer to make the devices ready that a map leads to."""
     names = sorted(str(device) for device in device_map.values())
     return Frame(FrameKind.NOTICE, 0, b"", " ".join(names).encode())
 

@@ -1,4 +1,4 @@
-"""What Python keeps of torch's pool threads from one call to the next.
+"""Keeps Python's state of torch's pool threads from one call to the next.
 
 torch enters Python for each call, on threads that Python did not start. By itself
 CPython then makes a thread state, maps memory for its frames, and unmaps it on the
@@ -28,7 +28,7 @@ _SECONDS_TO_MEET = 0.5
 
 
 class _ThreadState(threading.local):
-    """What is known of the running thread."""
+    """The state of the running thread."""
 
     kept: bool = False
 
@@ -48,7 +48,7 @@ class PoolThreads:
         self._gate = threading.Barrier(count)
 
     def is_here(self) -> bool:
-        """Whether the running thread is one of them."""
+        """Returns whether the running thread is one of them."""
         return self._here.kept
 
     def keep(self) -> None:

@@ -68,7 +68,7 @@ class HostMemory:
         self._copier = CopyThreads(name)
 
     def shared_with(self, peer_name: str, host: str) -> SharedTensors:
-        """What is shared with a peer, given the host that it published."""
+        """Makes the shared memory with a peer, given the host that it published."""
         same = bool(host) and host == self.host
         pool = SendPool(self._budget, self._copier.copy, peer_name, _INSTEAD) if same else None
         return SharedTensors(peer_name, pool)
@@ -79,7 +79,7 @@ class HostMemory:
 
 
 class SharedTensors:
-    """What goes through shared memory between this worker and one life of a peer.
+    """The shared memory between this worker and one life of a peer.
 
     Args:
         peer_name: for log lines.
@@ -185,7 +185,7 @@ class SharedTensors:
 
     @property
     def has_offer(self) -> bool:
-        """Whether :meth:`take_offer` has something to tell the peer."""
+        """Returns whether :meth:`take_offer` has something to tell the peer."""
         return self._untold is not None
 
     def take_offer(self) -> Frame | None:
@@ -321,7 +321,7 @@ def _unpack(what: struct.Struct, data: Payload) -> tuple[Any, ...]:
 
 
 def _looks(tensors: tuple[torch.Tensor, ...]) -> list[Look] | None:
-    """How tensors look; None if one is not plain memory of this process."""
+    """Returns the layouts of tensors; None if one is not plain memory of this process."""
     looks: list[Look] = []
     for tensor in tensors:
         if not tensor.is_cpu:

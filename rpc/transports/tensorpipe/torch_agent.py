@@ -58,7 +58,7 @@ _changing = threading.Lock()
 
 
 def available() -> bool:
-    """Whether this build of torch has TensorPipe."""
+    """Returns whether this build of torch has TensorPipe."""
     return hasattr(getattr(torch._C, "_distributed_rpc", None), "TensorPipeAgent")
 
 
@@ -216,7 +216,7 @@ class TorchAgent:
                 self._abandoned.append((route, call))
 
     def myself(self) -> torch_rpc.WorkerInfo:
-        """What ``ask`` and ``tell`` take to call this process."""
+        """Returns what ``ask`` and ``tell`` take to call this process."""
         return self._route(self.name, SELF_ID)
 
     def prime(self, pickle: bytes) -> None:
@@ -401,7 +401,7 @@ class UnsentAnswers:
 
 
 def error_of(future: Any) -> str:
-    """What went wrong with a call that ended; empty if nothing did."""
+    """Returns what went wrong with a call that ended; empty if nothing did."""
     try:
         future.value()
     except RuntimeError as error:
@@ -410,7 +410,7 @@ def error_of(future: Any) -> str:
 
 
 def refusal_of(future: Any) -> str:
-    """What a call that ended was answered with instead of a value.
+    """Returns the error that a call was answered with instead of a value.
 
     Empty if it has a value, or its pipe broke.
     """

@@ -88,8 +88,8 @@ class TensorPipeTransport:
         over_tcp: torch carries frames over TCP unless the options say otherwise. So where
             peers come and go: what torch takes for a peer in shared memory (two dozen
             descriptors) it never gives back, and its connections there can fail when another
-            worker is killed. And where workers share cores: torch's thread looks out for
-            what comes through shared memory without a pause.
+            worker is killed. And where workers share cores: torch's thread polls
+            for what comes through shared memory without a pause.
     """
 
     inline_handlers: ClassVar[int] = POOL_THREADS // 3  # two executors; a third is free

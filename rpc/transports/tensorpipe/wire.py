@@ -1,4 +1,4 @@
-"""How a frame rides torch's Python-call message: bytes, pickles and entry points.
+"""Carries frames in torch's Python-call messages: bytes, pickles and entry points.
 
 Owns the envelope in front of each frame and the few hand-made pickles by which
 torch's own deserializer calls straight into the attached transport, on both
@@ -79,7 +79,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Envelope(NamedTuple):
-    """What stands in front of a frame: who sent it and what it is.
+    """The envelope of a frame: who sent it and what it is.
 
     Args:
         kind: a ``FrameKind`` or one of this module's kinds.
@@ -149,7 +149,7 @@ class PlacedFrame(Frame):
 
 
 class TorchCall(NamedTuple):
-    """What torch's callee runs: ``func(*args, **kwargs)``."""
+    """The call that torch's callee makes: ``func(*args, **kwargs)``."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]

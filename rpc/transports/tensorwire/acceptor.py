@@ -1,9 +1,9 @@
-"""Accepts connections and shakes hands with whoever connects, never waiting for anyone.
+"""Accepts connections and authenticates them, never waiting for anyone.
 
-Every connection that has not proven who it is gets a bounded time and a few
-hundred bytes, and there may be only so many of them (``waiting_room`` says who goes).
-Those that have said whom they want, which a stranger does not know, wait apart. What
-becomes of a proven one is the owner's to decide, perhaps later.
+A connection that is not authenticated yet gets a bounded time and a few hundred bytes, and
+there may be only so many of them (``unauthenticated`` chooses which is closed). Those that
+named the worker that they look for, which an outsider does not know, are counted apart.
+The owner decides about an authenticated connection, perhaps later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 
 _MOST_SILENT = 128
-"""Of each listener, so that strangers on the network keep nobody on this host out."""
+"""Of each listener, so that connections from the network keep nobody on this host out."""
 _MOST_IDENTIFIED = 256
 _PATIENCE_SECONDS = 1.0
-"""A guest that said whom it wants, but proved nothing for so long, makes room for another."""
+"""A connection that named this worker, but proved nothing for so long, may be evicted."""
 _SILENCE_SECONDS = 5.0
-"""How long a guest may take to say whom it wants."""
+"""How long a connection may take to name the worker that it looks for."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -51,7 +51,7 @@ class AuthenticatedConnection:
             self.sock.send(Acceptor.accept())
 
     def dismiss(self) -> None:
-        """Lets the other end know that it was heard, which is all it wants."""
+        """Answers and closes: the other end only wanted to know that it was heard."""
         self.accept()
         self.sock.close()
 
@@ -77,14 +77,14 @@ class _Unauthenticated:
 
 @dataclass(frozen=True, slots=True)
 class _Queues:
-    """Where the guests of one listener wait."""
+    """The unauthenticated connections of one listener."""
 
     silent: UnauthenticatedConnections[_Unauthenticated]
     identified: UnauthenticatedConnections[_Unauthenticated]
 
 
 def _origin(sock: socket.socket, address: tuple[str, int]) -> Hashable:
-    """Where a connection comes from: a host, or a process of this one."""
+    """Returns where a connection comes from: a host, or a process of this one."""
     if sock.family != socket.AF_UNIX:
         return address[0]
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -211,7 +211,7 @@ class ConnectionAcceptor:
             )
 
     def _identified(self, connection: _Unauthenticated) -> None:
-        """A guest said whom it wants: it is one of fewer now."""
+        """Notes that a connection named this worker: it is counted apart from now on."""
         evicted: _Unauthenticated | None = None
         with self._lock:
             connection.silent = False
@@ -224,7 +224,7 @@ class ConnectionAcceptor:
             self._dismiss(evicted, None)
 
     def _forget(self, connection: _Unauthenticated) -> bool:
-        """Ends our interest in a guest's socket; False if that has been done before."""
+        """Stops reading a connection; False if that has been done before."""
         with self._lock:
             known = self._connections.pop(connection.sock.fileno(), None)
             connection.queues.silent.discard(connection)
@@ -243,7 +243,7 @@ class ConnectionAcceptor:
             _send_away(connection.sock, reason)
 
     def keep(self, authenticated: AuthenticatedConnection) -> None:
-        """Lets a connection wait for its worker to become known, for as long as a handshake."""
+        """Keeps a connection until its worker is known, for as long as a handshake may take."""
         with self._lock:
             closed = self._closed
             if not closed:
@@ -254,14 +254,14 @@ class ConnectionAcceptor:
             self._requests.sweeping = True
 
     def kept(self, worker_id: int) -> list[AuthenticatedConnection]:
-        """Hands out what waits for a worker."""
+        """Removes and returns the connections that wait for a worker."""
         with self._lock:
             found = [p for p, _ in self._kept if p.hello.initiator.worker_id == worker_id]
             self._kept = [entry for entry in self._kept if entry[0] not in found]
         return found
 
     def sweep(self) -> None:
-        """Dismisses guests that took too long, and accepts again after a pause."""
+        """Closes connections that took too long, and accepts again after a pause."""
         now = time.monotonic()
         with self._lock:
             connections = list(self._connections.values())
@@ -286,7 +286,7 @@ class ConnectionAcceptor:
                 self._requests.sweeping = bool(self._connections or self._kept or self._paused)
 
     def close(self) -> None:
-        """Stops listening and dismisses all guests."""
+        """Stops listening and closes all connections."""
         with self._lock:
             self._closed = True
             connections = list(self._connections.values())

@@ -1,4 +1,4 @@
-"""Where a worker listens, as bytes for the rendezvous.
+"""The address that a worker publishes for the others, and its listening sockets.
 
 Workers share a host, for our purposes, if they see the same abstract Unix
 sockets; the handshake proves who answers.
@@ -21,7 +21,7 @@ _BACKLOG = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorWireAddress:
-    """How to reach one worker.
+    """The address of one worker.
 
     Args:
         host: from :func:`rpc.transports.host.identity.host_identity`; empty if unknown.
@@ -107,7 +107,7 @@ def listen_tcp(bind_address: str | None) -> list[socket.socket]:
 
 
 def _is_link_local(host: str) -> bool:
-    """Whether an address of IPv6 means something only together with an interface."""
+    """Returns whether an IPv6 address means something only together with an interface."""
     return ":" in host and ipaddress.IPv6Address(host.partition("%")[0]).is_link_local
 
 
@@ -126,7 +126,7 @@ def _listen_on(
 
 
 def reachable_at(listener: socket.socket) -> tuple[tuple[str, int], ...]:
-    """What to tell peers about a TCP listener; for a wildcard, this machine's own addresses."""
+    """Returns the addresses of a TCP listener; for a wildcard, this machine's own."""
     host, port = listener.getsockname()[:2]
     if host not in ("0.0.0.0", "::"):
         return ((host, port),)
@@ -159,5 +159,5 @@ def address_facing(host: str) -> str | None:
 
 
 def unix_path(name: str) -> str:
-    """What to connect to for an abstract name."""
+    """Returns the path to connect to for an abstract name."""
     return "\0" + name

@@ -40,7 +40,7 @@ _BYTES_NOW = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class BulkEvents:
-    """What happens on a bulk channel, for the link's owner.
+    """Callbacks of a bulk channel, for the link's owner.
 
     Args:
         complete: takes a frame that has all its parts now; must not block or raise.
@@ -172,7 +172,7 @@ class BulkChannel:
 
     @property
     def received(self) -> int:
-        """How many messages have arrived whole."""
+        """The number of messages that have arrived whole."""
         return self._decoder.received
 
     def restart(self) -> None:

@@ -1,39 +1,36 @@
-"""Decides whether to look again and again before sleeping: only while that pays.
+"""Decides whether to poll again and again before sleeping: only while that pays.
 
-Waking a sleeping thread costs tens of microseconds where the processor has gone
-idle, several times as much as the whole exchange takes while both ends look out
-for each other. But where the other end cannot run meanwhile, or takes longer
-anyway, looking out is wasted. So a thread looks out for a bounded time, and only
-while that succeeds often enough. As it takes both ends, those that have given up
-try again at the same times, told by the clock that all processes of a host share.
+Waking a sleeping thread costs tens of microseconds where the processor has gone idle, several
+times as much as the whole exchange takes while both ends poll. But where the other end cannot
+run meanwhile, or takes longer anyway, polling is wasted. So a thread polls for a bounded time,
+and only while that succeeds often enough. As it takes both ends, those that have given up try
+again at the same times, told by the clock that all processes of a host share.
 
-Measured on two cores, empty ping-pong over a Unix socket: 7 µs when both ends
-look out, 33-60 µs when one or none does; 11 µs without, 34 µs with it, when the
-scheduler has put both ends on one core.
+Measured on two cores, empty ping-pong over a Unix socket: 7 µs when both ends poll, 33-60 µs
+when one or none does; 11 µs without, 34 µs with it, when the scheduler has put both ends on
+one core.
 
-How long, by default: until the answer to a short handler is there. Where a wake-up
-costs 20 µs, a call with two small tensors took 189 µs when both ends gave up after
-50 µs, and 69 µs when after 95 µs; two to eight callers at once gained a fifth. What takes
-longer to copy is announced shortly before it comes (``link``), and looked out for anew; so
-is, before it is packed, what takes longer to pack (``base.Announces``): a step of autograd
-wakes each end four or five times, and took 1150 µs without that, 700 with it. To announce
-every call would cost: four callers at once made a fifth fewer empty ones. Whoever was heard of
-within the time for which it looks out is not told, which where pieces of work are that short
-spares a step 3 % and an echo of 64 KB 5 %.
+How long, by default: until the answer to a short handler is there. Where a wake-up costs 20 µs,
+a call with two small tensors took 189 µs when both ends gave up after 50 µs, and 69 µs when
+after 95 µs; two to eight callers at once gained a fifth. What takes longer to copy is announced
+shortly before it comes (``link``), and polled for anew; so is, before it is packed, what takes
+longer to pack (``base.Announces``): a step of autograd wakes each end four or five times, and
+took 1150 µs without that, 700 with it. To announce every call would cost: four callers at once
+made a fifth fewer empty ones. An end that was heard of within the time for which it polls is
+not told, which where pieces of work are that short spares a step 3 % and an echo of 64 KB 5 %.
 
-Calls have moods. While both ends look out, answers come soon and are found that way; once
-one end slept, it answers late, so that the other gives up, sleeps, and answers late itself.
-So a wait that ends early, or sleeps at once, leaves its time to later ones, and one longer
-look brings both ends back. On average no wait looks out for longer than it may; the small
-tensors above took half the time on a machine that others disturb, `remote` a quarter less.
+While both ends poll, answers come soon and are found that way; once one end slept, it answers
+late, so that the other gives up, sleeps, and answers late itself. So a wait that ends early, or
+sleeps at once, leaves its time to later ones, and one longer poll brings both ends back. On
+average no wait polls for longer than it may; the small tensors above took half the time on a
+machine that others disturb, `remote` a quarter less.
 
-A program whose workers have cores of their own may choose longer. A thread that slept
-finds the processor's caches and predictors cold, however short its sleep: 45 µs of torch's
-operators took 73 µs after a sleep of 20 µs, and 45 µs after looking out for as long. A
-step of autograd, four pieces of work in turn of some 200 µs each, took 1340 µs at up to
-250 µs, which is shorter than a piece that begins cold, and 840 µs from 400 µs on, for
-a seventh more of processor time. Sleeping until shortly before the answer is
-expected gained nothing: it ends as cold.
+A program whose workers have cores of their own may choose longer. A thread that slept finds the
+processor's caches and predictors cold, however short its sleep: 45 µs of torch's operators took
+73 µs after a sleep of 20 µs, and 45 µs after polling for as long. A step of autograd, four
+pieces of work in turn of some 200 µs each, took 1340 µs at up to 250 µs, which is shorter than a
+piece that begins cold, and 840 µs from 400 µs on, for a seventh more of processor time. Sleeping
+until shortly before the answer is expected gained nothing: it ends as cold.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class BusyPoller:
     Args:
         epoll: what to wait on.
         max_events: to return at once.
-        seconds: to look out before sleeping, on average; 0 to sleep at once.
+        seconds: to poll before sleeping, on average; 0 to sleep at once.
     """
 
     def __init__(self, epoll: select.epoll, max_events: int, seconds: float) -> None:
@@ -71,7 +68,7 @@ class BusyPoller:
         self._credit = _MOST_CREDIT
 
     def wait(self, timeout: float) -> list[tuple[int, int]]:
-        """The events that are there, or come within ``timeout`` seconds (-1: some time)."""
+        """Returns the events that are there, or come within ``timeout`` seconds (-1: some time)."""
         poll = self._poll
         if not self._seconds:
             return poll(timeout, self._max_events)

@@ -424,7 +424,7 @@ class Sender:
                 os.close(item.descriptor)
 
     def acknowledged(self, received: int) -> None:
-        """Of the frames sent, ``received`` have arrived.
+        """Notes that ``received`` of the frames sent have arrived.
 
         Raises:
             FrameError: so many were never sent.

@@ -1,4 +1,4 @@
-"""One connection of a link, with all that outlives it when another takes its place."""
+"""One TCP or Unix connection to a peer, and the state that survives a reconnect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpc.transports.tensorwire.connector import Endpoint
 from rpc.transports.tensorwire.handshake import Acceptor
 
 PASSING = (OSError, MemoryError)
-"""What reading a connection may fail for, epoll's watches among it, that may soon be there."""
+"""Errors that may be temporary, such as running out of epoll watches."""
 
 
 class Reader(Protocol):
@@ -25,7 +25,7 @@ class Reader(Protocol):
 
     @property
     def received(self) -> int:
-        """How many frames have arrived whole."""
+        """The number of frames that have arrived whole."""
 
     def restart(self) -> None:
         """Goes on with another connection."""
@@ -33,18 +33,18 @@ class Reader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A channel of a link.
+    """A connection, as one channel of a link.
 
     Args:
         token: the link's.
         number: which channel of it; 0 is the main one.
-        endpoint: how this worker opened the link; None if the peer did.
+        endpoint: the address at which this worker opened the link; None if the peer opened it.
         sender: the writing half.
         reader: the reading half.
         listen: has the socket read from now on.
         ignore: has it not read any more; to be called before it is closed.
-        epoch: which connection it has.
-        successor: a connection of the peer's that waits for the present one to end.
+        epoch: numbers the connections that replace each other.
+        successor: the peer's next connection, which waits for the present one to end.
         request_at: when the peer is to be asked for another connection, in monotonic seconds.
         problem: what came of the last attempt to replace the connection.
     """
@@ -62,7 +62,7 @@ class Connection:
     problem: str = ""
 
     def replace(self, sock: socket.socket, received: int, attempt: int) -> None:
-        """Puts a connection in the place of the one that broke.
+        """Replaces the connection that broke.
 
         Args:
             sock: the connection, which the connection closes.
@@ -91,7 +91,7 @@ class Connection:
         self.sender.resume(generation)
 
     def close(self) -> None:
-        """Closes the connection, and what waits for its place."""
+        """Closes the connection, and the one that waits to replace it."""
         self.ignore(self.sender.sock)
         self.sender.close()
         successor, self.successor = self.successor, None

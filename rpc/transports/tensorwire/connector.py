@@ -45,7 +45,7 @@ OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to connect to, as whom.
+    """The peer to connect to, and this worker's identity.
 
     Args:
         name: the peer's, for messages.
@@ -71,7 +71,7 @@ class Target:
 
 
 Where = str | tuple[str, int]
-"""What a socket is to be connected to."""
+"""The address that a socket is to be connected to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class DeviceOffer(NamedTuple):
 
 
 class _Handle(NamedTuple):
-    """What another process needs to open memory; the first is the device's identity.
+    """The data by which another process opens memory; the first is the device's identity.
 
     The others are, in other order, what torch's ``UntypedStorage._share_cuda_`` returns.
     """
@@ -98,7 +98,7 @@ class _NotOpenedError(RuntimeError):
 
 
 class _Lending:
-    """What has come of the offers of one device.
+    """The state of the offers of one device.
 
     Attributes:
         is_offered: an offer is being made, or was made and not answered yet.
@@ -334,7 +334,7 @@ def _uuid(index: int) -> bytes:
 
 
 def _index(uuid: bytes) -> int:
-    """Which device of this process it is.
+    """Returns the index of a device in this process.
 
     Raises:
         _NotOpenedError: none that this process can see.

@@ -1,4 +1,4 @@
-"""Where a tensor goes at the other end, by device maps, and the road through host memory.
+"""Maps devices to those of a peer, and moves tensors through host memory.
 
 Every worker publishes its maps with its address: requests use the sender's map
 for the receiver, replies the inverse of the map of the worker that called.
@@ -16,7 +16,7 @@ _HOST = torch.device("cpu")
 
 
 class PeerDeviceMap:
-    """Where this worker's devices are at one peer.
+    """The devices of one peer, for each of this worker's.
 
     Args:
         peer_name: for errors.

@@ -1,4 +1,4 @@
-"""Frames as bytes: where one begins and ends on a stream. Sans-IO.
+"""Turns frames into bytes and back: finds where each begins and ends on a stream. Sans-IO.
 
 A frame is a fixed part of 40 bytes, then three sections whose lengths the fixed
 part tells: the message header (the agent's), the table that says where payload
@@ -53,7 +53,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class WireKind(enum.IntEnum):
-    """What a frame is; the first three are :class:`rpc.transports.base.FrameKind`."""
+    """Kinds of frames; the first three are those of :class:`rpc.transports.base.FrameKind`."""
 
     REQUEST = 1
     REPLY = 2
@@ -137,7 +137,7 @@ def _ignore(_: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Skimmed:
-    """What is kept of a frame for which there is no memory, and why there is none."""
+    """The parts that are kept of a frame for which there is no memory, and why there is none."""
 
     problem: str
     header: bytearray
@@ -260,7 +260,7 @@ class FrameDecoder:
 
     @property
     def received(self) -> int:
-        """How many frames have arrived whole."""
+        """The number of frames that have arrived whole."""
         return self._sequence
 
     def restart(self) -> None:
@@ -301,7 +301,7 @@ class FrameDecoder:
         self._large, self._large_end = place, len(present)
 
     def room(self) -> memoryview | None:
-        """Where the rest of a long frame is to be received, if one has begun."""
+        """Returns the buffer for the rest of a long frame, if one has begun."""
         if self._large is None:
             return None
         return self._large[self._large_end :]
@@ -372,7 +372,7 @@ class DeviceAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """Of the frames sent, ``count`` have arrived whole."""
+    """The other end has received ``count`` of the frames sent."""
 
     count: int
 
@@ -410,7 +410,7 @@ class BulkDecoder:
 
     @property
     def received(self) -> int:
-        """How many messages have arrived whole; may be asked by any thread."""
+        """The number of messages that have arrived whole; may be asked by any thread."""
         return self._received
 
     def restart(self) -> None:
@@ -420,7 +420,7 @@ class BulkDecoder:
         self._filled = 0
 
     def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty."""
+        """Returns the buffer for the next bytes of the stream; never empty."""
         if self._section is not None:
             if self._is_waste:
                 return self._section[: self._chunk.length - self._filled]

@@ -1,4 +1,4 @@
-"""Who is at the other end of a fresh connection: proven, or refused. Sans-IO.
+"""Authenticates both ends of a new connection. Sans-IO.
 
 Four messages, each with a length that is known in advance::
 
@@ -43,7 +43,7 @@ class HandshakeError(FrameError):
 
 
 class ChannelKind(enum.IntEnum):
-    """What a connection is for."""
+    """Purposes of a connection."""
 
     MAIN = 0
     """The first of a link."""
@@ -73,7 +73,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What an initiator says about itself and its intent.
+    """The first message of an initiator, about itself and its intent.
 
     Args:
         kind: what the connection is for.
@@ -149,7 +149,7 @@ class _Conversation:
 
     @property
     def wanted(self) -> int:
-        """How many more bytes to read; the owner must not read more."""
+        """The number of bytes still to read; the owner must not read more."""
         if len(self._received) < _HEAD.size:
             return _HEAD.size - len(self._received)
         length = int(_HEAD.unpack_from(self._received)[3])
@@ -280,7 +280,7 @@ class Acceptor(_Conversation):
 
     @staticmethod
     def accept(received: int = 0) -> bytes:
-        """What to send before the first frame.
+        """Returns what to send before the first frame.
 
         Args:
             received: how many frames have arrived on earlier connections of the channel.
@@ -289,5 +289,5 @@ class Acceptor(_Conversation):
 
     @staticmethod
     def reject(reason: str) -> bytes:
-        """What to send before closing."""
+        """Returns what to send before closing."""
         return _pack(_Message.REJECT, reason.encode()[:MAX_MESSAGE_BYTES])

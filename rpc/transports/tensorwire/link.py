@@ -2,9 +2,9 @@
 
 The worker that opened a link sends requests and notices on it, the other one
 the replies: a thread that waits for a reply never meets a request. Owns the
-choice of road for payload and tensors: inline, shared memory or bulk channels.
+choice of how payload and tensors travel: inline, shared memory or bulk channels.
 Before it copies into shared memory it lets the other end know that something comes,
-so that a thread there that sleeps wakes up meanwhile, and one that looks out goes on.
+so that a thread there that sleeps wakes up meanwhile, and one that polls goes on polling.
 Reading the sockets is the business of ``main_reader``, ``replies``, ``requests``
 and ``bulk``.
 """
@@ -69,7 +69,7 @@ _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
 _CHUNK_BYTES = 1 << 20
 _ANEW_SECONDS = 50e-6
-"""For longer than that, whoever was told looks out for what comes."""
+"""The other end, once told, polls for longer than that."""
 _LAST_BYTES = 1 << 18
 """Copied in about the time in which a thread wakes.
 
@@ -80,15 +80,14 @@ asleep again when the frame comes: an echo of 64 MB took 11.8 ms on two cores, a
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What all links of one worker share.
+    """The resources that all links of one worker share.
 
     Args:
         budget: of shared memory.
         buffers: for what arrives.
         max_message_bytes: see ``Settings``.
         copier: copies.
-        awake_seconds: how long the other end looks out for messages before it sleeps, on
-            average.
+        awake_seconds: how long the other end polls before it sleeps, on average.
     """
 
     budget: Budget
@@ -165,7 +164,7 @@ class Link:
         self.announce: Callable[[], None] | None = None
         """Sends a small message at once, of any meaning; set with ``main``."""
         self.heard_at = -math.inf
-        """When something came last from the other end, which has looked out for more since."""
+        """When something came last from the other end, which has polled since."""
         self._awake_seconds = resources.awake_seconds
         self._announced_at = -math.inf
         self.bulk: list[Sender] = []
@@ -227,7 +226,7 @@ class Link:
         return lent
 
     def tell_soon(self) -> None:
-        """Lets the other end know that something comes, unless it looks out for it anyway."""
+        """Lets the other end know that something comes, unless it polls anyway."""
         now = time.perf_counter()
         if (
             self.announce is not None

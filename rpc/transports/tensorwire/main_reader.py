@@ -70,7 +70,7 @@ class MainReader:
 
     @property
     def received(self) -> int:
-        """How many frames have arrived whole."""
+        """The number of frames that have arrived whole."""
         return self._decoder.received
 
     def restart(self) -> None:

@@ -1,8 +1,8 @@
-"""What a program may say about the TENSORWIRE backend, and what it means to the transport.
+"""The options of the TENSORWIRE backend.
 
 Everything that TENSORPIPE's options accept is accepted, so that a program needs
 to change nothing but the class; ``_transports`` and ``_channels`` choose among
-TensorPipe's roads and are ignored.
+those of TensorPipe and are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         local_paths: use Unix sockets and shared memory on one host. Default True.
         tcp_connections: connections per peer and direction for large tensors. Default 2.
         max_message_bytes: bound on one message, at least 4096. Default 64 GiB.
-        busy_poll: seconds, at most 0.01, that a thread which waits for messages looks out for
+        busy_poll: seconds, at most 0.01, that a thread which waits for messages polls for
             them before it sleeps, as long as it often finds some that way. Default 95e-6.
             That is an average: what one wait leaves is there for later ones, up to four
             times as much, but no more than makes 5e-4 together.
@@ -142,7 +142,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         self._settings = replace(self._settings, resume_seconds=seconds)
 
     def settings(self) -> Settings:
-        """What the transport is to be made with."""
+        """Returns the settings of the transport."""
         return replace(
             self._settings,
             shared_memory_bytes=self.shared_memory,

@@ -61,7 +61,7 @@ _FAILED = Reply(Status.ERROR).encode()
 
 
 class RemotePeer:
-    """What this worker knows and holds of one peer.
+    """One peer: its links, what is under way to it, and its end.
 
     Args:
         peer: name, incarnation, address.
@@ -139,7 +139,7 @@ class RemotePeer:
             raise
 
     def _is_in_burst(self, frame: Frame) -> bool:
-        """Whether a frame is one of many requests in a short time, which may wait for company."""
+        """Returns whether a frame is one of many requests in a short time, which may wait."""
         if frame.kind is not FrameKind.REQUEST or self._window.small_under_way < _BURST_FROM:
             return False
         now = time.perf_counter()

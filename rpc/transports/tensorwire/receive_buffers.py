@@ -19,7 +19,7 @@ _COARSE_UP_TO = 20
 
 
 def _size_for(length: int) -> int:
-    """What to take for ``length`` bytes; from a megabyte on, at most an eighth more."""
+    """Returns the size to take for ``length`` bytes; from a megabyte on, at most an eighth more."""
     bits = (length - 1).bit_length()
     if bits <= _COARSE_UP_TO:
         return max(_SMALLEST, 1 << bits)

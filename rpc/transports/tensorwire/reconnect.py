@@ -31,12 +31,12 @@ _log = logging.getLogger("rpc.transports.tensorwire")
 
 
 class Reconnector:
-    """The mending of one peer's links.
+    """Replaces the broken connections of one peer.
 
     Args:
         target: how to connect to the peer.
         seconds: how long a connection may be broken; 0 if it may not.
-        give_up: takes a connection that cannot be mended, and why.
+        give_up: told of a connection that cannot be replaced, and why.
     """
 
     def __init__(

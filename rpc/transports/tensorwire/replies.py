@@ -45,7 +45,7 @@ _QUIET_TICKS = 50
 
 @dataclass(frozen=True, slots=True)
 class ChannelEvents:
-    """What happens on a main channel, for the link's owner.
+    """Callbacks of a main channel, for the link's owner.
 
     Args:
         deliver: takes a frame; must not raise.
@@ -109,7 +109,7 @@ class ReplySide:
 
     Args:
         name: of the background thread.
-        busy_poll_seconds: how long a thread looks out before it sleeps.
+        busy_poll_seconds: how long a thread polls before it sleeps.
     """
 
     def __init__(self, name: str, busy_poll_seconds: float) -> None:
@@ -249,7 +249,7 @@ class ReplySide:
     def wake(self) -> None:
         """Makes the leader look at its ``done()`` again; after what it delivers, it does anyway."""
         if self._leader_thread == threading.get_ident():
-            return  # a bell that nobody waits for would wake the background thread
+            return  # a wake-up that nobody waits for would wake the background thread
         done = self._leader_done
         if done is not None and done():
             self._wake_up.set()

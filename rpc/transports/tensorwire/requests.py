@@ -64,7 +64,7 @@ class RequestSide:
     Args:
         name: prefix of the threads' names.
         sweep: called now and then while :attr:`sweeping` is set.
-        busy_poll_seconds: how long a thread looks out before it sleeps.
+        busy_poll_seconds: how long a thread polls before it sleeps.
     """
 
     def __init__(self, name: str, sweep: Callable[[], None], busy_poll_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What can be chosen about the transport. Values only."""
+"""The settings of the transport. Values only."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Settings:
         resume_seconds: how long a connection that broke while both ends live may take to
             be replaced; after that the peer is lost. 0: at once.
         max_message_bytes: longer messages are refused by sender and receiver; at least 4096.
-        busy_poll_seconds: how long, on average, a thread that waits for messages looks out
+        busy_poll_seconds: how long, on average, a thread that waits for messages polls
             for them before it sleeps; 0 to sleep at once.
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.

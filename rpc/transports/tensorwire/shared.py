@@ -1,4 +1,4 @@
-"""What all peers of one worker share: its memory, its threads, its bounds and its receiver.
+"""The memory, threads, bounds and receiver that all peers of one worker share.
 
 Knows which threads may wait, as others depend on the reading of some. Owns nothing: the
 transport makes it and ends what is in it.
@@ -21,7 +21,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all peers of one worker share.
+    """The parts that all peers of one worker share.
 
     Args:
         resources: memory.

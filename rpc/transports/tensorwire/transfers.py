@@ -63,7 +63,7 @@ class Transfers:
         self._waiting: dict[int, _Waiting] = {}
 
     def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview | None:
-        """Where a chunk is to be received; None for nowhere, as there is no memory for it.
+        """Returns the buffer for a chunk; None if there is no memory for it.
 
         Raises:
             FrameError: the chunk contradicts what is known about its transfer.
@@ -99,7 +99,7 @@ class Transfers:
             return None if waiting.missing else self._complete(waiting.frame, waiting.items)
 
     def is_whole(self, transfer: int) -> bool:
-        """Whether no chunk of a transfer that began is missing."""
+        """Returns whether no chunk of a transfer that began is missing."""
         with self._lock:
             known = self._transfers.get(transfer)
             return known is None or not known.missing

@@ -57,7 +57,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """What exists between ``start`` and ``close``."""
+    """The parts that exist between ``start`` and ``close``."""
 
     info: WorkerInfo
     identity: Identity

@@ -1,4 +1,4 @@
-"""What wakes a thread that waits in epoll."""
+"""Wakes a thread that waits in epoll."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 
 
 class WakeUp:
-    """An eventfd, to be registered with an epoll; may be rung at any time, also once closed.
+    """An eventfd, to be registered with an epoll; may be set at any time, also once closed.
 
-    The lock keeps a late ring from reaching whatever got the descriptor's number next.
+    The lock keeps a late call from reaching whatever got the descriptor's number next.
 
     Attributes:
         descriptor: the eventfd's.

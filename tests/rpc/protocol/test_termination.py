@@ -1,7 +1,7 @@
-"""How a group finds out that all of it is done.
+"""A group finds out that all of it is done.
 
 First as transcripts, which also document the protocol; then one hole at a
-time. Whole groups in all orders of events are in ``test_termination_simulation``.
+time. Whole groups in all orders of events are played by the simulator (``tests/simulation``).
 """
 
 from __future__ import annotations
