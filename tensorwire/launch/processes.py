@@ -1,0 +1,190 @@
+"""The processes of one agent: starting one, asking it to end, ending it, and how it ended.
+
+Torch's ``start_processes`` starts each. The guardian, a process of its own, ends them if this
+agent is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure, start_processes
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from tensorwire.launch import guardian
+from tensorwire.launch.logs import WorkerLogs
+from tensorwire.launch.plan import Seat
+from tensorwire.launch.steward import Ended
+
+_logger = logging.getLogger("rpcrun")
+_NOT_STARTED = 127
+_LONGEST_STORY = 16_000
+
+
+class Guardian:
+    """Ends this agent's processes if it is killed."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+        self._is_open = True
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def tell(self, line: str) -> None:
+        """Says one line, as the guardian's docstring has them."""
+        stdin = self._process.stdin
+        if not self._is_open or stdin is None:
+            return
+        try:
+            stdin.write(f"{line}\n")
+            stdin.flush()
+        except BrokenPipeError:
+            self._is_open = False
+            _logger.error("the guardian is gone: if this agent is killed, its workers are not")
+
+    def _let_go(self) -> None:
+        """A forked worker would keep the guardian from seeing this agent's end."""
+        stdin = self._process.stdin
+        if self._is_open and stdin is not None:
+            self._is_open = False
+            os.close(stdin.fileno())
+
+    def dismiss(self) -> None:
+        """All is well: nothing is left to guard."""
+        self.tell("well")
+        self._is_open = False
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a worker runs.
+
+    Args:
+        entrypoint: a command, or a function.
+        arguments: of it.
+        start_method: how processes of functions begin: spawn, fork or forkserver.
+        numa_options: torch's, or None.
+    """
+
+    entrypoint: Callable[..., Any] | str
+    arguments: tuple[Any, ...]
+    start_method: str = "spawn"
+    numa_options: Any = None
+
+
+class WorkerProcess:
+    """The process of one life of a seat's worker.
+
+    Args:
+        seat: whose.
+        program: what it runs.
+        variables: its environment, beyond this agent's.
+        logs: where it writes.
+        prefix: of its lines on the terminal.
+        tails: what else reads its output.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        program: Program,
+        variables: dict[str, str],
+        logs: Any,
+        prefix: str,
+    ) -> None:
+        self.seat = seat
+        self.value: Any = None
+        self.tails: list[TailLog] = []
+        self._context: PContext = start_processes(
+            name=seat.role,
+            entrypoint=program.entrypoint,
+            args={0: program.arguments},
+            envs={0: variables},
+            logs_specs=logs,
+            log_line_prefixes={0: prefix},
+            start_method=program.start_method,
+            numa_options=program.numa_options,
+        )
+        self.id: int = self._context.pids()[0]
+
+    def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
+        """How it ended; None while it runs."""
+        result = self._context.wait(0)
+        if result is None:
+            return None
+        self._end_group()
+        for tail in self.tails:
+            tail.stop()
+        if not result.is_failed():
+            self.value = result.return_values.get(0)
+            return Ended(self.seat.id, 0, self.id), None
+        failure = result.failures[0]
+        return Ended(self.seat.id, failure.exitcode, self.id, story(failure)), failure
+
+    def _end_group(self) -> None:
+        """Ends what the process left running of what it had started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.id, signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """Sends it a signal, and whatever it started."""
+        guardian.send(self.id, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGKILL)
+
+
+def story(failure: ProcessFailure) -> str:
+    """The traceback that a process left, or what is known instead."""
+    data = failure.error_file_data
+    message = data.get("message") if isinstance(data, dict) else None
+    if isinstance(message, dict):
+        told = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+        return str(told)[-_LONGEST_STORY:]
+    return str(message or "")[-_LONGEST_STORY:]
+
+
+def not_started(seat: Seat, error: Exception) -> Ended:
+    """What is said of a process that could not be started."""
+    said = f"it could not be started: {type(error).__name__}: {error}"
+    return Ended(seat.id, _NOT_STARTED, 0, said)
+
+
+def by_cause(ended: Iterable[tuple[Ended, ProcessFailure | None]]) -> list[Ended]:
+    """Puts those first that may have made the others fail, among what was seen at once.
+
+    A process that a signal ended has no story, and its peers' errors come after it; of those
+    that left an error file, the older counts.
+    """
+
+    def when(each: tuple[Ended, ProcessFailure | None]) -> tuple[int, float]:
+        end, failure = each
+        if end.exit_code < 0:
+            return 0, 0.0
+        path = Path(failure.error_file) if failure is not None else None
+        return 1, path.stat().st_mtime if path is not None and path.is_file() else 0.0
+
+    return [end for end, _ in sorted(ended, key=when)]
+
+
+__all__ = ["Guardian", "Program", "WorkerLogs", "WorkerProcess", "by_cause", "not_started", "story"]

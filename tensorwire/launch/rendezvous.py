@@ -1,0 +1,336 @@
+"""The rendezvous backend ``tensorwire``: agents come and go without stopping the others.
+
+Owns the store that the agents share, the number of each, and the signs of life that they
+give. Torch knows it by an entry point of this package, so ``torchrun --rdzv-backend
+tensorwire`` has it, too. Its options (``--rdzv-conf``) are torch's own: ``is_host``,
+``join_timeout``, ``read_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``.
+
+Keys, apart for each job: ``nodes`` counts those that ever came, ``beat/N`` the signs of life
+of node N, ``gone/N`` says that it left, ``closed`` that nobody may come any more, and
+``first`` how many began together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from ipaddress import ip_address
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
+
+from tensorwire.launch.silence import Silence
+
+_logger = logging.getLogger("rpcrun")
+
+BACKEND = "tensorwire"
+DEFAULT_PORT = 29400
+LOOPBACK = "127.0.0.1"
+
+_PREFIX = "tensorwire-rdzv"
+_BARRIER = "torchelastic/agent/terminal_state/num_members"
+"""What torch counts arrivals at the end of a job by."""
+
+_JOIN_SECONDS = 600
+_READ_SECONDS = 60
+_BEAT_SECONDS = 1
+_BEATS_MISSED = 5
+_LOOK_SECONDS = 0.05
+_SECONDS_TO_STOP = 5.0
+
+
+def create_handler(params: RendezvousParameters) -> TensorWireRendezvous:
+    """Makes the handler for what torchrun's parser read."""
+    return TensorWireRendezvous(params)
+
+
+def entry_point() -> object:
+    """What torch's registry asks for: returns the function that makes handlers."""
+    return create_handler
+
+
+def is_loopback(host: str) -> bool:
+    """True if only processes of this machine can reach the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Hosts a store here; on the loopback interface alone if that is where ``host`` is.
+
+    Args:
+        host: an address of this machine, or its name.
+        port: 0 for one that is free.
+        timeout: seconds a request may take.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    bind_to = _bind_address(host)
+    family = socket.AF_INET6 if ":" in bind_to else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if bind_to == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((bind_to, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK if is_loopback(host) else host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _bind_address(host: str) -> str:
+    """A name may mean another address here than elsewhere, so it says nothing."""
+    if is_loopback(host):
+        return LOOPBACK
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return "::" if socket.has_dualstack_ipv6() else ""
+
+
+class TensorWireRendezvous(RendezvousHandler):
+    """One agent's place in the rendezvous of a job.
+
+    Args:
+        params: as torchrun's parser makes them.
+
+    Raises:
+        RendezvousConnectionError: the store's host does not answer.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+        self._min, self._max = params.min_nodes, params.max_nodes
+        self._join_seconds = params.get_as_int("join_timeout", _JOIN_SECONDS) or _JOIN_SECONDS
+        self._read_seconds = params.get_as_int("read_timeout", _READ_SECONDS) or _READ_SECONDS
+        self.beat_seconds = float(params.get("keep_alive_interval", _BEAT_SECONDS))
+        self.silence_seconds = self.beat_seconds * int(
+            params.get("keep_alive_max_attempt", _BEATS_MISSED)
+        )
+        host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+        self._host = LOOPBACK if is_loopback(host) else host
+        is_host = params.get_as_bool("is_host")
+        self._hosts = False
+        self._tcp = self._open(host, port, is_host)
+        self._store: Store = PrefixStore(f"{_PREFIX}/{self._run_id}", self._tcp)
+        self._number: int | None = None
+        self._first = 0
+        self._beat: _Beat | None = None
+
+    def _open(self, host: str, port: int, is_host: bool | None) -> TCPStore:
+        may_host = _matches_machine_hostname(host) if is_host is None else is_host
+        if may_host:
+            try:
+                store = listening_store(host, port, self._read_seconds)
+                self._hosts = True
+                return store
+            except OSError as error:
+                if is_host:
+                    raise RendezvousConnectionError(
+                        f"the store of the rendezvous cannot be hosted at {host}:{port}: {error}"
+                    ) from error
+        return self._connect(port, self._join_seconds)
+
+    def _connect(self, port: int, seconds: float) -> TCPStore:
+        try:
+            store = TCPStore(self._host, port, timeout=timedelta(seconds=seconds))
+        except (DistNetworkError, RuntimeError) as error:
+            raise RendezvousConnectionError(
+                f"no agent hosts the store of the rendezvous at {self._host}:{port}, or it does "
+                f"not answer; start one there, or name another --rdzv-endpoint ({error})"
+            ) from error
+        store.set_timeout(timedelta(seconds=self._read_seconds))
+        return store
+
+    # --- What RoleAgent uses beyond torch's interface
+
+    @property
+    def host(self) -> str:
+        """Where the store is."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        port: int = self._tcp.port
+        return port
+
+    @property
+    def is_hosting(self) -> bool:
+        """True if the store is in this process, and ends with it."""
+        return self._hosts
+
+    def open_again(self) -> TCPStore:
+        """Another connection to the store, for another thread."""
+        return self._connect(self.port, self._read_seconds)
+
+    def beats(self, nodes: Iterable[int]) -> Mapping[int, int]:
+        """Signs of life so far, by node."""
+        return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
+
+    # --- Torch's interface
+
+    def get_backend(self) -> str:
+        """The name of this backend."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: workers may use the store."""
+        return True
+
+    def get_run_id(self) -> str:
+        """The id of the job."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """True if nobody may come any more."""
+        return bool(self._store.check(["closed"]))
+
+    def set_closed(self) -> None:
+        """Has nobody come any more."""
+        self._store.set("closed", "1")
+
+    def num_nodes_waiting(self) -> int:
+        """0, as those who come disturb nobody."""
+        return 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits until there are enough nodes, and room for this one.
+
+        Raises:
+            RendezvousTimeoutError: there were too few for too long.
+            RendezvousClosedError: the job is over.
+            RendezvousGracefulExitError: it ended while this node waited for room.
+        """
+        if self._number is None:
+            self._enter()
+        assert self._number is not None
+        is_late = self._number >= self._first
+        if is_late:
+            # Torch's way to number workers without the other agents.
+            os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        size = max(self._first, self._number + 1)
+        meeting = RendezvousStoreInfo(self._host, self.port)
+        return RendezvousInfo(self._control(is_late), self._number, size, meeting)
+
+    def _control(self, is_late: bool) -> Store:
+        if not is_late:
+            return self._store
+        store = PrefixStore(f"late/{self._number}", self._store)
+        store.add(_BARRIER, self._number or 0)  # the others do not wait for a late one, nor it
+        return store
+
+    def _enter(self) -> None:
+        if self.is_closed():
+            raise RendezvousClosedError(f"the job {self._run_id!r} is over")
+        self._number = self._store.add("nodes", 1) - 1
+        self._beat = _Beat(
+            PrefixStore(f"{_PREFIX}/{self._run_id}", self.open_again()),
+            f"beat/{self._number}",
+            self.beat_seconds,
+        )
+        try:
+            self._wait_for_others()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _wait_for_others(self) -> None:
+        assert self._number is not None
+        silence, is_told = Silence(self.silence_seconds), False
+        deadline = time.monotonic() + self._join_seconds
+        while True:
+            present = self._present(silence)
+            if self._max <= sum(node < self._number for node in present):
+                if self.is_closed():
+                    raise RendezvousGracefulExitError("the job ended while this node waited")
+                if not is_told:
+                    _logger.warning("%d nodes are there; this one waits for room", self._max)
+                    is_told = True
+                deadline = time.monotonic() + self._join_seconds
+            elif len(present) >= self._min or self._store.check(["first"]):
+                self._first = int(self._store.compare_set("first", "", str(len(present))))
+                return
+            elif time.monotonic() > deadline:
+                raise RendezvousTimeoutError(
+                    f"{len(present)} nodes came within {self._join_seconds} s, but --nnodes asks "
+                    f"for {self._min}"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def _present(self, silence: Silence) -> list[int]:
+        """The nodes that came and are not gone."""
+        came = range(self._store.add("nodes", 0))
+        here = [node for node in came if not self._store.check([f"gone/{node}"])]
+        silent = silence.hear(time.monotonic(), self.beats(here))
+        return [node for node in here if node not in silent]
+
+    def shutdown(self) -> bool:
+        """Leaves the rendezvous."""
+        if self._beat is not None:
+            self._beat.stop()
+            self._beat = None
+        if self._number is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended first
+                self._store.set(f"gone/{self._number}", "1")
+        return True
+
+
+class _Beat:
+    """Gives signs of life on a thread and a connection of its own."""
+
+    def __init__(self, store: Store, key: str, seconds: float) -> None:
+        self._store, self._key, self._seconds = store, key, seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rpcrun-beat", daemon=True)
+        self._store.add(key, 1)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._seconds):
+            try:
+                self._store.add(self._key, 1)
+            except RuntimeError as error:
+                if not self._over.is_set():
+                    _logger.error("the store of the rendezvous was lost: %s", error)
+                return
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(_SECONDS_TO_STOP)
