@@ -111,6 +111,17 @@ class MemberList:
         strike_off(self._store, record)
         return True
 
+    def was_lost(self, member: Member) -> bool:
+        """True if the group, or a launcher, declared this life lost, and none joined since.
+
+        Args:
+            member: as :meth:`find` returned it, when it was a member.
+        """
+        with names_store_loss():
+            ours, key = our_part(self._store), f"member/{member.info.name}"
+            found = text(ours.get(key)).split(" ") if ours.check([key]) else []
+            return found[:2] == [_LOST, str(member.incarnation)]
+
     def wait_for_change(self, timeout: float) -> bool:
         """Waits until workers came or went since this object was made, or last said so.
 

@@ -1,71 +1,76 @@
 """What an agent sees and changes of the workers' own group, of which it is no member.
 
-The one module of the launcher that knows how a group lists its members. An agent strikes off
-a worker that died, so that nobody calls it any more and its successor may take its name; and
-it looks which of its workers the group itself declared lost.
+An agent strikes off a worker that died, so that nobody calls it any more and its successor
+may take its name at once; and it looks which of its workers the group itself declared lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
 
 from torch._C._distributed_c10d import Store
 
 from rpc.errors import RpcError
-from rpc.group import member_list
-from rpc.group.store import Record, our_part, text
-
-_LOST = "!lost "
+from rpc.extend import Member, MemberList
 
 
 class GroupMembers:
-    """The members of the workers' group.
+    """The members of the workers' group. Where its store does not answer, there are none.
 
     Args:
         store: the group's.
+        group_key: its key, empty for none.
+        author: says in the errors of others who struck a worker off.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._struck_off: dict[str, int] = {}
+    def __init__(self, store: Store, group_key: bytes, author: str) -> None:
+        self._list = MemberList(store, group_key, author)
+        self._host = socket.gethostname()
+        self._joined: dict[str, Member] = {}
+        """This agent's workers that were seen as members, by name."""
 
-    def find(self, name: str) -> Record | None:
-        """What the group lists under a name; None if that is no member."""
+    def find(self, names: Iterable[str]) -> list[Member]:
+        """Those of the workers that are members now."""
+        found: list[Member] = []
         with contextlib.suppress(RpcError):
-            return member_list.lookup(self._store, name)
-        return None
-
-    def strike_off(self, record: Record) -> None:
-        """Ends the membership of that life of a worker, and of no later one."""
-        self._struck_off[record.name] = max(
-            record.incarnation, self._struck_off.get(record.name, 0)
-        )
-        with contextlib.suppress(RpcError):
-            member_list.strike_off(self._store, record)
-
-    def strike_off_process(self, name: str, process: int) -> None:
-        """The same if it is this process that is listed under the name."""
-        record = self.find(name)
-        if record is not None and record.process.startswith(f"process {process} "):
-            self.strike_off(record)
-
-    def lost(self, names: Iterable[str]) -> set[str]:
-        """Those of the workers that the group declared lost, of its own accord, and now."""
-        ours = our_part(self._store)
-        found = set()
-        for name in names:
-            key = f"member/{name}"
-            value = text(ours.get(key)) if ours.check([key]) else ""
-            if value.startswith(_LOST) and int(value[len(_LOST) :]) > self._begun_after(name):
-                found.add(name)
+            found += [each for name in names if (each := self._list.find(name)) is not None]
         return found
 
-    def begins(self, name: str) -> None:
-        """A new life of a worker begins: what was said of earlier ones counts no more."""
-        ours = our_part(self._store)
-        life: int = ours.add(f"incarnation/{name}", 0)
-        self._struck_off[name] = max(life, self._struck_off.get(name, 0))
+    def strike_off(self, member: Member, reason: str) -> None:
+        """Ends the membership of that life of a worker, and of no later one."""
+        with contextlib.suppress(RpcError):
+            self._list.strike_off(member, reason)
 
-    def _begun_after(self, name: str) -> int:
-        return self._struck_off.get(name, 0)
+    def ended(self, name: str, process: int, reason: str) -> None:
+        """Strikes off a process of this host that ended, if it is listed under the name."""
+        self._joined.pop(name, None)
+        for member in self.find([name]):
+            if (member.host, member.pid) == (self._host, process):
+                self.strike_off(member, reason)
+
+    def begins(self, name: str) -> None:
+        """Strikes off whoever is listed under a name that another process takes now."""
+        self._joined.pop(name, None)
+        for member in self.find([name]):
+            self.strike_off(member, "its agent is gone, and another one took its seat over")
+
+    def lost(self, processes: Iterable[tuple[str, int]]) -> Iterator[str]:
+        """The names of those that joined, live on, and were declared lost.
+
+        Args:
+            processes: this agent's workers, by name, and their process ids.
+        """
+        for name, process in processes:
+            joined = self._joined.get(name)
+            listed = next(iter(self.find([name])), None)
+            if listed is not None and (listed.host, listed.pid) == (self._host, process):
+                self._joined[name] = listed
+            elif joined is not None and self._was_lost(joined):
+                yield name
+
+    def _was_lost(self, member: Member) -> bool:
+        with contextlib.suppress(RpcError):
+            return self._list.was_lost(member)
+        return False

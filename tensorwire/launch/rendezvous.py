@@ -180,9 +180,19 @@ class TensorWireRendezvous(RendezvousHandler):
     # --- What RoleAgent uses beyond torch's interface
 
     @property
-    def host(self) -> str:
-        """Where the store is."""
-        return self._host
+    def tcp_store(self) -> TCPStore:
+        """The store, apart from this job's part of it."""
+        return self._tcp
+
+    @property
+    def job_store(self) -> Store:
+        """This job's part of the store, which all of its agents share, however late they came."""
+        return self._store
+
+    @property
+    def join_seconds(self) -> float:
+        """How long to wait for other nodes."""
+        return float(self._join_seconds)
 
     @property
     def port(self) -> int:

@@ -14,6 +14,10 @@ from tensorwire.launch.plan import Failure, Order, Phase, Plan, Seat
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 _SECONDS_BETWEEN_LINES = 1.0
 _INDENT = "    "
+_NOTHING_SAID = (
+    "It left no traceback here: see its output, or decorate its main function with "
+    "torch.distributed.elastic.multiprocessing.errors.record"
+)
 
 
 def describe_exit(code: int) -> str:
@@ -36,7 +40,7 @@ def describe_failure(failure: Failure) -> str:
         f"the job failed: {failure.who} (id {failure.id}, process {failure.process} on "
         f"{failure.host}) failed first, with {describe_exit(failure.exit_code)}{again}"
     )
-    said = [_INDENT + line for line in failure.said.splitlines()]
+    said = [_INDENT + line for line in (failure.said or _NOTHING_SAID).splitlines()]
     return "\n".join([head, *said])
 
 

@@ -17,6 +17,9 @@ from tensorwire.launch.plan import Failure, Node, Order, Phase, Plan, Seat
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Event, Exited, GaveUp, Joined, Left
 
+LOST_SECONDS = 2.0
+"""Seconds for which a worker that its group declared lost may go on ending by itself."""
+
 SOON = 10.0
 """Seconds within which a worker that fails counts as one that fails again and again."""
 
@@ -78,6 +81,7 @@ class _Running:
     name: str
     life: int
     since: float
+    lost_since: float | None = None
     kill_at: float | None = None
     killed: bool = False
     why: str = ""
@@ -178,7 +182,8 @@ class Steward:
         declared = set(lost)
         for seat_id, run in list(self._running.items()):
             seat = mine.get(seat_id)
-            if run.name in declared:
+            run.lost_since = (run.lost_since or now) if run.name in declared else None
+            if run.lost_since is not None and now - run.lost_since >= LOST_SECONDS:
                 effects += self._kill(run, seat_id, "its group declared it lost")
             elif not is_in or seat is None or seat.life != run.life:
                 effects += self._kill(run, seat_id, "this agent does not hold its seat any more")

@@ -218,6 +218,20 @@ class TestTheListAsALauncherSeesIt:
         assert not members.strike_off(first, "its process ended")
         assert [member.incarnation for member in members.members()] == [2]
 
+    def test_it_is_told_who_was_lost_and_who_left(self) -> None:
+        store = HashStore()
+        members = MemberList(store)
+        for rank in (1, 11):
+            member_list.join(store, record(rank, None, incarnation=rank))
+        first, second = members.members()
+        assert not members.was_lost(first)
+        members.strike_off(first, "its process ended")
+        assert members.was_lost(first)
+        member_list.leave(store, record(11, None, incarnation=11))
+        assert not members.was_lost(second)
+        member_list.join(store, record(1, None, incarnation=12))
+        assert not members.was_lost(first)
+
     def test_changes_are_waited_for(self) -> None:
         store = HashStore()
         member_list.join(store, record(4, None))

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from tensorwire.launch.plan import Order, Phase, Plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met, apply
-from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tensorwire.launch.steward import (
+    LOST_SECONDS,
+    Effect,
+    Ended,
+    HostStore,
+    Kill,
+    Start,
+    Steward,
+    Stop,
+)
 from tests.tensorwire.launch.plans import node, roles
 
 GRACE = 30.0
@@ -98,9 +107,10 @@ def test_all_workers_are_stopped_when_the_job_fails() -> None:
 def test_a_worker_whose_group_declared_it_lost_is_killed_and_started_again() -> None:
     agent = Agent("trainer:2,max_restarts=1")
     agent.round()
-    (kill,) = agent.round(lost=["trainer:1", "ps:7"])
+    assert agent.round(lost=["trainer:1", "ps:7"]) == []  # it may be ending by itself
+    (kill,) = agent.round(lost=["trainer:1"], after=LOST_SECONDS)
     assert kill == Kill(1, "its group declared it lost")
-    assert agent.round(lost=["trainer:1"]) == []
+    assert agent.round(lost=["trainer:1"], after=1) == []
     (start,) = agent.round(Ended(1, -9))
     assert isinstance(start, Start)
     assert start.seat.life == 2
@@ -109,10 +119,19 @@ def test_a_worker_whose_group_declared_it_lost_is_killed_and_started_again() -> 
     assert agent.plan.failure.said == "more"
 
 
+def test_a_worker_that_joined_its_group_again_is_left_alone() -> None:
+    agent = Agent("trainer:1")
+    agent.round()
+    agent.round(lost=["trainer:0"])
+    agent.round(after=LOST_SECONDS)
+    assert agent.round(lost=["trainer:0"], after=LOST_SECONDS) == []
+
+
 def test_the_reason_for_a_kill_is_in_the_report() -> None:
     agent = Agent("trainer:1")
     agent.round()
     agent.round(lost=["trainer:0"])
+    agent.round(lost=["trainer:0"], after=LOST_SECONDS)
     agent.round(Ended(0, -9))
     assert agent.plan.failure is not None
     assert agent.plan.failure.said == "its group declared it lost"

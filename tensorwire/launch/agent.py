@@ -1,0 +1,479 @@
+"""The agent: one on each machine, it runs the seats that the plan gives it.
+
+Torch's ``SimpleElasticAgent`` drives it: rendezvous, then a round after each monitor interval
+until the job is over. A round reads the plan, reports what was seen, and does what the steward
+decides. Nothing in a round waits for a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.utils.api import macros
+
+from tensorwire.launch.board import Board
+from tensorwire.launch.flags import Shown, Streams
+from tensorwire.launch.group_members import GroupMembers
+from tensorwire.launch.logs import Logs
+from tensorwire.launch.plan import Failure, Node, Phase, Plan, Seat
+from tensorwire.launch.processes import (
+    Guardian,
+    Program,
+    WorkerProcess,
+    by_cause,
+    not_started,
+)
+from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback, listening_store
+from tensorwire.launch.report import ProgressLine, describe_exit, describe_plan
+from tensorwire.launch.roles import Role
+from tensorwire.launch.seats import Left, Met
+from tensorwire.launch.silence import Silence
+from tensorwire.launch.steward import Effect, Ended, HostStore, Kill, Start, Steward, Stop
+from tensorwire.launch.variables import (
+    JobFacts,
+    LocalPlace,
+    inherited_variables,
+    visible_device,
+    worker_variables,
+)
+
+_logger = logging.getLogger("rpcrun")
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_OTHERS = 8.0
+_SECONDS_BETWEEN_POLLS = 0.02
+_JOIN_SECONDS = 600.0
+_READ_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What becomes of the workers' output; see ``Logs``."""
+
+    folder: str | None = None
+    redirects: Streams = field(default_factory=Streams)
+    tee: Streams = field(default_factory=Streams)
+    shown: Shown = field(default_factory=Shown)
+    prefix: str | None = None
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+
+
+class RoleAgent(SimpleElasticAgent):
+    """Runs this machine's part of a job that has roles.
+
+    It can stand where torch's ``LocalElasticAgent`` does in a launcher of your own: made of a
+    ``WorkerSpec`` alone, it runs ``local_world_size`` workers of one role, each of which
+    starts again by itself up to ``max_restarts`` times.
+
+    Args:
+        spec: torch's description of the workers: program, rendezvous, intervals.
+        roles: the roles. Default one, which the spec describes.
+        spare: seats for workers of an agent that died. Default 0.
+        min_nodes: agents that the job needs. Default 1.
+        output: what becomes of what the workers write.
+        start_method: how processes of functions begin: spawn, fork or forkserver.
+        shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
+        group_key: the key of the workers' group; empty for none.
+        key_file: a file with that key, which is deleted if this agent is killed.
+
+    Example::
+
+        agent = RoleAgent(spec, [parse_role("ps:2,service"), parse_role("trainer:4")])
+        result = agent.run()
+
+    Attributes:
+        failure: why the job failed, once it has.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        roles: Iterable[Role] = (),
+        *,
+        spare: int = 0,
+        min_nodes: int = 1,
+        output: Output | None = None,
+        start_method: str = "spawn",
+        shutdown_timeout: float = 30,
+        group_key: bytes = b"",
+        key_file: str = "",
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout=0)
+        given = tuple(roles) or (Role(spec.role, spec.local_world_size),)
+        self._roles = tuple(_with_restarts(role, spec.max_restarts) for role in given)
+        self._spare, self._min_nodes, self._grace = spare, min_nodes, float(shutdown_timeout)
+        self._start_method, self._output = start_method, output or Output()
+        self._group_key, self._key_file = group_key, key_file
+        self._handler = spec.rdzv_handler
+        self._processes: dict[int, WorkerProcess] = {}
+        self._local_ranks: dict[int, int] = {}
+        self._workers: dict[int, Worker] = {}
+        self._role_names: dict[int, str] = {}
+        self._failures: dict[int, ProcessFailure] = {}
+        self.failure: Failure | None = None
+        self._values: dict[int, Any] = {}
+        self._not_started: list[Ended] = []
+        self._stores: dict[str, TCPStore] = {}
+        self._looked = 0.0
+        self._declared: list[str] = []
+        self._has_left = True
+        self._guardian: Guardian | None = None
+        self._logs: Logs | None = None
+        self._progress = ProgressLine(sys.stderr)
+
+    # --- What torch calls
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Takes part in the plan; which seats this agent has, it learns from there."""
+        handler = self._handler
+        offers = tuple((role.name, role.count) for role in self._roles)
+        self._node = Node(str(group_rank), group_rank, socket.gethostname(), offers, self._spare)
+        patience = _JOIN_SECONDS
+        if isinstance(handler, TensorWireRendezvous):
+            store = handler.job_store
+            patience = handler.join_seconds
+            self._silence = Silence(handler.silence_seconds)
+        self._board = Board(store, self._min_nodes)
+        self._steward = Steward(self._node, self._roles, self._grace, patience)
+        self._has_left = False
+        self._workers.clear()
+        return []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Does the first round; every start is recorded where it happens."""
+        self._facts = JobFacts(
+            self._handler.get_run_id(),
+            worker_group.group_rank or 0,
+            worker_group.master_addr or "",
+            int(worker_group.master_port or 0),
+        )
+        self._members: GroupMembers | None = None
+        if self._guardian is None:
+            self._guardian = Guardian()
+            if self._key_file:
+                self._guardian.tell(f"file {self._key_file}")
+        if self._logs is None:
+            output = self._output
+            filters = output.stdout_filters, output.stderr_filters
+            self._logs = Logs(
+                output.folder,
+                self._facts.run_id,
+                output.redirects,
+                output.tee,
+                output.shown,
+                output.prefix,
+                filters,
+            )
+        self._round()
+        return {}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Does a round; says how the job is."""
+        plan = self._round()
+        worker_group.workers = list(self._workers.values())
+        if not self._steward.is_finished(plan):
+            return RunResult(WorkerState.HEALTHY)
+        self._part(plan)
+        if plan.phase is Phase.SUCCEEDED:
+            values = dict.fromkeys(self._workers) | self._values
+            return RunResult(WorkerState.SUCCEEDED, values)
+        self._remaining_restarts = 0  # what starts again, the plan has said
+        self.failure = plan.failure
+        return RunResult(WorkerState.FAILED, failures=self._first_failures(plan))
+
+    def _first_failures(self, plan: Plan) -> dict[int, ProcessFailure]:
+        """The failure that ended the job, if it was here."""
+        first = plan.failure
+        if first is None or first.id not in self._failures or first.host != self._node.host:
+            return {}
+        return {first.id: self._failures[first.id]}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Ends all workers, and waits for that."""
+        self._end_all(signal.SIGTERM, self._grace)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends all workers, and leaves the job if that was not over."""
+        try:
+            self._end_all(death_sig, self._grace)
+            if not self._has_left:
+                with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                    self._leave()
+        finally:
+            self._let_go()
+
+    def _exit_barrier(self) -> None:
+        """Nobody waits but for the store, and that was done."""
+
+    # --- Rounds
+
+    def _round(self) -> Plan:
+        now, plan = time.monotonic(), self._board.read()
+        ended = self._poll()
+        events = self._steward.report(now, plan, ended, self._silent(plan))
+        orphans = [
+            member
+            for event in events
+            if isinstance(event, Left)
+            for member in self._listed(seat.name for seat in plan.held_by(event.node))
+        ]
+        plan = self._board.put(events)
+        for member in orphans:
+            self._group().strike_off(member, "its agent gives no sign of life")
+        for event in events:
+            if isinstance(event, Left):
+                _logger.warning("agent %s gives no sign of life; it is struck out", event.node)
+        for effect in self._steward.act(now, plan, self._lost()):
+            self._perform(effect, plan)
+        self._progress.show(describe_plan(plan, lambda seat: seat.id in self._processes))
+        return plan
+
+    def _poll(self) -> list[Ended]:
+        found = []
+        for seat_id, process in list(self._processes.items()):
+            result = process.poll()
+            if result is None:
+                continue
+            del self._processes[seat_id]
+            found.append(result)
+            self._note_end(process, *result)
+        ended = [*by_cause(found), *self._not_started]
+        self._not_started = []
+        return ended
+
+    def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> None:
+        how = describe_exit(end.exit_code)
+        self._tell_guardian(f"ended {process.id}")
+        if failure is None:
+            self._values[process.seat.id] = process.value
+        else:
+            self._failures[process.seat.id] = failure
+            _logger.warning("%s (process %d) ended with %s", process.seat.name, process.id, how)
+        self._group().ended(process.seat.name, process.id, f"its process ended with {how}")
+
+    def _silent(self, plan: Plan) -> list[str]:
+        """The nodes that give no sign of life."""
+        handler = self._handler
+        if not isinstance(handler, TensorWireRendezvous):
+            return []
+        numbers = [node.number for node in plan.nodes if node.id != self._node.id]
+        silent = self._silence.hear(time.monotonic(), handler.beats(numbers))
+        return [node.id for node in plan.nodes if node.number in silent]
+
+    def _lost(self) -> list[str]:
+        """Names of this agent's workers that their group declared lost, as of the last look."""
+        now = time.monotonic()
+        if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
+            self._looked = now
+            processes = [(each.seat.name, each.id) for each in self._processes.values()]
+            self._declared = list(self._group().lost(processes))
+        return self._declared
+
+    def _listed(self, names: Iterable[str]) -> list[Any]:
+        return self._group().find(names)
+
+    def _group(self) -> GroupMembers:
+        if self._members is None:
+            if isinstance(self._handler, TensorWireRendezvous):
+                store: TCPStore = self._handler.tcp_store
+            else:
+                store = TCPStore(self._facts.host, self._facts.port)
+            author = f"rpcrun on {self._node.host}"
+            self._members = GroupMembers(store, self._group_key, author)
+        return self._members
+
+    # --- Effects
+
+    def _perform(self, effect: Effect, plan: Plan) -> None:
+        if isinstance(effect, Start):
+            self._start(effect.seat, plan)
+        elif isinstance(effect, Stop):
+            if effect.seat in self._processes:
+                self._processes[effect.seat].send(signal.SIGTERM)
+        elif isinstance(effect, Kill):
+            if effect.seat in self._processes:
+                process = self._processes[effect.seat]
+                _logger.warning("%s is killed: %s", process.seat.name, effect.why)
+                process.kill()
+        elif isinstance(effect, HostStore):
+            self._host_store(effect)
+
+    def _start(self, seat: Seat, plan: Plan) -> None:
+        role = plan.role(seat.role).role
+        local = self._local_place(seat, plan)
+        if seat.life > 1:
+            _logger.warning("%s starts again, as life %d", seat.name, seat.life)
+        try:
+            self._group().begins(seat.name)
+            process = self._process(seat, role, local, plan)
+        except Exception as error:
+            _logger.exception("%s could not be started", seat.name)
+            self._not_started.append(not_started(seat, error))
+            return
+        self._processes[seat.id] = process
+        self._tell_guardian(f"run {process.id}")
+        self._note_start(seat, process, local)
+
+    def _process(self, seat: Seat, role: Role, local: LocalPlace, plan: Plan) -> WorkerProcess:
+        assert self._logs is not None
+        variables = self._variables(seat, local, plan)
+        logs = self._logs.of(seat, local.rank)
+        prefix = self._logs.prefix(seat, local.rank)
+        process = WorkerProcess(seat, self._program(role, local), variables, logs, prefix)
+        process.tails += self._logs.filtering(seat, local.rank, logs)
+        return process
+
+    def _program(self, role: Role, local: LocalPlace) -> Program:
+        spec = self._worker_group.spec
+        if role.module is not None:
+            arguments = ("-u", "-m", role.module, *role.arguments)
+            return Program(sys.executable, arguments, self._start_method, spec.numa_options)
+        assert spec.entrypoint is not None
+        given = tuple(macros.substitute(list(spec.args), str(local.rank)))
+        return Program(spec.entrypoint, given, self._start_method, spec.numa_options)
+
+    def _variables(self, seat: Seat, local: LocalPlace, plan: Plan) -> dict[str, str]:
+        variables = worker_variables(plan, seat, local, self._facts)
+        variables |= inherited_variables(os.environ)
+        if getattr(self._worker_group.spec, "virtual_local_rank", False):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            variables["CUDA_VISIBLE_DEVICES"] = visible_device(local.rank, visible)
+            variables["LOCAL_RANK"] = "0"
+        return variables
+
+    def _local_place(self, seat: Seat, plan: Plan) -> LocalPlace:
+        """Counts the workers of one role on this agent; a worker keeps its number here."""
+        mine = [each.id for each in plan.held_by(self._node.id) if each.role == seat.role]
+        taken = {self._local_ranks[each] for each in mine if each in self._local_ranks}
+        free = next(rank for rank in range(len(mine) + 1) if rank not in taken)
+        rank = self._local_ranks.setdefault(seat.id, free)
+        return LocalPlace(rank, max(len(mine), rank + 1))
+
+    def _note_start(self, seat: Seat, process: WorkerProcess, local: LocalPlace) -> None:
+        worker = Worker(local.rank, seat.id, seat.number, -1, -1)
+        worker.id = process.id
+        self._workers[seat.id] = worker
+        self._role_names[seat.id] = seat.role
+        state = "START" if seat.life == 1 else "RESTART"
+        handler = self._worker_group.spec.event_log_handler
+        record(self._construct_event(state, EventSource.WORKER, worker), handler)
+        put_metric(f"workers.{seat.role}.{state.lower()}", 1)
+
+    def _construct_event(
+        self, state: str, source: EventSource, worker: Worker | None = None, *args: Any, **more: Any
+    ) -> Event:
+        """Torch's event, with the role of the worker that it is about."""
+        event: Event = super()._construct_event(state, source, worker, *args, **more)
+        if worker is not None and worker.global_rank in self._role_names:
+            event.metadata["role"] = self._role_names[worker.global_rank]
+        return event
+
+    def _host_store(self, effect: HostStore) -> None:
+        host = "127.0.0.1" if is_loopback(self._facts.host) else self._own_address()
+        store = listening_store(host, 0, _READ_SECONDS)
+        self._stores[effect.role] = store  # the last attempt's ends here
+        self._board.put([Met(effect.role, effect.attempt, f"{host}:{store.port}")])
+
+    def _own_address(self) -> str:
+        """This machine's address on the way to the store's."""
+        given: str | None = self._worker_group.spec.local_addr
+        if given:
+            return given
+        family, _, _, _, address = socket.getaddrinfo(
+            self._facts.host, self._facts.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            mine: str = probe.getsockname()[0]
+            return mine
+
+    # --- The end
+
+    def _end_all(self, death_signal: int, timeout: float) -> None:
+        for process in self._processes.values():
+            process.send(death_signal)
+        deadline = time.monotonic() + timeout
+        while self._processes:
+            if time.monotonic() > deadline:
+                for process in self._processes.values():
+                    process.kill()
+            for seat_id, process in list(self._processes.items()):
+                result = process.poll()
+                if result is not None:
+                    del self._processes[seat_id]
+                    with contextlib.suppress(RuntimeError):
+                        self._note_end(process, *result)
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+
+    def _part(self, plan: Plan) -> None:
+        """Leaves a job that is over; the agent that hosts the store is the last."""
+        handler = self._handler
+        if isinstance(handler, TensorWireRendezvous):
+            with contextlib.suppress(RuntimeError):
+                handler.set_closed()
+                if handler.is_hosting:
+                    self._wait_for_others(plan)
+        with contextlib.suppress(RuntimeError):
+            self._leave()
+
+    def _wait_for_others(self, plan: Plan) -> None:
+        deadline = time.monotonic() + _SECONDS_FOR_OTHERS
+        while time.monotonic() < deadline:
+            silent = self._silent(plan)
+            others = [n.id for n in plan.nodes if n.id != self._node.id and n.id not in silent]
+            if not others:
+                return
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+            plan = self._board.read()
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._board.put([Left(self._node.id)])
+
+    def _let_go(self) -> None:
+        self._progress.close()
+        self._stores.clear()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+            self._guardian = None
+        if self._logs is not None:
+            self._logs.close()
+
+    def delete_temporary_logs(self) -> None:
+        """Deletes the folder of error files, if nobody asked for logs."""
+        if self._logs is not None and self._logs.is_temporary:
+            shutil.rmtree(self._logs.folder, ignore_errors=True)
+
+    def _tell_guardian(self, line: str) -> None:
+        if self._guardian is not None:
+            self._guardian.tell(line)
+
+
+def _with_restarts(role: Role, default: int) -> Role:
+    return role if role.max_restarts is not None else replace(role, max_restarts=default)

@@ -1,0 +1,259 @@
+"""``rpcrun``: from the command line to an agent that runs, and to an exit code.
+
+Without roles it hands everything to torch's own launcher. Exit codes: 0 if the job succeeded,
+1 if it failed, 2 for a mistake on the command line, 128 + N if signal N ended the agent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from rpc.extend import KEY_FILE
+from tensorwire.launch.agent import Output, RoleAgent
+from tensorwire.launch.dry_run import describe_start
+from tensorwire.launch.flags import Command, FlagError, Streams, parse
+from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
+from tensorwire.launch.job_file import JobFileError
+from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler, is_loopback
+from tensorwire.launch.report import describe_failure
+from tensorwire.launch.roles import RoleError, Share
+
+_logger = logging.getLogger("rpcrun")
+
+_MISTAKES = (FlagError, GroupKeyError, JobFileError, RoleError, ValueError, AssertionError)
+_NO_RENDEZVOUS = (RendezvousConnectionError, RendezvousClosedError, RendezvousTimeoutError)
+_BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND)
+_STATIC_PORT = 29500
+
+
+class JobFailedError(Exception):
+    """The job failed, but no worker of this agent was the first to."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs ``rpcrun`` with a command line, by default this process's; ends the process."""
+    sys.exit(_main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    _log_to_stderr()
+    try:
+        command = parse(argv)
+        settle_rendezvous(command)
+        if command.arguments.dry_run:
+            print(describe_start(command))
+            return 0
+        key = _choose_key(command)
+    except _MISTAKES as error:
+        print(f"rpcrun: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _launch(command, key)
+    finally:
+        if key.is_ours:
+            Path(key.path).unlink(missing_ok=True)  # the guardian may have done so
+
+
+def _log_to_stderr() -> None:
+    if not _logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("rpcrun: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.propagate = False
+
+
+def settle_rendezvous(command: Command) -> None:
+    """Says where the agents meet, as torchrun does; with roles always at our own backend.
+
+    Raises:
+        FlagError: roles cannot be with that backend.
+    """
+    said = command.arguments
+    _, most = torchrun.parse_min_max_nnodes(said.nnodes)
+    at_home = said.rdzv_backend == "static" and not said.rdzv_endpoint and said.master_port is None
+    if said.standalone or (at_home and most == 1):
+        said.rdzv_backend, said.rdzv_endpoint = "c10d", "localhost:0"
+        said.rdzv_id = str(uuid.uuid4())
+    if said.master_port is None:
+        said.master_port = _STATIC_PORT
+    if not command.roles:
+        return
+    if said.rdzv_backend not in _BACKENDS_FOR_ROLES:
+        raise FlagError(
+            f"--rdzv-backend={said.rdzv_backend}: roles are seated by the backend {BACKEND}; "
+            "leave the flag out"
+        )
+    if said.rdzv_backend == "static" and not said.rdzv_endpoint:
+        said.rdzv_endpoint = f"{said.master_addr}:{said.master_port}"
+        host = f"is_host={'true' if said.node_rank == 0 else 'false'}"
+        said.rdzv_conf = ",".join(filter(None, [said.rdzv_conf, host]))
+    said.rdzv_backend, said.node_rank = BACKEND, 0
+    own = (role.count for role in command.roles if role.share is Share.AGENT)
+    said.nproc_per_node = str(max(1, sum(own) + said.spare))
+
+
+def _choose_key(command: Command) -> GroupKey:
+    said = command.arguments
+    endpoint: str = torchrun.get_rdzv_endpoint(said)  # type: ignore[no-untyped-call]
+    host, _ = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+    file = said.group_key_file or os.environ.get(KEY_FILE)
+    key = choose_key(file, f"{endpoint} {said.rdzv_id}", is_loopback(host), said.insecure)
+    if key.path:
+        os.environ[KEY_FILE] = key.path  # which the workers inherit
+    return key
+
+
+def _launch(command: Command, key: GroupKey) -> int:
+    try:
+        _run(command, key)
+    except ChildFailedError as error:
+        if not command.roles:
+            print(error, file=sys.stderr)
+        return 1
+    except JobFailedError:
+        return 1
+    except SignalException as error:
+        print(f"rpcrun: left the job on {error.sigval.name}", file=sys.stderr)
+        return 128 + int(error.sigval)
+    except _NO_RENDEZVOUS as error:
+        print(f"rpcrun: {error}", file=sys.stderr)
+        return 1
+    except DistError as error:
+        where = command.arguments.rdzv_endpoint
+        said = str(error).partition("Exception raised")[0].strip()
+        print(
+            f"rpcrun: the store of the rendezvous at {where} was lost, and with it the job: is "
+            f"the agent there gone? ({said})",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+@record
+def _run(command: Command, key: GroupKey) -> None:
+    config, program, arguments = _config(command)
+    if command.roles:
+        _run_roles(command, key, config, program, arguments)
+    else:
+        elastic_launch(config=config, entrypoint=program)(*arguments)
+
+
+def _config(command: Command) -> tuple[LaunchConfig, Any, list[Any]]:
+    """Torchrun's configuration; its maps of streams take one-digit ranks only, ours do not."""
+    said = argparse.Namespace(**vars(command.arguments))
+    said.redirects = said.tee = "0"
+    said.local_ranks_filter = ""
+    config, program, arguments = torchrun.config_from_args(said)
+    if not command.roles:
+        specs: Any = config.logs_specs
+        specs._redirects, specs._tee = _of_torch(command.redirects), _of_torch(command.tee)
+        specs._local_ranks_filter = set(command.shown.ranks) or None
+    return config, program, arguments
+
+
+def _of_torch(streams: Streams) -> Any:
+    return dict(streams.by_rank) or streams.everyone
+
+
+def _run_roles(
+    command: Command, key: GroupKey, config: LaunchConfig, program: Any, arguments: list[Any]
+) -> None:
+    said = command.arguments
+    agent = _agent(command, key, config, program, arguments)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(
+        config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    )
+    handler = agent.get_worker_group().spec.rdzv_handler
+    try:
+        metrics.initialize_metrics()
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+    except Exception:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        handler.shutdown()
+    if result is not None and result.is_failed():
+        if agent.failure is not None:
+            print(f"rpcrun: {describe_failure(agent.failure)}", file=sys.stderr, flush=True)
+        if result.failures:
+            raise ChildFailedError(said.training_script, result.failures)
+        raise JobFailedError(f"{said.training_script} failed")
+    agent.delete_temporary_logs()
+
+
+def _agent(
+    command: Command, key: GroupKey, config: LaunchConfig, program: Any, arguments: list[Any]
+) -> RoleAgent:
+    said = command.arguments
+    rendezvous_handler_registry.register(BACKEND, create_handler)
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=program,
+        args=tuple(arguments),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=getattr(config, "event_log_handler", "null"),
+    )
+    for name in ("numa_options", "virtual_local_rank"):
+        if hasattr(spec, name):
+            setattr(spec, name, getattr(config, name))
+    output = Output(
+        said.log_dir,
+        command.redirects,
+        command.tee,
+        command.shown,
+        config.log_line_prefix_template,
+        tuple(getattr(config, "duplicate_stdout_filters", None) or ()),
+        tuple(getattr(config, "duplicate_stderr_filters", None) or ()),
+    )
+    return RoleAgent(
+        spec,
+        command.roles,
+        spare=said.spare,
+        min_nodes=config.min_nodes,
+        output=output,
+        start_method=config.start_method,
+        shutdown_timeout=getattr(config, "shutdown_timeout", None) or 30,
+        group_key=key.read(),
+        key_file=key.path if key.is_ours else "",
+    )
