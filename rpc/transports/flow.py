@@ -84,6 +84,7 @@ class FlowWindow:
         gives_way: whether another handler runs while one waits for room, and one goes on when
             nothing moves. Not if the waiting one holds what it would send: each would add to
             that.
+        stall_seconds: how long nothing moves before the first that waits goes on.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class FlowWindow:
         limit: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         when_full: WhenFull = WhenFull.BLOCK,
         gives_way: bool = True,
+        stall_seconds: float = _STALL_SECONDS,
     ) -> None:
         self._name = name
         self._limit = limit
         self._when_full = when_full
         self._gives_way = gives_way
+        self._stall_seconds = stall_seconds
         self._lock = threading.Lock()
         self._small = _Lane()
         self._large = _Lane()
@@ -230,7 +233,9 @@ class FlowWindow:
                 )
             before = let_in()
             try:
-                woken = waiter.changed.wait(_STALL_SECONDS * (1 + lane.stalls) if nested else None)
+                woken = waiter.changed.wait(
+                    self._stall_seconds * (1 + lane.stalls) if nested else None
+                )
             finally:
                 restore(before)
             if woken:

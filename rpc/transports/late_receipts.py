@@ -30,10 +30,12 @@ class LateReceipts:
 
     Args:
         name: of the thread, which starts with the first one.
+        delay: seconds that an acknowledgement may wait for others.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, delay: float = _DELAY_SECONDS) -> None:
         self._name = name
+        self._delay = delay
         self._owing: dict[Acknowledging, None] = {}
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
         self._woken = False
@@ -68,7 +70,7 @@ class LateReceipts:
     def _serve(self) -> None:
         while not self._closed.is_set():
             self._wake_ups.get()
-            self._closed.wait(_DELAY_SECONDS)
+            self._closed.wait(self._delay)
             self._woken = False
             while self._owing and not self._closed.is_set():
                 channel, _ = self._owing.popitem()

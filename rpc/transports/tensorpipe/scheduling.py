@@ -9,6 +9,7 @@ its own length (the runtime of ``sched_setattr``, see sched(7)); before, it take
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import struct
@@ -22,6 +23,7 @@ _REACTOR: Final = "TP_SHM_reactor"
 _ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 _NUMBERS: Final = {"x86_64": (314, 315), "aarch64": (274, 275)}
 _ORDINARY: Final = (0, 3)  # SCHED_OTHER and SCHED_BATCH
+_log: Final = logging.getLogger(__name__)
 _system: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,6 +50,15 @@ def slice_seconds(thread: int) -> float:
         OSError: the system refuses.
     """
     return float(_get(thread)[5]) / 1e9
+
+
+def shorten_reactors() -> None:
+    """Lets other threads run between two polls of torch's reactors, which never sleep."""
+    for thread in reactors():
+        try:
+            shorten_slice(thread)
+        except OSError as error:
+            _log.debug("thread %d, which polls without a pause, keeps its slice: %s", thread, error)
 
 
 def reactors() -> list[int]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,9 +61,11 @@ class HostMemory:
     Args:
         name: what its threads are called.
         limit: bound, in bytes, on what it holds for others; 0 for none in either direction.
+        clock: tells the time in seconds.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.host = host_identity("pid") if limit else ""
         self._budget = Budget(limit)
         self._copier = CopyThreads(name)
@@ -70,8 +73,10 @@ class HostMemory:
     def shared_with(self, peer_name: str, host: str) -> SharedTensors:
         """Makes the shared memory with a peer, given the host that it published."""
         same = bool(host) and host == self.host
-        pool = SendPool(self._budget, self._copier.copy, peer_name, _INSTEAD) if same else None
-        return SharedTensors(peer_name, pool)
+        if not same:
+            return nothing_shared(peer_name)
+        copy, clock = self._copier.copy, self._clock
+        return SharedTensors(peer_name, SendPool(self._budget, copy, peer_name, _INSTEAD, clock))
 
     def close(self) -> None:
         """Ends its threads."""
@@ -308,9 +313,9 @@ def _filled(table: bytes) -> list[Item]:
     return [item for item in items if item.place is Placement.SHARED]
 
 
-def nothing_shared() -> SharedTensors:
-    """For a peer on another host."""
-    return SharedTensors("", None)
+def nothing_shared(peer_name: str = "") -> SharedTensors:
+    """Returns what is shared with a peer on another host."""
+    return SharedTensors(peer_name, None)
 
 
 def _unpack(what: struct.Struct, data: Payload) -> tuple[Any, ...]:

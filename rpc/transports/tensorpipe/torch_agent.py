@@ -131,7 +131,7 @@ class TorchAgent:
                 f"_channels={options._channels!r}, which may not work on this host: {error}"
             ) from error
         self.url: bytes = self._addresses.get(name)
-        _shorten_time_slices()
+        scheduling.shorten_reactors()
 
     def reach(self, name: str, url: bytes, reverse_map: DeviceMap) -> torch_rpc.WorkerInfo:
         """Makes the worker at ``url`` callable under ``name``, in place of an earlier one.
@@ -420,17 +420,6 @@ def refusal_of(future: Any) -> str:
         text = str(error)
         return "" if _FROM_THE_PIPE in text else text or type(error).__name__
     return ""
-
-
-def _shorten_time_slices() -> None:
-    """Lets other threads run between two polls of torch's reactor, which never sleeps."""
-    for thread in scheduling.reactors():
-        try:
-            scheduling.shorten_slice(thread)
-        except OSError as error:
-            _log.debug(
-                "thread %d, which polls without a pause, keeps its time slice: %s", thread, error
-            )
 
 
 def _unprofiled(send: Callable[[], Any]) -> Any:

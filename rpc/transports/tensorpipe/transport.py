@@ -115,7 +115,7 @@ class TensorPipeTransport:
         self._lock = threading.Lock()
         self._gate = CloseGate(self._lock)
         self._state = _Lifecycle.NEW
-        self._peers = Peers()
+        self.peers = Peers()
         self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
@@ -146,7 +146,7 @@ class TensorPipeTransport:
             info,
             self._lock,
             self._gate,
-            self._peers,
+            self.peers,
             self._agent,
             self._caller,
             self._answers,
@@ -172,7 +172,7 @@ class TensorPipeTransport:
         """Makes ``peer`` known, and takes what it sent before that."""
         if self._state is not _Lifecycle.OPEN:
             raise AgentClosedError("this worker's TensorPipe transport is not running")
-        known = self._peers.links.get(peer.info.id)
+        known = self.peers.links.get(peer.info.id)
         if known is not None and known.lost is None and known.peer == peer:
             return
         link = self._caller.link_to(
@@ -185,18 +185,18 @@ class TensorPipeTransport:
             in_replies=moves_host(link.replies),
         )
         with self._lock:
-            early = self._peers.add(link)
+            early = self.peers.add(link)
         for envelope, frame, future in early:
             self._take(envelope, frame, future, in_batch=True)
 
     def remove_peer(self, worker_id: int) -> None:
         """Forgets a peer; what it still sends is refused."""
         with self._lock:
-            link = self._peers.links.get(worker_id)
+            link = self.peers.links.get(worker_id)
             if link is None or self._state is not _Lifecycle.OPEN:
-                self._peers.links.pop(worker_id, None)
+                self.peers.links.pop(worker_id, None)
                 return
-            self._peers.remove(worker_id)
+            self.peers.remove(worker_id)
             link.close_windows()
             asked, lifelines = link.take_asked(), link.take_lifelines()
             route = link.route if link.watched and not link.broken else None
@@ -212,7 +212,7 @@ class TensorPipeTransport:
     def device_map(self, worker_id: int) -> DeviceMap:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
         with self._lock:
-            link = self._peers.links.get(worker_id)
+            link = self.peers.links.get(worker_id)
         return {} if link is None else dict(link.requests)
 
     def send(self, to: int, frame: Frame) -> None:
@@ -224,12 +224,12 @@ class TensorPipeTransport:
 
     def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
         """See ``base.LendsMemory.lend_memory``."""
-        link = self._peers.links.get(to)
+        link = self.peers.links.get(to)
         return None if link is None else link.shared.lend(nbytes)
 
     def look_again(self, to: int) -> None:
         """See ``base.Transport.look_again``."""
-        link = self._peers.links.get(to)
+        link = self.peers.links.get(to)
         if link is not None:
             link.window.look_again()
 
@@ -264,21 +264,21 @@ class TensorPipeTransport:
                 return
             handlers = Handlers(began + handler_seconds, self._agent.threads.in_python)
             self._state = _Lifecycle.CLOSING
-            self._peers.open = False
-            for link in self._peers.everyone():
+            self.peers.open = False
+            for link in self.peers.everyone():
                 link.close_windows()
             self._gate.wait_for_senders()
-            self._gate.wait_until(self._peers.is_flushed, deadline)
+            self._gate.wait_until(self.peers.is_flushed, deadline)
         self._loopback.close(deadline)
         self._late.close()
-        self._closing.leave(self._peers, deadline, handlers)
+        self._closing.leave(self.peers, deadline, handlers)
         if flush_seconds:  # otherwise the process ends, or never began to take calls
             self._agent.let_threads_go(self._caller.pickle(self._sender.envelope(wire.LET_GO)))
         self._agent.stop(handlers.until)
         wire.detach(self)
         with self._lock:
             self._state = _Lifecycle.CLOSED
-            links = self._peers.clear()
+            links = self.peers.clear()
         for link in links:
             link.shared.close()
         self._memory.close()
@@ -312,7 +312,7 @@ class TensorPipeTransport:
         self._agent.threads.keep()
         if frame.tensors:
             streams.leave_tensors(frame.tensors)
-        link = self._peers.of_sender(envelope)
+        link = self.peers.of_sender(envelope)
         if link is None or link.broken:
             return
         if not envelope.number:
@@ -371,18 +371,18 @@ class TensorPipeTransport:
         """Acts on a call, answers it if it has a future; returns why it is refused, if it is."""
         if envelope.kind == wire.CLOSE and future is not None:
             with self._lock:
-                leaver = self._peers.of_sender(envelope)
+                leaver = self.peers.of_sender(envelope)
             self._closing.take_close(leaver, int(bytes(frame.payload)), future)
             return None
         fresh, refusal = False, None
         with self._lock:
-            link = self._peers.member(envelope)
+            link = self.peers.member(envelope)
             if link is None or self._state is not _Lifecycle.OPEN:
-                refusal = self._peers.refusal(envelope)
+                refusal = self.peers.refusal(envelope)
             if refusal is not None:
                 link = None
             elif link is None:
-                self._peers.early.append((envelope, frame, future))
+                self.peers.early.append((envelope, frame, future))
             else:
                 fresh = link.take(envelope, future)
         if link is not None and fresh:
@@ -418,8 +418,8 @@ class TensorPipeTransport:
 
     def _take_own(self, frame: Frame) -> None:
         """Takes a frame that this worker sent to itself."""
-        link = self._peers.links.get(self._info.id)
-        if link is not None and (self._peers.open or frame.kind is FrameKind.REPLY):
+        link = self.peers.links.get(self._info.id)
+        if link is not None and (self.peers.open or frame.kind is FrameKind.REPLY):
             self._deliver(link, frame, in_batch=True)
 
     def _take_segment(self, link: PeerLink, kind: int, payload: wire.Payload) -> None:
@@ -444,7 +444,7 @@ class TensorPipeTransport:
             try:
                 frame = link.shared.open(frame)
             except FrameError as error:
-                if self._peers.links.get(link.peer.info.id) is link:  # else it was removed
+                if self.peers.links.get(link.peer.info.id) is link:  # else it was removed
                     self._refuse(link, error)
                 return
         if frame.kind is FrameKind.REPLY:
@@ -497,7 +497,7 @@ class TensorPipeTransport:
     def _report(self, link: PeerLink) -> None:
         life = link.life
         with self._lock:
-            current = self._peers.links.get(life.worker) is link and self._state is _Lifecycle.OPEN
+            current = self.peers.links.get(life.worker) is link and self._state is _Lifecycle.OPEN
             if link.reported or not current:
                 return
             link.reported = True

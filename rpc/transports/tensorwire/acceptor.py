@@ -29,7 +29,6 @@ from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 
 _MOST_SILENT = 128
-"""Of each listener, so that connections from the network keep nobody on this host out."""
 _MOST_IDENTIFIED = 256
 _PATIENCE_SECONDS = 1.0
 """A connection that named this worker, but proved nothing for so long, may be evicted."""
@@ -83,7 +82,7 @@ class _Queues:
     identified: UnauthenticatedConnections[_Unauthenticated]
 
 
-def _origin(sock: socket.socket, address: tuple[str, int]) -> Hashable:
+def origin_of(sock: socket.socket, address: tuple[str, int]) -> Hashable:
     """Returns where a connection comes from: a host, or a process of this one."""
     if sock.family != socket.AF_UNIX:
         return address[0]
@@ -106,6 +105,11 @@ class ConnectionAcceptor:
         identity: this worker.
         seconds: how long a handshake may take.
         authenticated: takes connections that have shown who they are.
+        most_silent: how many connections of each listener may not have named this worker yet;
+            of each, so that those from the network keep nobody on this host out.
+        most_identified: how many may have named it, and not have proven anything yet.
+        origin: returns where a connection comes from; see :func:`origin_of`.
+        clock: tells the time in seconds.
     """
 
     def __init__(
@@ -115,6 +119,11 @@ class ConnectionAcceptor:
         identity: Identity,
         seconds: float,
         authenticated: Callable[[AuthenticatedConnection], None],
+        *,
+        most_silent: int = _MOST_SILENT,
+        most_identified: int = _MOST_IDENTIFIED,
+        origin: Callable[[socket.socket, tuple[str, int]], Hashable] = origin_of,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listeners = listeners
         self._key = key
@@ -122,10 +131,12 @@ class ConnectionAcceptor:
         self._seconds = seconds
         self._authenticated = authenticated
         self._connections: dict[int, _Unauthenticated] = {}
+        self._origin_of = origin
+        self._clock = clock
         self._queues = {
             listener: _Queues(
-                UnauthenticatedConnections(_MOST_SILENT, 0.0),
-                UnauthenticatedConnections(_MOST_IDENTIFIED, _PATIENCE_SECONDS),
+                UnauthenticatedConnections(most_silent, 0.0),
+                UnauthenticatedConnections(most_identified, _PATIENCE_SECONDS),
             )
             for listener in listeners
         }
@@ -156,12 +167,12 @@ class ConnectionAcceptor:
         sock.setblocking(False)
         try:
             configure(sock)
-            origin = _origin(sock, address)
+            origin = self._origin_of(sock, address)
         except OSError:  # it is gone already
             sock.close()
             return
         side = Acceptor(self._key, self._identity, os.urandom(NONCE_BYTES))
-        now, queues = time.monotonic(), self._queues[listener]
+        now, queues = self._clock(), self._queues[listener]
         connection = _Unauthenticated(queues, sock, origin, side, now, now + self._seconds)
         evicted: _Unauthenticated | None = None
         with self._lock:
@@ -218,7 +229,7 @@ class ConnectionAcceptor:
             connection.queues.silent.discard(connection)
             if self._connections.get(connection.sock.fileno()) is connection:
                 evicted = connection.queues.identified.add(
-                    connection, connection.origin, time.monotonic()
+                    connection, connection.origin, self._clock()
                 )
         if evicted is not None:
             self._dismiss(evicted, None)
@@ -247,7 +258,7 @@ class ConnectionAcceptor:
         with self._lock:
             closed = self._closed
             if not closed:
-                self._kept.append((authenticated, time.monotonic() + self._seconds))
+                self._kept.append((authenticated, self._clock() + self._seconds))
         if closed:
             authenticated.reject("this worker is shutting down")
         elif self._requests is not None:
@@ -262,7 +273,7 @@ class ConnectionAcceptor:
 
     def sweep(self) -> None:
         """Closes connections that took too long, and accepts again after a pause."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             connections = list(self._connections.values())
             late = [connection for connection in connections if connection.deadline < now]

@@ -38,6 +38,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Callable
 
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
@@ -46,7 +47,6 @@ _TRIAL_SECONDS = 0.001
 _WAITS_SAVED = 4
 _LONGEST_SECONDS = 0.0005
 
-_clock = time.perf_counter
 _give_way = os.sched_yield
 
 
@@ -57,12 +57,20 @@ class BusyPoller:
         epoll: what to wait on.
         max_events: to return at once.
         seconds: to poll before sleeping, on average; 0 to sleep at once.
+        clock: tells the time in seconds, the same to all processes of the host.
     """
 
-    def __init__(self, epoll: select.epoll, max_events: int, seconds: float) -> None:
+    def __init__(
+        self,
+        epoll: select.epoll,
+        max_events: int,
+        seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._poll = epoll.poll
         self._max_events = max_events
         self._seconds = seconds
+        self._clock = clock
         self._most_saved = max(0.0, min(_WAITS_SAVED * seconds, _LONGEST_SECONDS - seconds))
         self._saved = 0.0
         self._credit = _MOST_CREDIT
@@ -72,7 +80,8 @@ class BusyPoller:
         poll = self._poll
         if not self._seconds:
             return poll(timeout, self._max_events)
-        now = _clock()
+        clock = self._clock
+        now = clock()
         if self._credit <= 0 and now % _TRIAL_EVERY_SECONDS > _TRIAL_SECONDS:
             self._saved = min(self._saved + self._seconds, self._most_saved)
             return poll(timeout, self._max_events)
@@ -84,7 +93,7 @@ class BusyPoller:
                 self._saved = min(end - now, self._most_saved)
                 return events
             _give_way()
-            now = _clock()
+            now = clock()
             if now > end:
                 self._credit = max(self._credit - _PRICE_OF_FAILURE, 0)
                 self._saved = 0.0

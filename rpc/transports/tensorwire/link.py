@@ -157,7 +157,7 @@ class Link:
         self._places = tuple(Placement) if same_host else HOST_PLACEMENTS
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._devices_refused = Refusals()
-        self._transfers = Transfers(resources.buffers, resources.max_message_bytes)
+        self.transfers = Transfers(resources.buffers, resources.max_message_bytes)
         self._transfer_numbers = itertools.count(1)
         self._turn = itertools.count()
         self.main: Sender | None = None
@@ -170,8 +170,8 @@ class Link:
         self.bulk: list[Sender] = []
         self.bulk_readers: list[BulkReader] = []
         self.unsent = Unsent()
-        self.place = self._transfers.place
-        self.is_whole = self._transfers.is_whole
+        self.place = self.transfers.place
+        self.is_whole = self.transfers.is_whole
 
     def send(
         self,
@@ -367,7 +367,7 @@ class Link:
             items = unpack_table(table, len(frame.payload), self._limit, self._places)
         for item in items:
             if item.place is Placement.STREAM:
-                complete = self._transfers.frame_received(frame, items)
+                complete = self.transfers.frame_received(frame, items)
                 return None if complete is None else self._assemble(*complete)
         return self._assemble(frame, items, {})
 
@@ -378,7 +378,7 @@ class Link:
             FrameError: it is malformed.
         """
         if isinstance(event, Chunk):
-            complete = self._transfers.chunk_received(event.transfer, event.length)
+            complete = self.transfers.chunk_received(event.transfer, event.length)
             return None if complete is None else self._assemble(*complete)
         if isinstance(event, SegmentOffered):
             self._map_segment(event, sender, descriptors)

@@ -89,15 +89,15 @@ class RemotePeer:
         self._devices_back = devices_back
         self._shared = shared
         self._deliver = shared.deliver
-        self._window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
+        self.window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
         self._last_request = 0.0
         self._lock = threading.Lock()
-        self._connections: dict[Sender, Connection] = {}
-        self._outgoing: Link | None = None
+        self.connections: dict[Sender, Connection] = {}
+        self.outgoing: Link | None = None
         self._early: list[tuple[Frame, tuple[Look, ...]]] = []
         self._connecting: threading.Thread | None = None
         self._connect_thread: threading.Thread | None = None
-        self._incoming: Link | None = None
+        self.incoming: Link | None = None
         self._incoming_token = b""
         self._reason: str | None = None
         self._removed = False
@@ -119,10 +119,10 @@ class RemotePeer:
             return
         looks = self._look_at(frame.tensors, self._devices) if frame.tensors else ()
         size = self._check(frame, looks)
-        link = self._outgoing
+        link = self.outgoing
         # A control message is small, and never waits: threads that others depend on send them.
         is_request = frame.kind is FrameKind.REQUEST
-        if is_request and not self._window.try_charge(frame.correlation, size):
+        if is_request and not self.window.try_charge(frame.correlation, size):
             self._await_window(frame.correlation, size)
         elif not is_request and frame.header and link is not None:  # of a channel, of any size
             self._await_sockets(link)
@@ -135,19 +135,19 @@ class RemotePeer:
                 link.send(frame, looks)
         except BaseException:  # a tensor without memory, for instance
             if is_request:
-                self._window.release(frame.correlation)
+                self.window.release(frame.correlation)
             raise
 
     def _is_in_burst(self, frame: Frame) -> bool:
         """Returns whether a frame is one of many requests in a short time, which may wait."""
-        if frame.kind is not FrameKind.REQUEST or self._window.small_under_way < _BURST_FROM:
+        if frame.kind is not FrameKind.REQUEST or self.window.small_under_way < _BURST_FROM:
             return False
         now = time.perf_counter()
         soon, self._last_request = now - self._last_request < _BURST_SECONDS, now
         return soon
 
     def _send_reply(self, frame: Frame) -> None:
-        link = self._incoming
+        link = self.incoming
         looks = self._look_at(frame.tensors, self._devices_back) if frame.tensors else ()
         self._check(frame, looks)
         if link is None:
@@ -180,26 +180,26 @@ class RemotePeer:
 
     def _await_window(self, correlation: int, size: int) -> None:
         shared = self._shared
-        if not self._window.charge(correlation, size, shared.may_wait, shared.patience):
+        if not self.window.charge(correlation, size, shared.may_wait, shared.patience):
             raise self._lost_error()
 
     def lend_memory(self, kind: FrameKind, nbytes: int) -> object | None:
         """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
-        link = self._incoming if kind is FrameKind.REPLY else self._outgoing
+        link = self.incoming if kind is FrameKind.REPLY else self.outgoing
         return None if link is None else link.lend_memory(nbytes)
 
     def announce(self, kind: FrameKind) -> None:
         """See :meth:`rpc.transports.base.Announces.announce`."""
         if kind is FrameKind.REPLY:
-            link, busy = self._incoming, self._shared.requests.is_batching_here()
+            link, busy = self.incoming, self._shared.requests.is_batching_here()
         else:
-            link, busy = self._outgoing, self._window.small_under_way > 0
+            link, busy = self.outgoing, self.window.small_under_way > 0
         if link is not None and not busy and self._reason is None:
             link.tell_soon()
 
     def look_again(self) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
-        self._window.look_again()
+        self.window.look_again()
 
     def _await_sockets(self, link: Link) -> None:
         """Waits until most of what was accepted has left, or nothing leaves any more.
@@ -224,7 +224,7 @@ class RemotePeer:
         for tensor in frame.tensors:
             tensor.data_ptr()  # raises here, where the caller hears of it, if there is no memory
         with self._lock:
-            link = self._outgoing
+            link = self.outgoing
             if link is None:
                 self._early.append((frame, looks))
                 if self._connecting is None and self._reason is None:
@@ -263,7 +263,7 @@ class RemotePeer:
             with self._lock:
                 frames, self._early = self._early, []
                 if not frames:
-                    self._outgoing = link
+                    self.outgoing = link
                     self._connecting = None
                     break
             for frame, looks in frames:
@@ -334,7 +334,7 @@ class RemotePeer:
             with self._lock:
                 wanted = self._reason is None
                 if wanted:
-                    self._connections.update(
+                    self.connections.update(
                         {connection.sender: connection for connection in connections}
                     )
             if not wanted:
@@ -345,7 +345,7 @@ class RemotePeer:
         except BaseException:
             with self._lock:
                 for connection in connections:
-                    self._connections.pop(connection.sender, None)
+                    self.connections.pop(connection.sender, None)
             self._retire(link, connections)
             raise
         return link
@@ -414,12 +414,12 @@ class RemotePeer:
         with self._lock:
             wanted = self._reason is None
             if wanted:
-                former, retired = self._incoming, self._take_incoming()
-                self._incoming = link
+                former, retired = self.incoming, self._take_incoming()
+                self.incoming = link
                 self._incoming_token = token
                 problem = self._add_connection(connection)
                 if problem is not None:
-                    self._incoming = None
+                    self.incoming = None
         if not wanted:
             self._reject_lost(authenticated)
             link.close()
@@ -437,18 +437,18 @@ class RemotePeer:
 
         Needs the lock: whoever closes it takes it out first.
         """
-        self._connections[connection.sender] = connection
+        self.connections[connection.sender] = connection
         try:
             connection.listen()
         except PASSING as error:
-            del self._connections[connection.sender]
+            del self.connections[connection.sender]
             return error
         return None
 
     def _accept_bulk(self, authenticated: AuthenticatedConnection) -> None:
         hello = authenticated.hello
         with self._lock:
-            link = self._incoming
+            link = self.incoming
             known = link is not None and hello.token == self._incoming_token
         if not known or link is None:
             authenticated.reject("a bulk connection of a link that is not there")
@@ -457,7 +457,7 @@ class RemotePeer:
             link, authenticated.sock, hello.token, hello.channel, None
         )
         with self._lock:
-            known = self._incoming is link and self._reason is None
+            known = self.incoming is link and self._reason is None
             problem = self._add_connection(connection) if known else None
         if not known:
             authenticated.reject("a bulk connection of a link that is not there any more")
@@ -491,7 +491,7 @@ class RemotePeer:
 
     def _find(self, hello: Hello, *, opened_here: bool) -> Connection | None:
         with self._lock:
-            for connection in self._connections.values():
+            for connection in self.connections.values():
                 same = connection.token == hello.token and connection.number == hello.channel
                 if same and (connection.endpoint is not None) == opened_here:
                     return connection
@@ -499,16 +499,16 @@ class RemotePeer:
 
     def _take_incoming(self) -> list[Connection]:
         """Forgets the link that the peer opened; returns its connections. Needs the lock."""
-        self._incoming = None
+        self.incoming = None
         connections = self._incoming_connections()
         for connection in connections:
-            del self._connections[connection.sender]
+            del self.connections[connection.sender]
         return connections
 
     def _incoming_connections(self) -> list[Connection]:
         """The connections of the link that the peer opened. Needs the lock."""
         token = self._incoming_token
-        return [s for s in self._connections.values() if s.endpoint is None and s.token == token]
+        return [s for s in self.connections.values() if s.endpoint is None and s.token == token]
 
     def _retire(self, link: Link, connections: list[Connection]) -> None:
         """Drops a link without taking it for the peer's loss."""
@@ -520,7 +520,7 @@ class RemotePeer:
     # Receiving.
 
     def _reply_arrived(self, frame: Frame) -> None:
-        self._window.release(frame.correlation)
+        self.window.release(frame.correlation)
         self._request_arrived(frame)
 
     def _request_arrived(self, frame: Frame) -> None:
@@ -543,7 +543,7 @@ class RemotePeer:
     def _channel_ended(self, sender: Sender, reason: str) -> None:
         """A connection was read to its end."""
         with self._lock:
-            connection = self._connections.get(sender)
+            connection = self.connections.get(sender)
         if connection is None:
             return
         connection.ignore(sender.sock)
@@ -554,12 +554,12 @@ class RemotePeer:
     def _given_up(self, connection: Connection, reason: str) -> None:
         """A connection ended for good."""
         with self._lock:
-            link = self._incoming
+            link = self.incoming
             first_attempt = self._is_first_attempt(connection)
             if first_attempt:
                 retired = self._take_incoming()
             else:
-                known = self._connections.pop(connection.sender, None)
+                known = self.connections.pop(connection.sender, None)
         if first_attempt and link is not None:
             self._retire(link, retired)
             self._settle()
@@ -582,26 +582,26 @@ class RemotePeer:
             first = self._reason is None
             if first:
                 self._reason = reason
-            senders = list(self._connections)
+            senders = list(self.connections)
         if not first:
             return
-        self._window.close()
+        self.window.close()
         self._connector.cancel()
         for connection in self._reconnector.close():  # nobody reads them who could find them ended
             connection.close()
             with self._lock:
-                self._connections.pop(connection.sender, None)
+                self.connections.pop(connection.sender, None)
         for sender in senders:
             sender.shutdown()
 
     def _settle(self) -> None:
         """Once nothing is open any more: lets go of memory and reports the loss."""
         with self._lock:
-            over = self._reason is not None and not self._connections and self._connecting is None
+            over = self._reason is not None and not self.connections and self._connecting is None
             if not over or self._settled.is_set():
                 return
             self._settled.set()
-            links = [link for link in (self._outgoing, self._incoming) if link is not None]
+            links = [link for link in (self.outgoing, self.incoming) if link is not None]
             self._early.clear()
         for link in links:
             link.close()
@@ -627,7 +627,7 @@ class RemotePeer:
             if connecting.is_alive():
                 return False
         with self._lock:
-            links = [link for link in (self._outgoing, self._incoming) if link is not None]
+            links = [link for link in (self.outgoing, self.incoming) if link is not None]
         for link in links:
             if not link.unsent.wait(0, _left(deadline)):
                 return False
@@ -653,8 +653,8 @@ class RemotePeer:
 
     def _close_what_is_left(self) -> None:
         with self._lock:
-            stuck = list(self._connections.values())
-            self._connections.clear()
+            stuck = list(self.connections.values())
+            self.connections.clear()
         for connection in stuck:
             connection.close()
         self._settle()

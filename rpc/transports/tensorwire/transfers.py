@@ -62,6 +62,10 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._waiting: dict[int, _Waiting] = {}
 
+    def __len__(self) -> int:
+        """The number of transfers whose frame has not been completed."""
+        return len(self._transfers)
+
     def place(self, transfer: int, offset: int, length: int, total: int) -> memoryview | None:
         """Returns the buffer for a chunk; None if there is no memory for it.
 

@@ -81,7 +81,7 @@ class TensorWireTransport:
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
         self._lock = threading.Lock()
-        self._peers: dict[int, RemotePeer] = {}
+        self.peers: dict[int, RemotePeer] = {}
         self._former: list[RemotePeer] = []
         self._past: dict[int, int] = {}
         self._closed = False
@@ -169,10 +169,10 @@ class TensorWireTransport:
         """See :meth:`rpc.transports.base.Transport.add_peer`."""
         remote = self._make_peer(peer)
         with self._lock:
-            known = self._peers.get(remote.id)
+            known = self.peers.get(remote.id)
             if known is not None and known.incarnation >= remote.incarnation:
                 return
-            self._peers[remote.id] = remote
+            self.peers[remote.id] = remote
             self._remember(known)
             remote.note_host_moves(self.host_moves)
         if known is not None:
@@ -213,7 +213,7 @@ class TensorWireTransport:
     def remove_peer(self, worker_id: int) -> None:
         """See :meth:`rpc.transports.base.Transport.remove_peer`."""
         with self._lock:
-            peer = self._peers.pop(worker_id, None)
+            peer = self.peers.pop(worker_id, None)
             if peer is not None:
                 self._past[worker_id] = peer.incarnation
             self._remember(peer)
@@ -223,7 +223,7 @@ class TensorWireTransport:
     def _admit(self, authenticated: AuthenticatedConnection) -> None:
         """A connection from a proven worker: taken, refused, or kept until we know the worker."""
         initiator = authenticated.hello.initiator
-        peer = self._peers.get(initiator.worker_id)
+        peer = self.peers.get(initiator.worker_id)
         if self._closed:
             authenticated.reject("this worker is shutting down")
         elif initiator.incarnation <= self._past.get(initiator.worker_id, -1):
@@ -232,7 +232,7 @@ class TensorWireTransport:
             acceptor = self._running().acceptor
             acceptor.keep(authenticated)
             # The peer may have been added between the two looks.
-            peer = self._peers.get(initiator.worker_id)
+            peer = self.peers.get(initiator.worker_id)
             if peer is not None and peer.incarnation >= initiator.incarnation:
                 for authenticated in acceptor.kept(initiator.worker_id):
                     self._admit(authenticated)
@@ -245,25 +245,25 @@ class TensorWireTransport:
 
     def send(self, to: int, frame: Frame) -> None:
         """See :meth:`rpc.transports.base.Transport.send`."""
-        peer = self._peers.get(to)
+        peer = self.peers.get(to)
         if peer is None or self._closed:
             raise self._refusal(to)
         peer.send(frame)
 
     def announce(self, to: int, kind: FrameKind) -> None:
         """See :meth:`rpc.transports.base.Announces.announce`."""
-        peer = self._peers.get(to)
+        peer = self.peers.get(to)
         if peer is not None:
             peer.announce(kind)
 
     def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
         """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
-        peer = self._peers.get(to)
+        peer = self.peers.get(to)
         return None if peer is None else peer.lend_memory(kind, nbytes)
 
     def look_again(self, to: int) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
-        peer = self._peers.get(to)
+        peer = self.peers.get(to)
         if peer is not None:
             peer.look_again()
 
@@ -281,7 +281,7 @@ class TensorWireTransport:
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
         """See :meth:`rpc.transports.base.MapsDevices.device_map`."""
-        peer = self._peers.get(worker_id)
+        peer = self.peers.get(worker_id)
         return {} if peer is None else self._settings.device_maps.get(peer.name, {})
 
     def wake(self) -> None:
@@ -312,7 +312,7 @@ class TensorWireTransport:
     def _close(self, flush_seconds: float, handler_seconds: float) -> None:
         with self._lock:
             already, self._closed = self._closed, True
-            peers = list(self._peers.values())
+            peers = list(self.peers.values())
         now = self._now
         if already or now is None:
             return
@@ -335,7 +335,7 @@ class TensorWireTransport:
         yield now.acceptor.close
         with self._lock:
             peers += self._former
-            self._peers.clear()
+            self.peers.clear()
             self._former.clear()
         for peer in peers:
             yield peer.remove

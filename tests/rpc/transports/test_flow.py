@@ -24,7 +24,6 @@ from rpc.outcomes.sinks import WaitingCaller
 from rpc.protocol.references import Counts
 from rpc.runtime.executor import Executor, share_this_thread
 from rpc.testing import as_worker, local_group
-from rpc.transports import flow
 from rpc.transports.base import Patience
 from rpc.transports.flow import FlowWindow, WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireTransport
@@ -269,12 +268,9 @@ def test_an_interrupted_wait_takes_no_room() -> None:
     assert window.held == window.waiting == 0
 
 
-def test_of_handlers_that_wait_one_goes_on_whenever_nothing_moves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flow, "_STALL_SECONDS", 0.05)
+def test_of_handlers_that_wait_one_goes_on_whenever_nothing_moves() -> None:
     executor = Executor("test", 1, contextvars.copy_context())
-    window = FlowWindow("w", 8192)
+    window = FlowWindow("w", 8192, stall_seconds=0.05)
     assert window.try_charge(1, 8192)
     held: list[int] = []
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc.transports import late_receipts
 from rpc.transports.late_receipts import LateReceipts
 
 SECONDS = 10.0
@@ -25,9 +24,8 @@ class Channel:
 
 
 @pytest.fixture
-def receipts(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateReceipts]:
-    monkeypatch.setattr(late_receipts, "_DELAY_SECONDS", 0.0)
-    receipts = LateReceipts("receipts")
+def receipts() -> Iterator[LateReceipts]:
+    receipts = LateReceipts("receipts", delay=0.0)
     yield receipts
     receipts.close()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rpc.transports.host import identity as host
 from rpc.transports.host.identity import host_identity, usable_cores
 
 
@@ -21,9 +20,8 @@ def test_two_processes_of_a_host_agree(namespace: str) -> None:
     assert other.stdout.strip() == host_identity(namespace) != ""
 
 
-def test_what_cannot_be_told_is_nobodys_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_NAMESPACES", host._NAMESPACES / "nowhere")
-    assert host_identity("pid") == ""
+def test_what_cannot_be_told_is_nobodys_host(tmp_path: Path) -> None:
+    assert host_identity("pid", tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -34,7 +32,7 @@ def test_a_process_may_use_what_its_affinity_and_its_quota_allow(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(host, "_QUOTA", tmp_path / "cpu.max")
-    assert usable_cores() == 8
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert usable_cores() == cores
+    file = tmp_path / "cpu.max"
+    assert usable_cores(file) == 8
+    file.write_text(f"{quota}\n")
+    assert usable_cores(file) == cores

@@ -261,7 +261,7 @@ class _Bench:
     def forget_shared_memory(self) -> None:
         """What peers handed over is gone."""
         assert self.transport is not None
-        for link in self.transport._peers.links.values():
+        for link in self.transport.peers.links.values():
             link.shared.close()
 
     def take_host_memory_for_devices(self) -> None:
@@ -296,7 +296,7 @@ class _Bench:
 
     def early_calls(self) -> int:
         assert self.transport is not None
-        return len(self.transport._peers.early)
+        return len(self.transport.peers.early)
 
     def ask_until_it_fails(self, to: int) -> tuple[int, str]:
         """Sends requests until one cannot be sent; returns how many could, and what was wrong."""
@@ -311,12 +311,12 @@ class _Bench:
     def in_flight(self, worker_id: int) -> int:
         """Bytes of requests to a peer that were not replied to."""
         assert self.transport is not None
-        return self.transport._peers.links[worker_id].window.held
+        return self.transport.peers.links[worker_id].window.held
 
     def replies_in_flight(self, worker_id: int) -> int:
         """Bytes of replies to a peer that it has not said it has."""
         assert self.transport is not None
-        return self.transport._peers.links[worker_id].reply_window.held
+        return self.transport.peers.links[worker_id].reply_window.held
 
     def reply(self, to: int, correlation: int, nbytes: int) -> None:
         """Answers a request."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from rpc.transports.tensorpipe import scheduling
-from rpc.transports.tensorpipe import torch_agent as tensorpipe_torch
 
 SECONDS = 20
 
@@ -71,7 +70,7 @@ def test_a_refusal_is_logged(
     monkeypatch.setattr(scheduling, "reactors", lambda: [thread])
     monkeypatch.setattr(scheduling, "shorten_slice", refuse)
     with caplog.at_level(logging.DEBUG, "rpc"):
-        tensorpipe_torch._shorten_time_slices()
+        scheduling.shorten_reactors()
     assert caplog.messages == [
-        f"thread {thread}, which polls without a pause, keeps its time slice: not here"
+        f"thread {thread}, which polls without a pause, keeps its slice: not here"
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.transports.base import Frame, FrameKind, Unreceived
-from rpc.transports.host.backoff import Backoff
 from rpc.transports.host.frame_table import Placement, join_rows, payload_row
 from rpc.transports.host.segments import SHARED_FROM, SegmentOffer, SendPool
 from rpc.transports.tensorpipe import wire as wire
@@ -66,8 +66,10 @@ class Pair:
         self.receiver.close()
 
 
-def shared(limit: int, host: str | None = None) -> SharedTensors:
-    memory = HostMemory("test", limit)
+def shared(
+    limit: int, host: str | None = None, clock: Callable[[], float] = time.monotonic
+) -> SharedTensors:
+    memory = HostMemory("test", limit, clock)
     return memory.shared_with("peer", memory.host if host is None else host)
 
 
@@ -268,13 +270,13 @@ class TestHandingOver:
         assert not pair.sender.has_offer
 
     def test_a_receiver_that_is_short_of_descriptors_is_asked_again_later(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def none_left(*_: object) -> int:
             raise OSError(errno.EMFILE, "Too many open files")
 
         now = [0.0]
-        monkeypatch.setattr(pair.sender._pool, "_backoff", Backoff(lambda: now[0]))
+        pair = Pair(shared(LIMIT, clock=lambda: now[0]))
         frame = request(torch.ones(LARGE))
         for now[0] in (0.0, 10.0):
             pair.sender.place(frame)
@@ -287,6 +289,7 @@ class TestHandingOver:
         now[0] = 20.0
         pair.prepare()
         assert type(pair.sender.place(frame)) is PlacedFrame
+        pair.close()
 
     def test_no_descriptor_stays_open(self, pair: Pair) -> None:
         before = os.listdir("/proc/self/fd")

@@ -14,6 +14,7 @@ import torch
 from rpc.devices import DeviceMap
 from rpc.errors import DeviceMapError
 from rpc.options import TensorPipeRpcBackendOptions
+from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe import torch_agent as tensorpipe_torch
 from rpc.transports.tensorpipe.pool_threads import PoolThreads
 from rpc.transports.tensorpipe.torch_agent import TorchAgent
@@ -170,7 +171,7 @@ class TestDevices:
         monkeypatch.setattr(torch.cuda, "init", lambda: begun.append(known()))
         monkeypatch.setattr(torch._C, "_distributed_rpc", module)
         monkeypatch.setattr(tensorpipe_torch, "_allow_calls", lambda: None)
-        monkeypatch.setattr(tensorpipe_torch, "_shorten_time_slices", lambda: None)
+        monkeypatch.setattr(scheduling, "reactors", list)
         return TorchAgent("me", TensorPipeRpcBackendOptions(), None, devices, own)
 
     def test_cuda_is_initialised_before_torch_hears_of_a_device_that_only_a_peer_names(

@@ -1,4 +1,4 @@
-"""A worker's door that is closed by one thread while another lets somebody in."""
+"""Connections are authenticated one by one, and closed where there are too many."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import pytest
 
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
-from rpc.transports.tensorwire import acceptor as module
-from rpc.transports.tensorwire.acceptor import AuthenticatedConnection, ConnectionAcceptor
+from rpc.transports.tensorwire.acceptor import (
+    AuthenticatedConnection,
+    ConnectionAcceptor,
+    origin_of,
+)
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello, Identity, Initiator
 from rpc.transports.tensorwire.requests import RequestSide
 
@@ -23,7 +26,7 @@ _TRY_SECONDS = 0.05
 
 
 class _Interrupted(RequestSide):
-    """Runs ``meanwhile`` in another thread just before a guest's socket is registered."""
+    """Runs ``meanwhile`` in another thread just before a connection is registered."""
 
     meanwhile: Callable[[], None] | None = None
     thread: threading.Thread | None = None
@@ -62,9 +65,12 @@ def _unwanted(_: AuthenticatedConnection) -> None:
 
 
 def _acceptor(
-    *listeners: socket.socket, authenticated: Callable[[AuthenticatedConnection], None] = _unwanted
+    *listeners: socket.socket,
+    authenticated: Callable[[AuthenticatedConnection], None] = _unwanted,
+    **limits: Any,
 ) -> ConnectionAcceptor:
-    return ConnectionAcceptor(list(listeners), b"key", Identity(0, 0), _SECONDS, authenticated)
+    identity = Identity(0, 0)
+    return ConnectionAcceptor(list(listeners), b"key", identity, _SECONDS, authenticated, **limits)
 
 
 @pytest.fixture
@@ -74,7 +80,9 @@ def requests() -> Iterator[_Interrupted]:
     side.close()
 
 
-def test_a_door_that_closes_while_a_guest_comes_in_sends_it_away(requests: _Interrupted) -> None:
+def test_an_acceptor_that_closes_while_a_connection_comes_closes_that(
+    requests: _Interrupted,
+) -> None:
     listener = _listener()
     acceptor = _acceptor(listener)
     acceptor.open(requests)
@@ -103,20 +111,29 @@ class _Told(RequestSide):
         self.ready.pop(sock.fileno(), None)
 
 
-class _Hall:
-    """A door with two listeners, and a clock that the test sets."""
+class _Crowd:
+    """An acceptor with two listeners, and a clock that the test sets."""
 
-    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
-        patched.setattr(module, "_MOST_SILENT", 3)
-        patched.setattr(module, "_MOST_IDENTIFIED", 3)
-        patched.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.places: Iterator[str] | None = None
+        """Where those that connect come from; from this process if None."""
         self.requests = _Told()
         self.listeners = [_listener(), _listener()]
         self.authenticated: list[AuthenticatedConnection] = []
-        self.acceptor = _acceptor(*self.listeners, authenticated=self.authenticated.append)
+        self.acceptor = _acceptor(
+            *self.listeners,
+            authenticated=self.authenticated.append,
+            most_silent=3,
+            most_identified=3,
+            origin=self.origin_of,
+            clock=lambda: self.now,
+        )
         self.acceptor.open(self.requests)
         self.clients: list[socket.socket] = []
+
+    def origin_of(self, sock: socket.socket, address: tuple[str, int]) -> Hashable:
+        return origin_of(sock, address) if self.places is None else next(self.places)
 
     def enter(self, number: int = 0, says: bytes = b"") -> socket.socket:
         """Somebody connects to a listener, and says something at once."""
@@ -129,12 +146,12 @@ class _Hall:
         return client
 
     def hear(self) -> None:
-        """Reads what guests have said."""
+        """Reads what clients have said."""
         for handler in list(self.requests.ready.values())[len(self.listeners) :]:
             handler(0)
 
     def inside(self) -> list[bool]:
-        """Which guests have not been sent away."""
+        """Which clients have not been sent away."""
         return [not _is_over(client) for client in self.clients]
 
     def close(self) -> None:
@@ -155,8 +172,8 @@ def _is_over(client: socket.socket) -> bool:
 
 
 @pytest.fixture
-def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hall]:
-    made = _Hall(monkeypatch)
+def crowd() -> Iterator[_Crowd]:
+    made = _Crowd()
     yield made
     made.close()
 
@@ -168,104 +185,103 @@ def _member() -> Initiator:
 
 
 def _answer(member: Initiator, sock: socket.socket) -> None:
-    """A member answers the challenge that has come."""
+    """A member answers the ccrowdenge that has come."""
     answer = b""
     while not answer:
         answer = member.receive(sock.recv(member.wanted))
     sock.sendall(answer)
 
 
-def test_where_too_many_are_silent_the_oldest_makes_room(hall: _Hall) -> None:
+def test_where_too_many_are_silent_the_oldest_makes_room(crowd: _Crowd) -> None:
     for _ in range(4):
-        hall.enter()
-    assert hall.inside() == [False, True, True, True]
+        crowd.enter()
+    assert crowd.inside() == [False, True, True, True]
 
 
-def test_a_member_gets_in_while_strangers_come_faster_than_it_is_heard(hall: _Hall) -> None:
+def test_a_member_gets_in_while_strangers_come_faster_than_it_is_heard(crowd: _Crowd) -> None:
     member = _member()
     for _ in range(10):
-        hall.enter()
-    sock = hall.enter(says=member.begin())
+        crowd.enter()
+    sock = crowd.enter(says=member.begin())
     for _ in range(10):
-        hall.enter()
+        crowd.enter()
     _answer(member, sock)
-    hall.hear()
-    assert [authenticated.hello.initiator for authenticated in hall.authenticated] == [
+    crowd.hear()
+    assert [authenticated.hello.initiator for authenticated in crowd.authenticated] == [
         Identity(1, 1)
     ]
 
 
 def test_a_member_that_speaks_late_is_heard_if_others_come_from_elsewhere(
-    hall: _Hall, monkeypatch: pytest.MonkeyPatch
+    crowd: _Crowd,
 ) -> None:
-    places = iter([*"sssss", "member", *"sssss"])
-    monkeypatch.setattr(module, "_origin", lambda *_: next(places))
+    crowd.places = iter([*"sssss", "member", *"sssss"])
     member = _member()
     for _ in range(5):
-        hall.enter()
-    sock = hall.enter()
+        crowd.enter()
+    sock = crowd.enter()
     for _ in range(5):
-        hall.enter()
+        crowd.enter()
     sock.sendall(member.begin())
-    hall.hear()
+    crowd.hear()
     _answer(member, sock)
-    hall.hear()
-    assert len(hall.authenticated) == 1
+    crowd.hear()
+    assert len(crowd.authenticated) == 1
 
 
-def test_members_that_come_all_at_once_do_not_push_each_other_out(hall: _Hall) -> None:
+def test_members_that_come_all_at_once_do_not_push_each_other_out(crowd: _Crowd) -> None:
     members = [_member() for _ in range(4)]
     for member in members:
-        hall.enter(says=member.begin())
-    *early, late = hall.clients
+        crowd.enter(says=member.begin())
+    *early, late = crowd.clients
     for member, sock in zip(members, early, strict=False):
         _answer(member, sock)
-    hall.hear()
-    assert len(hall.authenticated) == 3
+    crowd.hear()
+    assert len(crowd.authenticated) == 3
     member = _member()
-    _answer(member, hall.enter(says=member.begin()))
-    hall.hear()
-    assert len(hall.authenticated) == 4
-    assert late.recv(1000)  # it was challenged
+    _answer(member, crowd.enter(says=member.begin()))
+    crowd.hear()
+    assert len(crowd.authenticated) == 4
+    assert late.recv(1000)  # it was ccrowdenged
     assert late.recv(1) == b""
 
 
-def test_a_member_that_only_said_hello_makes_room_when_its_time_is_over(hall: _Hall) -> None:
+def test_a_member_that_only_said_hello_makes_room_when_its_time_is_over(crowd: _Crowd) -> None:
     for _ in range(3):
-        hall.enter(says=_member().begin())
-    hall.now += 1.1
-    hall.enter(says=_member().begin())
-    for client in hall.clients:
-        assert client.recv(1000)  # its challenge
-    assert hall.inside() == [False, True, True, True]
+        crowd.enter(says=_member().begin())
+    crowd.now += 1.1
+    crowd.enter(says=_member().begin())
+    for client in crowd.clients:
+        assert client.recv(1000)  # its ccrowdenge
+    assert crowd.inside() == [False, True, True, True]
 
 
 def test_who_comes_from_which_host_or_process_is_known() -> None:
     with _listener() as listener, socket.socket(socket.AF_UNIX) as client:
         client.connect(listener.getsockname())
         with listener.accept()[0] as accepted:
-            assert module._origin(accepted, ("", 0)) == os.getpid()
+            assert origin_of(accepted, ("", 0)) == os.getpid()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         accepted, address = listener.accept()
         with client, accepted:
-            assert module._origin(accepted, address) == "127.0.0.1"
+            assert origin_of(accepted, address) == "127.0.0.1"
 
 
-def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(hall: _Hall) -> None:
+def test_a_crowd_at_one_listener_keeps_nobody_out_of_another(crowd: _Crowd) -> None:
     for number in (0, 0, 0, 1):
-        hall.enter(number)
-    assert hall.inside() == [True, True, True, True]
+        crowd.enter(number)
+    assert crowd.inside() == [True, True, True, True]
 
 
-def test_who_says_nothing_is_sent_away_long_before_who_says_something(hall: _Hall) -> None:
-    hall.enter()
-    hall.enter(says=b"TWhs")
-    talker = hall.enter(says=_member().begin())
-    assert talker.recv(1000)  # its challenge
-    hall.now += 6.0
-    hall.acceptor.sweep()
-    assert hall.inside() == [False, False, True]
+def test_who_says_nothing_is_sent_away_long_before_who_says_something(crowd: _Crowd) -> None:
+    crowd.enter()
+    crowd.enter(says=b"TWhs")
+    talker = crowd.enter(says=_member().begin())
+    assert talker.recv(1000)  # its ccrowdenge
+    crowd.now += 6.0
+    crowd.acceptor.sweep()
+    assert crowd.inside() == [False, False, True]
 
 
 class _Strained:

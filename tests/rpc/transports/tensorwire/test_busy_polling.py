@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.testing import local_group
 from rpc.transports.tensorwire import Settings, TensorWireTransport, replies, requests
-from rpc.transports.tensorwire import busy_polling as spinning
 from rpc.transports.tensorwire.busy_polling import BusyPoller
 
 
@@ -45,16 +44,12 @@ class TickingClock:
         return self.now
 
 
-def poller(epoll: CountingEpoll, seconds: float = DEFAULT_BUSY_POLL_SEC) -> BusyPoller:
-    return BusyPoller(epoll, 8, seconds)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> TickingClock:
-    """What the module tells the time by."""
-    ticking = TickingClock()
-    monkeypatch.setattr(spinning, "_clock", ticking)
-    return ticking
+def poller(
+    epoll: CountingEpoll,
+    seconds: float = DEFAULT_BUSY_POLL_SEC,
+    clock: Callable[[], float] = time.perf_counter,
+) -> BusyPoller:
+    return BusyPoller(epoll, 8, seconds, clock)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def test_what_comes_soon_is_found_without_sleeping() -> None:
     assert any(finds() for _ in range(1000))
 
 
-def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
+def test_polling_ends_after_a_bounded_time_in_sleep() -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
     began = time.thread_time()
     assert poller(epoll).wait(5) == []
@@ -87,20 +82,16 @@ def test_looking_out_ends_after_a_bounded_time_in_sleep() -> None:
 
 
 @pytest.mark.parametrize(("microseconds", "looks"), [(0, 0), (95, 95), (400, 400)])
-def test_how_long_to_look_out_can_be_chosen(
-    microseconds: int, looks: int, clock: TickingClock
-) -> None:
+def test_how_long_to_poll_can_be_chosen(microseconds: int, looks: int) -> None:
     epoll = CountingEpoll(ready_after=1 << 60)
-    assert poller(epoll, microseconds * 1e-6).wait(5) == []
+    assert poller(epoll, microseconds * 1e-6, TickingClock()).wait(5) == []
     assert epoll.looks == pytest.approx(looks, abs=1)
     assert epoll.sleeps == 1
 
 
-def test_what_quick_waits_leave_of_their_time_is_there_for_a_slow_one(
-    clock: TickingClock,
-) -> None:
+def test_what_quick_waits_leave_of_their_time_is_there_for_a_slow_one() -> None:
     epoll = CountingEpoll(ready_after=1)
-    one = poller(epoll, 95e-6)
+    one = poller(epoll, 95e-6, TickingClock())
     for _ in range(20):
         one.wait(5)
     epoll.looks, epoll.ready_after = 0, 400
@@ -114,11 +105,9 @@ def test_what_quick_waits_leave_of_their_time_is_there_for_a_slow_one(
     assert (epoll.looks, epoll.sleeps) == (pytest.approx(95, abs=1), 2)
 
 
-def test_a_trial_after_waits_that_slept_at_once_looks_out_for_what_they_left(
-    clock: TickingClock,
-) -> None:
-    epoll = CountingEpoll(ready_after=1 << 60)
-    one = poller(epoll, 95e-6)
+def test_a_trial_after_waits_that_slept_at_once_polls_for_what_they_left() -> None:
+    epoll, clock = CountingEpoll(ready_after=1 << 60), TickingClock()
+    one = poller(epoll, 95e-6, clock)
     for _ in range(5):
         one.wait(5)
     epoll.looks, clock.now = 0, 0.010
@@ -134,23 +123,21 @@ def test_a_trial_after_waits_that_slept_at_once_looks_out_for_what_they_left(
     delays=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
     microseconds=st.integers(10, 1000),
 )
-def test_on_average_no_wait_looks_out_for_longer_than_chosen(
+def test_on_average_no_wait_polls_for_longer_than_chosen(
     delays: list[int], microseconds: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spinning, "_clock", TickingClock())
-        epoll = CountingEpoll(ready_after=1)
-        one = poller(epoll, microseconds * 1e-6)
-        total = 0
-        for delay in delays:
-            epoll.looks, epoll.ready_after = 0, delay
-            one.wait(5)
-            total += epoll.looks
-            assert epoll.looks <= max(500, microseconds) + 2
-        assert total <= (microseconds + 2) * len(delays)
+    epoll = CountingEpoll(ready_after=1)
+    one = poller(epoll, microseconds * 1e-6, TickingClock())
+    total = 0
+    for delay in delays:
+        epoll.looks, epoll.ready_after = 0, delay
+        one.wait(5)
+        total += epoll.looks
+        assert epoll.looks <= max(500, microseconds) + 2
+    assert total <= (microseconds + 2) * len(delays)
 
 
-def test_both_readers_of_a_transport_look_out_as_long_as_was_chosen(
+def test_both_readers_of_a_transport_poll_as_long_as_was_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen: list[float] = []

@@ -253,7 +253,7 @@ def test_connections_that_cannot_be_read_are_none_on_which_something_was_sent(
     times: list[int] = []
     refuse_watches(monkeypatch, ReplySide, "add", lambda: bool(times) and bool(times.pop()))
     a.call(b, b"connect")
-    sender = a.transport._peers[1]._outgoing.main  # type: ignore[attr-defined]
+    sender = a.transport.peers[1].outgoing.main  # type: ignore[attr-defined]
     times += range(1, 2 * resumption._MOST_IN_VAIN)
     sender.shutdown()
     assert a.call(b, b"lost on the way").header == b"lost on the way"
@@ -292,7 +292,7 @@ def test_a_worker_that_does_not_let_us_in_again_is_lost_when_the_bound_is_over(
     a, b = make(*[Settings(local_paths=False, resume_seconds=0.3)] * 2)
     a.call(b, b"h")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        for connection in a.transport._peers[1]._connections.values():  # type: ignore[attr-defined]
+        for connection in a.transport.peers[1].connections.values():  # type: ignore[attr-defined]
             connection.endpoint = replace(connection.endpoint, where=deaf.getsockname()[:2])
         cutter.cut()
         a.until(lambda: bool(a.lost))
@@ -360,12 +360,12 @@ def test_a_loss_ends_what_waits_for_a_broken_link(make: Maker) -> None:
     cutter.cut()
     a.until(lambda: bool(a.lost))
     assert "nobody listens" in a.lost[0][1]
-    until(lambda: a.transport._peers[1].is_settled())  # type: ignore[attr-defined]
+    until(lambda: a.transport.peers[1].is_settled())  # type: ignore[attr-defined]
 
 
 def keeps_memory_of_others(worker: Worker, peer: Worker) -> bool:
     """Whether what is remembered is more than copies of a few bytes."""
-    connections = worker.transport._peers[peer.info.id]._connections  # type: ignore[attr-defined]
+    connections = worker.transport.peers[peer.info.id].connections  # type: ignore[attr-defined]
     return any(not isinstance(frame, bytes) for s in connections for frame in s._sent_frames)
 
 

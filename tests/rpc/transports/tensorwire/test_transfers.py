@@ -99,7 +99,7 @@ def test_a_frame_for_which_there_is_no_memory_comes_with_what_was_missing(
     complete = deliver_chunk(into, 1, 60, bytes(40), 100)
     assert complete is not None
     assert complete.problem == "100 bytes cannot be allocated"
-    assert not into._transfers
+    assert not len(into)
 
 
 class Looked(dict[int, object]):

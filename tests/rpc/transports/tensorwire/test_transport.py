@@ -688,7 +688,7 @@ def test_a_tensor_without_memory_fails_its_call_alone(make: Maker, early: bool) 
     for _ in range(3):
         without_memory(lambda tensor: a.ask(b, b"h", b"", tensor))
     assert a.call(b, b"h", b"", torch.ones(1 << 16)).header == b"h"
-    assert a.transport._peers[1]._window.held == 0  # type: ignore[attr-defined]
+    assert a.transport.peers[1].window.held == 0  # type: ignore[attr-defined]
     assert a.lost == b.lost == []
 
 
@@ -717,14 +717,14 @@ def test_a_first_frame_that_cannot_leave_fails_its_call_and_no_other(
     why = b"a message to worker 'worker1' could not be sent: MemoryError: nothing is left"
     assert payload == why
     assert a.reply(good).header == b"good"
-    assert a.transport._peers[1]._window.held == 0  # type: ignore[attr-defined]
+    assert a.transport.peers[1].window.held == 0  # type: ignore[attr-defined]
     assert [frame.header for _, frame in b.received] == [b"good"]
     assert a.lost == b.lost == []
 
 
 def link_of(worker: Worker) -> Link | None:
     """The link that a worker opened to the worker with id 1."""
-    return worker.transport._peers[1]._outgoing  # type: ignore[attr-defined,no-any-return]
+    return worker.transport.peers[1].outgoing  # type: ignore[attr-defined,no-any-return]
 
 
 def test_nothing_of_a_message_that_cannot_be_sent_arrives(make: Maker) -> None:
@@ -734,8 +734,8 @@ def test_nothing_of_a_message_that_cannot_be_sent_arrives(make: Maker) -> None:
     until(lambda: link_of(a) is not None)
     without_memory(lambda tensor: a.ask(b, b"h", b"", large, tensor))
     a.call(b, b"h", b"", large)  # comes after what was sent before it
-    incoming = b.transport._peers[0]._incoming  # type: ignore[attr-defined]
-    assert incoming._transfers._transfers == {}
+    incoming = b.transport.peers[0].incoming  # type: ignore[attr-defined]
+    assert len(incoming.transfers) == 0
 
 
 def test_nothing_of_a_message_that_cannot_be_put_together_arrives(
@@ -757,8 +757,8 @@ def test_nothing_of_a_message_that_cannot_be_put_together_arrives(
     with pytest.raises(TypeError):
         a.ask(b, b"bad", b"", large)
     a.call(b, b"h", b"", large)  # comes after what was sent before it
-    incoming = b.transport._peers[0]._incoming  # type: ignore[attr-defined]
-    assert incoming._transfers._transfers == {}
+    incoming = b.transport.peers[0].incoming  # type: ignore[attr-defined]
+    assert len(incoming.transfers) == 0
 
 
 # Bounds.
@@ -788,10 +788,10 @@ def test_a_notice_is_neither_refused_nor_waits_when_calls_are(make: Maker) -> No
     a, b = make(settings, settings)
     a.call(b, b"h")
     until(lambda: link_of(a) is not None)  # the reply may come first
-    half_of(a, 1, "_outgoing").unsent.add(1 << 20)  # as if the sockets were full
+    half_of(a, 1, "outgoing").unsent.add(1 << 20)  # as if the sockets were full
     assert in_time(lambda: a.notify(b, b"a reference is free"))
     b.until(lambda: b"a reference is free" in [frame.header for _, frame in b.received])
-    half_of(a, 1, "_outgoing").unsent.add(-(1 << 20))
+    half_of(a, 1, "outgoing").unsent.add(-(1 << 20))
 
 
 def replying_to_one_that_is_stuck(
@@ -803,7 +803,7 @@ def replying_to_one_that_is_stuck(
     b.answer = lambda *_: None
     asked = a.ask(b, b"h")
     b.until(lambda: len(b.received) == 1)
-    unsent = half_of(b, 0, "_incoming").unsent
+    unsent = half_of(b, 0, "incoming").unsent
     unsent.add(1 << 20)
     frame = Frame(FrameKind.REPLY, asked, b"reply")
     return lambda: b.transport.send(0, frame), unsent
@@ -1063,16 +1063,16 @@ def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker)
         transport.announce(99, FrameKind.REQUEST)
         transport.announce(1, FrameKind.REPLY)
     assert a.call(b, b"header").header == b"header"
-    request = told_by(a, 1, "_outgoing")
+    request = told_by(a, 1, "outgoing")
     a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
     assert len(request) == 1
-    reply = told_by(b, 0, "_incoming")
+    reply = told_by(b, 0, "incoming")
     b.transport.announce(0, FrameKind.REPLY)  # type: ignore[attr-defined]
     assert len(reply) == 1
 
     b.answer = lambda *_: None
     under_way = a.ask(b, b"header")
-    nothing_happened_lately(half_of(a, 1, "_outgoing"))
+    nothing_happened_lately(half_of(a, 1, "outgoing"))
     a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
     assert len(request) == 1
     b.until(lambda: len(b.received) == 2)
@@ -1082,7 +1082,7 @@ def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker)
 
 
 def half_of(worker: Worker, peer: int, which: str) -> Link:
-    found = getattr(worker.transport._peers[peer], which)  # type: ignore[attr-defined]
+    found = getattr(worker.transport.peers[peer], which)  # type: ignore[attr-defined]
     assert isinstance(found, Link)
     return found
 
