@@ -31,6 +31,17 @@ _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
+_SHAPES = (
+    torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+    torch.arange(90_000.0).reshape(300, 300).t(),
+    torch.tensor(2.5),
+    torch.empty(0, 3),
+    torch.empty(2, 0, 5).transpose(0, 2),
+    torch.arange(8.0)[2:6],
+    torch.arange(5.0).reshape(1, 5, 1),
+    torch.zeros(64, 3, 17, 19).contiguous(memory_format=torch.channels_last),
+)
+
 Answer = Callable[["Worker", int, Frame], None]
 
 
@@ -247,15 +258,12 @@ class TransportConformance:
         reply = a.call(b, b"")
         assert (reply.header, bytes(reply.payload), reply.tensors) == (b"", b"", ())
 
-    @pytest.mark.parametrize("size", [1, 4095, 65536, 70001, 1 << 20, 9_000_001])
-    def test_payloads_of_every_size_come_back(
-        self, group: Callable[[int], list[Worker]], size: int
-    ) -> None:
+    def test_payloads_of_every_size_come_back(self, group: Callable[[int], list[Worker]]) -> None:
         a, b = group(2)
-        payload = bytes(range(256)) * (size // 256 + 1)
-        for _ in range(3):
-            reply = a.call(b, b"h", payload[:size])
-            assert bytes(reply.payload) == payload[:size]
+        for size in (1, 4095, 65536, 70001, 1 << 20, 9_000_001):
+            payload = (bytes(range(256)) * (size // 256 + 1))[:size]
+            for _ in range(2):
+                assert bytes(a.call(b, b"h", payload).payload) == payload
 
     def test_bytearrays_and_memoryviews_are_payloads(
         self, group: Callable[[int], list[Worker]]
@@ -272,36 +280,21 @@ class TransportConformance:
         header = bytes(range(256)) * 1200
         assert a.call(b, header, b"p").header == header
 
-    @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-    def test_tensors_of_every_dtype_come_back(
-        self, group: Callable[[int], list[Worker]], dtype: torch.dtype
-    ) -> None:
+    def test_tensors_of_every_dtype_come_back(self, group: Callable[[int], list[Worker]]) -> None:
         a, b = group(2)
-        for count in (3, 50_000):
-            sent = (torch.arange(count) % 100).to(torch.float32).to(dtype)
-            (found,) = a.call(b, b"h", b"", sent).tensors
-            assert _same(found, sent)
+        for dtype in _DTYPES:
+            for count in (3, 50_000):
+                sent = (torch.arange(count) % 100).to(torch.float32).to(dtype)
+                (found,) = a.call(b, b"h", b"", sent).tensors
+                assert _same(found, sent), dtype
 
-    @pytest.mark.parametrize(
-        "tensor",
-        [
-            torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
-            torch.arange(90_000.0).reshape(300, 300).t(),
-            torch.tensor(2.5),
-            torch.empty(0, 3),
-            torch.empty(2, 0, 5).transpose(0, 2),
-            torch.arange(8.0)[2:6],
-            torch.arange(5.0).reshape(1, 5, 1),
-            torch.zeros(64, 3, 17, 19).contiguous(memory_format=torch.channels_last),
-        ],
-        ids=["permuted", "transposed", "0-d", "empty", "empty 3-d", "offset", "ones", "channels"],
-    )
     def test_shapes_and_strides_arrive_as_they_are(
-        self, group: Callable[[int], list[Worker]], tensor: torch.Tensor
+        self, group: Callable[[int], list[Worker]]
     ) -> None:
         a, b = group(2)
-        (found,) = a.call(b, b"h", b"", tensor).tensors
-        assert _same(found, tensor)
+        for sent in _SHAPES:
+            (found,) = a.call(b, b"h", b"", sent).tensors
+            assert _same(found, sent), (sent.shape, sent.stride())
 
     def test_many_tensors_of_mixed_sizes_keep_their_places(
         self, group: Callable[[int], list[Worker]]
@@ -363,7 +356,7 @@ class TransportConformance:
         self, group: Callable[[int], list[Worker]]
     ) -> None:
         a, b = group(2)
-        asked = {a.ask(b, b"%d" % number): number for number in range(5000)}
+        asked = {a.ask(b, b"%d" % number): number for number in range(2000)}
         for correlation, number in asked.items():
             assert a.reply(correlation).header == b"%d" % number
 
@@ -375,15 +368,15 @@ class TransportConformance:
 
         def send(number: int) -> None:
             worker = workers[number % 3]
-            for step in range(200):
+            for step in range(100):
                 for to in workers:
                     tensors = (large,) if step % 50 == 0 else ()
                     worker.notify(to, b"%d %d" % (number, step), *tensors)
 
         _in_threads(6, send)
-        expected = Counter((n % 3, b"%d %d" % (n, step)) for n in range(6) for step in range(200))
+        expected = Counter((n % 3, b"%d %d" % (n, step)) for n in range(6) for step in range(100))
         for worker in workers:
-            worker.until(lambda worker=worker: len(worker.received) >= 1200)
+            worker.until(lambda worker=worker: len(worker.received) >= 600)
             found = Counter((sender, frame.header) for sender, frame in worker.received)
             assert found == expected
 
@@ -393,7 +386,7 @@ class TransportConformance:
         a, b = group(2)
 
         def calls(number: int) -> None:
-            for step in range(100):
+            for step in range(50):
                 header = b"%d %d" % (number, step)
                 assert a.call(b, header).header == header
 
@@ -467,7 +460,7 @@ class TransportConformance:
 
         def flood(number: int) -> None:
             one, other = ((a, b), (b, a))[number % 2]
-            asked = [one.ask(other, b"h", payload) for _ in range(60)]
+            asked = [one.ask(other, b"h", payload) for _ in range(30)]
             for correlation in asked:
                 assert len(one.reply(correlation).payload) == len(payload)
 
