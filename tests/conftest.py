@@ -29,8 +29,9 @@ from rpc.transports.base import Transport
 from rpc.transports.tensorwire import TensorWireTransport
 from tests.processes import ready_made
 
-# A slow example on a busy machine is no finding.
-settings.register_profile("tensorwire", deadline=None)
+# A slow example on a busy machine is no finding. Many examples: --hypothesis-profile thorough
+settings.register_profile("tensorwire", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("tensorwire")
 
 # Tests start hundreds of processes, each of which would compile every module anew.

@@ -81,9 +81,8 @@ def test_processes_have_the_sessions_and_parents_that_were_asked_for(launch: Lau
     assert (os.getsid(0) in sessions) == (launch is Launch.TOGETHER)
 
 
-@pytest.mark.parametrize("launch", [launch.value for launch in Launch])
-def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path, launch: str) -> None:
-    starts = ["--starts", "2", "--rounds", "3", "--launch", launch]
+def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path) -> None:
+    starts = ["--starts", "2", "--rounds", "3", "--launch", Launch.FORKED.value]
     rows = ["--rows", "empty", "unix", "--columns", "ours"]
     done = _run(*rows, *starts, "--output", str(tmp_path / "numbers"))
     assert done.returncode == 0, done.stderr
@@ -91,10 +90,24 @@ def test_fresh_processes_take_over_from_round_to_round(tmp_path: Path, launch: s
     assert [row["key"] for row in saved["rows"]] == ["empty", "unix"]
 
 
-def test_more_starts_than_rounds_are_refused() -> None:
-    done = _run("--rows", "empty", "--starts", "3")
-    assert done.returncode == 2
-    assert "--starts 3 is not from 1 to --rounds 2" in done.stderr
+@pytest.fixture
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs the benchmarks in this process with arguments that they must refuse."""
+
+    def run(*given: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *_SMALLEST_PLAN, *given])
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main()
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_more_starts_than_rounds_are_refused(refusal: Callable[..., str]) -> None:
+    said = refusal("--rows", "empty", "--starts", "3")
+    assert "--starts 3 is not from 1 to --rounds 2" in said
 
 
 @pytest.mark.parametrize(
@@ -145,11 +158,10 @@ def _unix_sockets(column: Column) -> set[str]:
     ],
 )
 def test_a_column_that_says_nothing_of_the_backend_is_refused(
-    column: str, backend: str, needed: str
+    column: str, backend: str, needed: str, refusal: Callable[..., str]
 ) -> None:
-    done = _run("--rows", "empty", "--columns", "torch", column, "--backend", backend)
-    assert done.returncode == 2
-    assert f"--columns {column} needs --backend {needed}" in done.stderr
+    said = refusal("--rows", "empty", "--columns", "torch", column, "--backend", backend)
+    assert f"--columns {column} needs --backend {needed}" in said
 
 
 def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
