@@ -18,7 +18,7 @@ from rpc.observe import tracing
 from rpc.observe.metrics import Book, CallMetrics, ErrorKind
 from rpc.observe.names import text_of
 from rpc.protocol.cancellation import EarlyCancellations
-from rpc.protocol.retry import OnceTable, RequestId, Verdict
+from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
 from rpc.transports.base import Frame
 from rpc.wire.messages import Operation, Request
 
@@ -44,7 +44,7 @@ class Callee:
         self._serving: dict[Service, float] = {}
         self._book = Book()
         self._early = EarlyCancellations()
-        self._once: OnceTable[Service, Outcome] = OnceTable()
+        self._once: IdempotencyTable[Service, Outcome] = IdempotencyTable()
         self._lets_go = False
         self._handled = 0
 

@@ -105,7 +105,7 @@ _V = TypeVar("_V")
 # --- State ------------------------------------------------------------------
 
 
-class _State(enum.Enum):
+class _ForkState(enum.Enum):
     """The states of a user, by whether the owner knows its fork."""
 
     CREATING = enum.auto()
@@ -122,7 +122,7 @@ class _User:
     """A handle of this worker to a value of another."""
 
     handle: UserHandle
-    state: _State
+    state: _ForkState
     failure: Failure | None = None
     dropped: bool = False
     held_for: set[GlobalId] = field(default_factory=set)
@@ -138,7 +138,7 @@ class _Hold:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ValueEntry:
     """A value of this worker, or the placeholder for one whose creation was overtaken.
 
     ``deleted_early`` has the creator's fork, if its DELETE overtook its creation.
@@ -164,7 +164,7 @@ class ReferenceTable:
         self._lost: dict[int, int] = {}  # worker: its highest incarnation known to be over
         self._users: dict[GlobalId, _User] = {}  # by fork
         self._holds: dict[GlobalId, _Hold] = {}  # by the fork or token that was passed
-        self._entries: dict[GlobalId, _Entry] = {}  # by RRef
+        self._entries: dict[GlobalId, _ValueEntry] = {}  # by RRef
         self._creations_made: dict[Life, int] = {}  # by owner
         self._creations_seen: dict[Life, DuplicateFilter] = {}  # by creator
 
@@ -173,7 +173,7 @@ class ReferenceTable:
     def create_here(self) -> OwnerHandle:
         """``remote()`` to this worker itself: the value's place is kept at once."""
         handle = self.new_value()
-        self._entries[handle.reference.rref] = _Entry(local_references=1)
+        self._entries[handle.reference.rref] = _ValueEntry(local_references=1)
         return handle
 
     def new_value(self) -> OwnerHandle:
@@ -191,7 +191,7 @@ class ReferenceTable:
         reference: Reference = new_tuple(Reference, (self._new_id(), owner, creation))
         fork = self._new_id()
         handle: UserHandle = new_tuple(UserHandle, (reference, fork))
-        self._users[fork] = _User(handle, _State.CREATING)
+        self._users[fork] = _User(handle, _ForkState.CREATING)
         return handle, new_tuple(Passed, (reference, fork, Passage.CREATION))
 
     def creation_confirmed(self, fork: GlobalId) -> list[Effect]:
@@ -199,7 +199,7 @@ class ReferenceTable:
         user = self._users.get(fork)
         if user is None or user.failure is not None:
             return []
-        user.state = _State.CONFIRMED
+        user.state = _ForkState.CONFIRMED
         return [HandleConfirmed(fork)]
 
     def creation_failed(self, fork: GlobalId, reason: str) -> list[Effect]:
@@ -248,7 +248,7 @@ class ReferenceTable:
     def _share_owned(self, handle: OwnerHandle, to: Life) -> Passed:
         """An entry that is missing was never shared: a handle counts as a local reference."""
         rref = handle.reference.rref
-        entry = self._entries.setdefault(rref, _Entry(local_references=1))
+        entry = self._entries.setdefault(rref, _ValueEntry(local_references=1))
         fork = self._new_id()
         if to == self._life:
             entry.local_references += 1
@@ -292,13 +292,13 @@ class ReferenceTable:
             return self._receive_owned(passed)
         handle = UserHandle(passed.reference, passed.fork)
         if passed.passage is Passage.GRANT:
-            self._users[passed.fork] = _User(handle, _State.CONFIRMED)
+            self._users[passed.fork] = _User(handle, _ForkState.CONFIRMED)
             return handle, [HandleConfirmed(passed.fork)]
         owner = passed.reference.owner
         if passed.passage is not Passage.CHILD or self._is_lost(owner):
             reason = f"{owner}, which owned the value, is gone"
             return handle, self._receive_gone(handle, passed, reason)
-        self._users[passed.fork] = _User(handle, _State.REGISTERING)
+        self._users[passed.fork] = _User(handle, _ForkState.REGISTERING)
         return handle, self._send(owner, Register(passed.reference, passed.fork))
 
     def look_up(self, reference: Reference) -> str | None:
@@ -324,7 +324,7 @@ class ReferenceTable:
         return handle, self._accept(passed)
 
     def _receive_gone(self, handle: UserHandle, passed: Passed, reason: str) -> list[Effect]:
-        user = _User(handle, _State.GONE)
+        user = _User(handle, _ForkState.GONE)
         self._users[handle.fork] = user
         return self._fail(user, FailureKind.STALE, reason) + self._accept(passed)
 
@@ -359,7 +359,7 @@ class ReferenceTable:
         reference = passed.reference
         if self._is_lost(sender) or not self._seen(reference.rref.life).accept(reference.creation):
             return []
-        entry = self._entries.setdefault(reference.rref, _Entry())
+        entry = self._entries.setdefault(reference.rref, _ValueEntry())
         entry.awaits_creation = False
         if passed.fork not in entry.deleted_early:
             entry.forks[passed.fork] = sender
@@ -394,15 +394,15 @@ class ReferenceTable:
 
     def _on_registered(self, message: Registered) -> list[Effect]:
         user = self._users.get(message.fork)
-        if user is None or user.state is not _State.REGISTERING:
+        if user is None or user.state is not _ForkState.REGISTERING:
             return []
-        user.state = _State.CONFIRMED
+        user.state = _ForkState.CONFIRMED
         accepted = self._tell_parent(message.fork)
         return [HandleConfirmed(message.fork), *accepted, *self._settle(user)]
 
     def _on_rejected(self, message: Rejected) -> list[Effect]:
         user = self._users.get(message.fork)
-        if user is None or user.state is not _State.REGISTERING:
+        if user is None or user.state is not _ForkState.REGISTERING:
             return []
         failed = self._fail(user, FailureKind.STALE, message.reason)
         accepted = self._tell_parent(message.fork)
@@ -443,7 +443,7 @@ class ReferenceTable:
         for rref in list(self._entries):
             effects += self._entry_lost_worker(rref, reason)
         for user in list(self._users.values()):
-            if user.state is not _State.GONE and self._is_lost(user.handle.reference.owner):
+            if user.state is not _ForkState.GONE and self._is_lost(user.handle.reference.owner):
                 effects += self._user_lost_owner(user, reason)
         for token, hold in list(self._holds.items()):
             if self._is_lost(hold.to):
@@ -454,7 +454,7 @@ class ReferenceTable:
         """The parent of a fork that never registered may still reach the owner: it is told."""
         failed = self._fail(user, FailureKind.OWNER_LOST, reason)
         fork = user.handle.fork
-        accepts = user.state is _State.REGISTERING
+        accepts = user.state is _ForkState.REGISTERING
         accepted = self._tell_parent(fork) if accepts else []
         return failed + accepted + self._gone(user)
 
@@ -490,11 +490,11 @@ class ReferenceTable:
     def is_confirmed(self, fork: GlobalId) -> bool:
         """True if the owner is known to know ``fork``."""
         user = self._users.get(fork)
-        return user is not None and user.state is _State.CONFIRMED
+        return user is not None and user.state is _ForkState.CONFIRMED
 
     def counts(self) -> Counts:
         """Counts everything; takes time in proportion."""
-        known = [user for user in self._users.values() if user.state is not _State.GONE]
+        known = [user for user in self._users.values() if user.state is not _ForkState.GONE]
         borrows = sum(hold.passage is Passage.BORROW for hold in self._holds.values())
         return Counts(
             num_user_rrefs=len(known),
@@ -536,7 +536,7 @@ class ReferenceTable:
     def _seen(self, creator: Life) -> DuplicateFilter:
         return self._creations_seen.setdefault(creator, DuplicateFilter())
 
-    def _entry_for(self, reference: Reference) -> _Entry | str:
+    def _entry_for(self, reference: Reference) -> _ValueEntry | str:
         """The entry of a value said to be here, a placeholder, or why there is neither."""
         creator = reference.rref.life
         if reference.owner != self._life:
@@ -548,7 +548,7 @@ class ReferenceTable:
             return f"{creator}, which created it, was lost, and nobody else kept it alive"
         if creator == self._life or reference.creation in self._seen(creator):
             return "its value was freed, because workers that kept it alive were lost"
-        placeholder = _Entry(awaits_creation=True)
+        placeholder = _ValueEntry(awaits_creation=True)
         self._entries[reference.rref] = placeholder
         return placeholder
 
@@ -590,17 +590,17 @@ class ReferenceTable:
     def _settle(self, user: _User) -> list[Effect]:
         """Deletes a fork that nobody can use any more, and forgets a dropped handle."""
         usable = not user.dropped and user.failure is None
-        if user.state is _State.GONE:
+        if user.state is _ForkState.GONE:
             self._forget_if_dropped(user)
             return []
-        if usable or user.held_for or user.state is _State.REGISTERING:
+        if usable or user.held_for or user.state is _ForkState.REGISTERING:
             return []
         reference, fork = user.handle.reference, user.handle.fork
         return self._send(reference.owner, Delete(reference, fork)) + self._gone(user)
 
     def _gone(self, user: _User) -> list[Effect]:
         """The owner does not know the fork any more: nothing needs to be held for it."""
-        user.state = _State.GONE
+        user.state = _ForkState.GONE
         self._drop_holds(user.held_for)
         user.held_for.clear()
         self._forget_if_dropped(user)
@@ -617,6 +617,6 @@ class ReferenceTable:
 
 def _is_pending(user: _User) -> bool:
     """A creation that was given up is not waited for; a registration always is."""
-    if user.state is _State.CREATING:
+    if user.state is _ForkState.CREATING:
         return user.failure is None
-    return user.state is _State.REGISTERING
+    return user.state is _ForkState.REGISTERING

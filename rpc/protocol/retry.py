@@ -1,7 +1,7 @@
 """Decides when a call is tried again, and sees to it that none runs twice. Sans-IO.
 
 At the caller, :class:`Attempts` says how long each attempt may take and when the next
-begins. At the receiver, :class:`OnceTable` recognises a request that came before: one
+begins. At the receiver, :class:`IdempotencyTable` recognises a request that came before: one
 that still runs gets one more waiter, one that ended is answered with the same outcome.
 
 An entry of the table is kept while its caller may try again: until a later request of
@@ -186,7 +186,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Entry(Generic[W, R]):
+class _IdempotentCall(Generic[W, R]):
     keep_until: float
     waiters: list[W] = field(default_factory=list)
     outcome: R | None = None
@@ -198,7 +198,7 @@ class _Entry(Generic[W, R]):
 @dataclass(slots=True)
 class _Caller(Generic[W, R]):
     oldest: int = 0
-    entries: dict[int, _Entry[W, R]] = field(default_factory=dict)
+    entries: dict[int, _IdempotentCall[W, R]] = field(default_factory=dict)
     let_go: set[int] = field(default_factory=set)
 
     def clear(self, request: RequestId, now: float) -> list[R]:
@@ -226,7 +226,7 @@ class _Caller(Generic[W, R]):
         return number < self.oldest or number in self.let_go
 
 
-class OnceTable(Generic[W, R]):
+class IdempotencyTable(Generic[W, R]):
     """The requests that may come again; ``W`` waits for an outcome of type ``R``.
 
     Outcomes that are let go of are returned, for their end may run code.
@@ -252,7 +252,7 @@ class OnceTable(Generic[W, R]):
         if entry is None:
             if caller.is_late(request.number):
                 return Verdict.OVER, None, let_go
-            caller.entries[request.number] = _Entry(keep_until, [waiter])
+            caller.entries[request.number] = _IdempotentCall(keep_until, [waiter])
             return Verdict.RUN, None, let_go
         entry.keep_until = max(entry.keep_until, keep_until)
         if entry.outcome is not None:

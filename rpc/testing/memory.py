@@ -54,7 +54,7 @@ class _Prompt:
 
 
 @dataclass(slots=True)
-class _Link:
+class _MemoryLink:
     """A peer as one end sees it; ``over`` once its loss was reported."""
 
     peer: Peer
@@ -70,7 +70,7 @@ class _Arrival:
     frame: Frame
 
 
-_Event = _Arrival | _Link
+_Event = _Arrival | _MemoryLink
 """What happens at an end; a link stands for its loss."""
 
 
@@ -186,7 +186,7 @@ class MemoryTransport:
         self._incarnation = -1
         self._hub = hub
         self._lock = threading.Lock()
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _MemoryLink] = {}
         self._past: dict[int, int] = {}
         self._early: defaultdict[tuple[int, int], list[_Arrival]] = defaultdict(list)
         self._due: list[tuple[float, int, _Event]] = []
@@ -209,7 +209,7 @@ class MemoryTransport:
         """Makes ``peer`` known, and delivers what it sent before."""
         worker_id, incarnation = peer.info.id, peer.incarnation
         with self._lock:
-            self._links[worker_id] = _Link(peer)
+            self._links[worker_id] = _MemoryLink(peer)
             for arrival in self._early.pop((worker_id, incarnation), ()):
                 self._push(0.0, arrival)
         self._alarm.set()
@@ -306,7 +306,7 @@ class MemoryTransport:
 
     # --- What happens on the thread
 
-    def _report(self, link: _Link) -> None:
+    def _report(self, link: _MemoryLink) -> None:
         life = link.peer.life
         with self._lock:
             current = self._links.get(life.worker) is link

@@ -15,7 +15,7 @@ from rpc.testing.simulation.packets import Value
 from rpc.testing.simulation.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.worker import Worker
+    from rpc.testing.simulation.worker import SimWorker
     from rpc.testing.simulation.world import World
 
 
@@ -44,7 +44,7 @@ class AtRest:
             self._check_handles(worker)
             self._check_counts(worker, lent[worker.life])
 
-    def _check_filters(self, worker: Worker) -> None:
+    def _check_filters(self, worker: SimWorker) -> None:
         """Checks that exactly what came is remembered, in as few ranges as can be."""
         for sender, known in worker.seen.items():
             came = self._books.batches[worker.life, sender]
@@ -73,7 +73,7 @@ class AtRest:
             right = worker.view == expected
             require(right, Rule.CONVERGENCE, worker.life, worker.view, expected)
 
-    def _check_handles(self, worker: Worker) -> None:
+    def _check_handles(self, worker: SimWorker) -> None:
         for handle in worker.handles.values():
             if isinstance(handle, OwnerHandle):
                 continue
@@ -89,7 +89,7 @@ class AtRest:
             there = owner is not None and handle.reference.rref in owner.values
             require(there, Rule.HANDLES_WORK, worker.life, handle, "dangles")
 
-    def _check_counts(self, worker: Worker, lent: dict[GlobalId, list[Life]]) -> None:
+    def _check_counts(self, worker: SimWorker, lent: dict[GlobalId, list[Life]]) -> None:
         counts = worker.references.counts()
         mine = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         usable = len(self._usable(worker))
@@ -108,7 +108,7 @@ class AtRest:
         require(not waiting, Rule.HANDLES_WORK, worker.life, "never made", waiting)
 
     @staticmethod
-    def _usable(worker: Worker) -> list[UserHandle]:
+    def _usable(worker: SimWorker) -> list[UserHandle]:
         """Returns the handles to others' values that did not fail."""
         users = [h for h in worker.handles.values() if isinstance(h, UserHandle)]
         return [handle for handle in users if worker.references.failure(handle) is None]

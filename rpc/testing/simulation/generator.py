@@ -12,7 +12,7 @@ from rpc.protocol.reference_terms import UserHandle
 from rpc.testing.simulation import steps
 from rpc.testing.simulation.packets import Batch, Job, Packet, SimReply, SimRequest
 from rpc.testing.simulation.steps import Act, Addressing, Name, RunPhase
-from rpc.testing.simulation.worker import Worker
+from rpc.testing.simulation.worker import SimWorker
 from rpc.testing.simulation.world import World
 from rpc.wire.control import (
     Accepted,
@@ -106,7 +106,7 @@ class Generator:
 
     def _choose_habits(self) -> None:
         draw = self.random
-        usual: tuple[tuple[Callable[[Worker], Act | None], float], ...] = (
+        usual: tuple[tuple[Callable[[SimWorker], Act | None], float], ...] = (
             (self._create, 12),
             (self._keep, 4),
             (self._call, 40),
@@ -248,13 +248,13 @@ class Generator:
 
     # --- Programs
 
-    def _job_of(self, worker: Worker) -> Job | None:
+    def _job_of(self, worker: SimWorker) -> Job | None:
         """Draws the handler that acts, if one does."""
         if worker.jobs and (worker.begun or self.random.random() < self._nesting):
             return self._pick(worker.jobs.values())
         return None
 
-    def _member(self, worker: Worker) -> int:
+    def _member(self, worker: SimWorker) -> int:
         others = [worker_id for worker_id in worker.view if worker_id != worker.life.worker]
         return self.random.choice([*others * 5, worker.life.worker])
 
@@ -264,16 +264,16 @@ class Generator:
     def _leaves(self) -> bool:
         return self.random.random() >= self.unsent
 
-    def _create(self, worker: Worker) -> Act | None:
+    def _create(self, worker: SimWorker) -> Act | None:
         job = self._job_of(worker)
         name = job.name if job is not None else None
         to = self._member(worker)
         return steps.Create(worker.life, to, self._timeout(), self._leaves(), name)
 
-    def _keep(self, worker: Worker) -> Act | None:
+    def _keep(self, worker: SimWorker) -> Act | None:
         return steps.Keep(worker.life)
 
-    def _call(self, worker: Worker) -> Act | None:
+    def _call(self, worker: SimWorker) -> Act | None:
         job = self._job_of(worker)
         lends = self._some_handles(worker)
         if job is not None and self.random.random() < 0.3:
@@ -282,7 +282,7 @@ class Generator:
             to = self.random.randrange(self.size + 2)
         else:
             to = self._member(worker)
-        return steps.MakeCall(
+        return steps.CallWorker(
             worker.life,
             to,
             self.random.choice(tuple(Addressing)),
@@ -295,7 +295,7 @@ class Generator:
             self.random.random() < self._patience,
         )
 
-    def _some_handles(self, worker: Worker) -> tuple[Name, ...]:
+    def _some_handles(self, worker: SimWorker) -> tuple[Name, ...]:
         count = self.random.choice((0, 1, 1, 2))
         users = [
             name
@@ -314,7 +314,7 @@ class Generator:
     def _of(self, names: tuple[Name, ...], rate: float) -> tuple[Name, ...]:
         return tuple(name for name in names if self.random.random() < rate)
 
-    def _try(self, worker: Worker) -> Act | None:
+    def _try(self, worker: SimWorker) -> Act | None:
         timeout = self._timeout()
         still_open = [number for number, is_open in worker.tries.items() if is_open]
         if still_open and self.random.random() < 0.6:
@@ -322,26 +322,26 @@ class Generator:
             return steps.Try(worker.life, self._member(worker), timeout, number)
         return steps.Try(worker.life, self._member(worker), timeout, None)
 
-    def _cancel(self, worker: Worker) -> Act | None:
+    def _cancel(self, worker: SimWorker) -> Act | None:
         waiting = [record.name for record in worker.records.values() if record.leaves]
         return steps.CancelCall(worker.life, self.random.choice(waiting)) if waiting else None
 
-    def _fetch(self, worker: Worker) -> Act | None:
+    def _fetch(self, worker: SimWorker) -> Act | None:
         users = [name for name, h in worker.handles.items() if isinstance(h, UserHandle)]
         if not users:
             return None
         return steps.Fetch(worker.life, self.random.choice(users), self._timeout())
 
-    def _drop(self, worker: Worker) -> Act | None:
+    def _drop(self, worker: SimWorker) -> Act | None:
         if not worker.handles:
             return None
         return steps.Drop(worker.life, self._pick(worker.handles))
 
-    def _serve(self, worker: Worker) -> Act | None:
+    def _serve(self, worker: SimWorker) -> Act | None:
         ready = [job for job in worker.jobs.values() if worker.ready(job)]
         return self._serve_job(worker, self.random.choice(ready)) if ready else None
 
-    def _serve_job(self, worker: Worker, job: Job) -> Act:
+    def _serve_job(self, worker: SimWorker, job: Job) -> Act:
         keeps = self._of(tuple(job.handles), self._keep_rate)
         returns = self._some_handles(worker)
         drops = self._of(returns, self._drop_after_sharing)

@@ -11,7 +11,7 @@ from rpc.testing.simulation import steps
 from rpc.testing.simulation.at_rest import AtRest
 from rpc.testing.simulation.runs import outstanding
 from rpc.testing.simulation.steps import Act, Addressing, RunPhase, Step
-from rpc.testing.simulation.worker import Machines, Worker
+from rpc.testing.simulation.worker import Machines, SimWorker
 from rpc.testing.simulation.world import World
 
 _FRIENDS = (1, 7)
@@ -71,9 +71,9 @@ def simulate_group(workers: int, seed: int = 0) -> GroupReport:
     return GroupReport(workers, shared, dissolving, time.perf_counter() - began)
 
 
-def _lend(worker: Worker, to: int) -> Act:
+def _lend(worker: SimWorker, to: int) -> Act:
     lends = tuple(worker.handles)[:1]
-    return steps.MakeCall(
+    return steps.CallWorker(
         worker.life, to, Addressing.ID, lends, (), 0.0, True, None, waits=False, patient=True
     )
 
@@ -87,11 +87,11 @@ class _Group:
         self._random = random.Random(seed)
         self._number = 0
 
-    def near(self, worker: Worker, steps_away: int) -> int:
+    def near(self, worker: SimWorker, steps_away: int) -> int:
         """The id of a worker some places further on."""
         return (worker.life.worker + steps_away) % self._size
 
-    def everybody(self, program: Callable[[Worker], Iterable[Act]]) -> None:
+    def everybody(self, program: Callable[[SimWorker], Iterable[Act]]) -> None:
         """Has every worker do something, and waits until nothing is under way."""
         acts = [act for worker in self.world.living.values() for act in program(worker)]
         self._random.shuffle(acts)

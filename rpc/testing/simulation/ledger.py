@@ -39,7 +39,7 @@ from rpc.wire.control import Accepted, ControlMessage, Delete, Passage, Passed, 
 
 if TYPE_CHECKING:
     from rpc.testing.simulation.steps import Name
-    from rpc.testing.simulation.worker import Worker
+    from rpc.testing.simulation.worker import SimWorker
     from rpc.testing.simulation.world import World
 
 _GRAIN = 1 / 64
@@ -93,7 +93,7 @@ class Ledger:
 
     # --- Members
 
-    def membership_changed(self, worker: Worker) -> None:
+    def membership_changed(self, worker: SimWorker) -> None:
         """A worker heard of another; it must now say what it was told."""
         group = worker.group
         view = {info.id: group.life(info.id) for info in group.living()}
@@ -106,7 +106,7 @@ class Ledger:
             require(group.lost_error(life.worker) is None, Rule.MEMBERS, life, "lost")
             require(group.has(life), Rule.MEMBERS, worker.life, "refuses", life)
 
-    def loss_reported(self, worker: Worker, life: Life, error: WorkerLostError | None) -> None:
+    def loss_reported(self, worker: SimWorker, life: Life, error: WorkerLostError | None) -> None:
         """``worker`` was told that ``life`` is gone."""
         for found in (error, worker.group.lost_error(life.worker)):
             named = found is not None and (found.name, found.incarnation) == (
@@ -118,7 +118,7 @@ class Ledger:
         again = worker.group.lose(life, "twice")
         require(again is None, Rule.MEMBERS, worker.life, "loses twice", life)
 
-    def resolved(self, worker: Worker, to: int, found: Life | Exception) -> None:
+    def resolved(self, worker: SimWorker, to: int, found: Life | Exception) -> None:
         """A program named a worker, living, lost or unknown."""
         living = worker.view.get(to)
         if living is not None:
@@ -132,21 +132,21 @@ class Ledger:
 
     # --- Calls
 
-    def call_opened(self, worker: Worker, record: OpenCall) -> None:
+    def call_opened(self, worker: SimWorker, record: OpenCall) -> None:
         """A call is outstanding now."""
         self._count_calls(worker)
 
-    def call_withdrawn(self, worker: Worker, record: OpenCall, withdrawn: bool) -> None:
+    def call_withdrawn(self, worker: SimWorker, record: OpenCall, withdrawn: bool) -> None:
         """A request did not leave; ``withdrawn`` unless the call ended before that was known."""
         was_open = record.outcome is None
         require(withdrawn == was_open, Rule.CALLS_END_ONCE, worker.life, record, withdrawn)
 
-    def call_settled(self, worker: Worker, record: OpenCall, outcome: CallOutcome) -> None:
+    def call_settled(self, worker: SimWorker, record: OpenCall, outcome: CallOutcome) -> None:
         """The program is told how its call ended."""
         first = record.outcome is None
         require(first, Rule.CALLS_END_ONCE, worker.life, record, "ends with", outcome)
 
-    def calls_expired(self, worker: Worker, expired: Sequence[Ended[OpenCall]]) -> None:
+    def calls_expired(self, worker: SimWorker, expired: Sequence[Ended[OpenCall]]) -> None:
         """Deadlines passed."""
         now = self._world.now
         deadlines: list[float] = []
@@ -161,7 +161,7 @@ class Ledger:
         ordered = all(later >= earlier - _GRAIN for earlier, later in pairs)
         require(ordered, Rule.DEADLINES, worker.life, "order", deadlines)
 
-    def time_passed(self, worker: Worker) -> None:
+    def time_passed(self, worker: SimWorker) -> None:
         """Nothing that is overdue may be left."""
         for record in worker.records.values():
             overdue = record.deadline is not None and record.deadline + _GRAIN <= self._world.now
@@ -174,7 +174,7 @@ class Ledger:
         expected = [(r.correlation, r, r.to.worker, r.opened_at) for r in still]
         require(rows == expected, Rule.COUNTS, worker.life, rows, expected)
 
-    def _check_running_counts(self, worker: Worker) -> None:
+    def _check_running_counts(self, worker: SimWorker) -> None:
         """Checks the counts that a worker reports while there is work."""
         counts = worker.references.counts()
         users = [
@@ -193,13 +193,13 @@ class Ledger:
             expected = (self._passing[worker.life], borrows)
             require(passing == expected, Rule.COUNTS, worker.life, counts, expected)
 
-    def confirmation_asked(self, worker: Worker, fork: GlobalId) -> None:
+    def confirmation_asked(self, worker: SimWorker, fork: GlobalId) -> None:
         """Somebody wants to know whether the owner knows ``fork``."""
         said = worker.references.is_confirmed(fork)
         true = not said or fork in self.confirmed
         require(true, Rule.HANDLES_WORK, worker.life, fork, "is not confirmed")
 
-    def call_lost(self, worker: Worker, life: Life, ended: Ended[OpenCall]) -> None:
+    def call_lost(self, worker: SimWorker, life: Life, ended: Ended[OpenCall]) -> None:
         """A call, or what a deadline left of it, ended because its worker is lost."""
         record = ended.call
         require(record.to == life, Rule.CALLS_END_ONCE, worker.life, life, "ends", record)
@@ -208,7 +208,7 @@ class Ledger:
         require(right, Rule.CALLS_END_ONCE, worker.life, ended)
 
     def reply_taken(
-        self, worker: Worker, sender: Life, reply: SimReply, ended: Ended[OpenCall] | None
+        self, worker: SimWorker, sender: Life, reply: SimReply, ended: Ended[OpenCall] | None
     ) -> None:
         """A reply came; ``ended`` is what the table of calls made of it."""
         record = worker.records.get(reply.answers)
@@ -226,14 +226,16 @@ class Ledger:
         taken = ended is not None and ended.call is record and ended.ending is expected
         require(taken, Rule.CALLS_END_ONCE, worker.life, record, "got", ended)
 
-    def _count_calls(self, worker: Worker) -> None:
+    def _count_calls(self, worker: SimWorker) -> None:
         table, records = worker.calls, worker.records.values()
         right = len(table) == len(records)
         require(right, Rule.CALLS_END, worker.life, len(table), "calls, not", len(records))
 
     # --- Requests
 
-    def request_taken(self, worker: Worker, packet: Packet, request: SimRequest, job: Job) -> None:
+    def request_taken(
+        self, worker: SimWorker, packet: Packet, request: SimRequest, job: Job
+    ) -> None:
         """A request is about to be served."""
         require(packet.to == worker.life, Rule.RIGHT_LIFE, worker.life, packet)
         early = (worker.life, packet.source, request.correlation) in self._early
@@ -249,12 +251,12 @@ class Ledger:
         reached = isinstance(handle, OwnerHandle)
         require(reached or not certain, Rule.HANDLES_WORK, worker.life, "refused", request)
 
-    def cancellations_noted(self, worker: Worker, sender: Life, correlations: set[int]) -> None:
+    def cancellations_noted(self, worker: SimWorker, sender: Life, correlations: set[int]) -> None:
         """Requests were cancelled that are not here."""
         self._early |= {(worker.life, sender, number) for number in correlations}
 
     def call_cancelled(
-        self, worker: Worker, record: OpenCall, ended: Ended[OpenCall] | None
+        self, worker: SimWorker, record: OpenCall, ended: Ended[OpenCall] | None
     ) -> None:
         """A program gave up a call; ``ended`` is what the table of calls made of it."""
         if record.outcome is not None:
@@ -264,7 +266,7 @@ class Ledger:
         require(right, Rule.CALLS_END_ONCE, worker.life, record, ended)
 
     def admitted(
-        self, worker: Worker, job: Job, once: RequestId, verdict: Verdict, ran: Name | None
+        self, worker: SimWorker, job: Job, once: RequestId, verdict: Verdict, ran: Name | None
     ) -> None:
         """A request that may come more than once came."""
         key = (worker.life, job.sender, once.number)
@@ -284,7 +286,7 @@ class Ledger:
         require(same, Rule.RUNS_ONCE, worker.life, job.sender, once, verdict, ran)
 
     def _check_outcomes_kept(
-        self, worker: Worker, job: Job, once: RequestId, verdict: Verdict
+        self, worker: SimWorker, job: Job, once: RequestId, verdict: Verdict
     ) -> None:
         """Checks that those outcomes are kept that may be asked for or are still to come."""
         now, here = self._world.now, (worker.life, job.sender)
@@ -305,11 +307,11 @@ class Ledger:
         kept = sum(len(self._kept[key]) for key in callers if not worker.fences(key[1]))
         require(len(worker.once) == kept, Rule.COUNTS, worker.life, len(worker.once), kept)
 
-    def waiter_answered(self, worker: Worker, name: Name) -> None:
+    def waiter_answered(self, worker: SimWorker, name: Name) -> None:
         """A request gets the outcome of its like."""
         require(name in worker.jobs, Rule.RUNS_ONCE, worker.life, "answers", name)
 
-    def served(self, worker: Worker, job: Job) -> None:
+    def served(self, worker: SimWorker, job: Job) -> None:
         """A handler ended, and whoever waited for it was answered."""
         once = job.request.once
         waiting = [
@@ -321,7 +323,7 @@ class Ledger:
         ]
         require(not waiting, Rule.RUNS_ONCE, worker.life, "leaves waiting", waiting)
 
-    def batch_taken(self, worker: Worker, sender: Life, sequence: int, fresh: bool) -> None:
+    def batch_taken(self, worker: SimWorker, sender: Life, sequence: int, fresh: bool) -> None:
         """A batch of control messages came and was, or was not, recognised as new."""
         seen = self.batches[worker.life, sender]
         right = fresh == (sequence not in seen)
@@ -330,7 +332,7 @@ class Ledger:
 
     # --- References
 
-    def created(self, worker: Worker, passed: Passed) -> None:
+    def created(self, worker: SimWorker, passed: Passed) -> None:
         """``remote()`` made a handle."""
         reference = passed.reference
         made = self._creations[worker.life, reference.owner]
@@ -346,7 +348,12 @@ class Ledger:
         self._given_up.add(fork)
 
     def shared(
-        self, worker: Worker, handle: Handle, to: Life, carrier: Carrier, passed: Passed | Failure
+        self,
+        worker: SimWorker,
+        handle: Handle,
+        to: Life,
+        carrier: Carrier,
+        passed: Passed | Failure,
     ) -> None:
         """A reference was prepared to travel to ``to``."""
         failure = worker.references.failure(handle)
@@ -367,7 +374,7 @@ class Ledger:
         self._claims[passed.fork] = claim
         self._passing[worker.life] += passage in _ACKNOWLEDGED
 
-    def sent(self, worker: Worker, to: Life, message: ControlMessage) -> None:
+    def sent(self, worker: SimWorker, to: Life, message: ControlMessage) -> None:
         """The reference protocol decided to send something."""
         require(to != worker.life, Rule.TOLD_ONCE, worker.life, "tells itself", message)
         living = to.incarnation > worker.told_over.get(to.worker, -1)
@@ -382,24 +389,24 @@ class Ledger:
         require(needed, Rule.TOLD_ONCE, worker.life, "tells", to, message)
         self._told.add(told)
 
-    def accepted(self, worker: Worker) -> None:
+    def accepted(self, worker: SimWorker) -> None:
         """A parent hears that it need not hold its fork for a child any more."""
         self._passing[worker.life] -= 1
 
-    def received(self, worker: Worker, passed: Passed, handle: Handle) -> None:
+    def received(self, worker: SimWorker, passed: Passed, handle: Handle) -> None:
         """A reference arrived and became a handle."""
         mine = passed.reference.owner == worker.life
         same = handle.reference == passed.reference and (mine or isinstance(handle, UserHandle))
         require(same, Rule.HANDLES_WORK, worker.life, passed, "became", handle)
 
     def looked_up(
-        self, worker: Worker, passed: Passed, missing: str | None, handle: Handle
+        self, worker: SimWorker, passed: Passed, missing: str | None, handle: Handle
     ) -> None:
         """A value was looked up without a handle, as for a call made through a reference."""
         same = (missing is None) == isinstance(handle, OwnerHandle)
         require(same, Rule.HANDLES_WORK, worker.life, passed, "looked up", missing, "is", handle)
 
-    def not_sent(self, worker: Worker, passed: Passed) -> None:
+    def not_sent(self, worker: SimWorker, passed: Passed) -> None:
         """The message that was to carry ``passed`` did not leave."""
         if passed.passage is Passage.CREATION:
             self._given_up.add(passed.fork)
@@ -407,7 +414,7 @@ class Ledger:
             self._claims[passed.fork].gone = True
             self._passing[worker.life] -= passed.passage in _ACKNOWLEDGED
 
-    def handle_confirmed(self, worker: Worker, fork: GlobalId) -> None:
+    def handle_confirmed(self, worker: SimWorker, fork: GlobalId) -> None:
         """The owner is said to know ``fork``."""
         twice = fork in self.confirmed
         require(not twice, Rule.HANDLES_WORK, worker.life, "confirms twice", fork)
@@ -416,7 +423,7 @@ class Ledger:
         own_child = self._claims[fork].passage is Passage.CHILD and fork.life == worker.life
         self._passing[worker.life] -= own_child  # nobody tells it so
 
-    def handle_failed(self, worker: Worker, fork: GlobalId, failure: Failure) -> None:
+    def handle_failed(self, worker: SimWorker, fork: GlobalId, failure: Failure) -> None:
         """A handle must not be used any more."""
         claim = self._claims[fork]
         first = fork not in self.failed
@@ -427,7 +434,9 @@ class Ledger:
         if failure.kind in (FailureKind.STALE, FailureKind.OWNER_LOST):
             claim.gone = True
 
-    def _has_cause(self, worker: Worker, fork: GlobalId, claim: _Claim, kind: FailureKind) -> bool:
+    def _has_cause(
+        self, worker: SimWorker, fork: GlobalId, claim: _Claim, kind: FailureKind
+    ) -> bool:
         if kind is FailureKind.CREATION:
             return fork in self._given_up
         if kind is FailureKind.DELETED:
@@ -436,7 +445,7 @@ class Ledger:
             return worker.fences(claim.owner)
         return worker.fences(claim.owner) or (self._world.losses and not self._reaches(fork))
 
-    def released(self, worker: Worker) -> None:
+    def released(self, worker: SimWorker) -> None:
         """A worker lets go of all its references."""
         self._released.add(worker.life)
 
@@ -458,13 +467,13 @@ class Ledger:
         trusted = holds is not None and not holds.fences(claim.holder)
         return trusted and self._reaches(claim.parent)
 
-    def failed_value(self, worker: Worker, rref: GlobalId, reason: str) -> None:
+    def failed_value(self, worker: SimWorker, rref: GlobalId, reason: str) -> None:
         """A value is said never to come."""
         kept = worker.references.is_kept(rref)
         justified = bool(reason) and kept and rref not in self._arrived
         require(justified, Rule.FAILURES_HAVE_CAUSES, worker.life, rref, reason)
 
-    def freed_value(self, owner: Worker, rref: GlobalId) -> None:
+    def freed_value(self, owner: SimWorker, rref: GlobalId) -> None:
         """A value is gone."""
         require(rref not in self._freed, Rule.FREED_ONCE, owner.life, rref)
         self._freed.add(rref)
@@ -478,7 +487,7 @@ class Ledger:
             valid = self._is_valid(packet, passed)
             require(not valid, Rule.NOT_FREED_IN_USE, rref, "under way", packet)
 
-    def _may_use(self, worker: Worker, handle: Handle) -> bool:
+    def _may_use(self, worker: SimWorker, handle: Handle) -> bool:
         if isinstance(handle, OwnerHandle):
             return True
         return worker.references.failure(handle) is None and self._reaches(handle.fork)

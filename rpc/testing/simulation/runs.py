@@ -58,7 +58,7 @@ def draw(seed: int, scenario: Scenario, machines: Machines) -> Played:
     generator = Generator(seed, scenario)
     written: list[Step] = []
     world = World(machines, generator.size)
-    run = _Run(world, generator.leaves, 0, written)
+    run = _RunCourse(world, generator.leaves, 0, written)
 
     def choose(phase: RunPhase) -> Act | None:
         if phase is not RunPhase.WORK:
@@ -79,7 +79,7 @@ def draw(seed: int, scenario: Scenario, machines: Machines) -> Played:
 def replay(script: Script, machines: Machines, transcript: list[str] | None = None) -> Played:
     """Plays a script."""
     world = World(machines, script.size, transcript)
-    run = _Run(world, script.leaves, _UNWRITTEN, [])
+    run = _RunCourse(world, script.leaves, _UNWRITTEN, [])
     left = {phase: [s for s in script.steps if s.phase is phase][::-1] for phase in RunPhase}
 
     def choose(phase: RunPhase) -> Act | None:
@@ -95,7 +95,7 @@ def replay(script: Script, machines: Machines, transcript: list[str] | None = No
     return Played(script, broken, world.messages)
 
 
-class _Run:
+class _RunCourse:
     """The course that every run takes."""
 
     def __init__(self, world: World, leaves: bool, first: int, written: list[Step]) -> None:

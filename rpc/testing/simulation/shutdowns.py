@@ -15,7 +15,7 @@ from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Cancel, Leaving, Probe, Quiet, Ready
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.worker import Worker
+    from rpc.testing.simulation.worker import SimWorker
     from rpc.testing.simulation.world import World
 
 _MOST_WAVES = 20
@@ -35,7 +35,7 @@ class Shutdowns:
         self._ready: set[tuple[Life, Life]] = set()
         self._phases: dict[Phase, frozenset[Life]] = {}
 
-    def entered(self, worker: Worker, phase: Phase | None) -> None:
+    def entered(self, worker: SimWorker, phase: Phase | None) -> None:
         """A worker got on with its shutdown, or is through with it (None)."""
         again = (worker.life, phase) in self._entered
         require(not again, Rule.TOLD_ONCE, worker.life, "enters", phase, "again")
@@ -57,22 +57,22 @@ class Shutdowns:
             leaks = [leak for leak in held if not decided.isdisjoint(leak.users)]
             require(not leaks, Rule.ALWAYS_FREED, worker.life, leaks)
 
-    def _check_everybody_began(self, worker: Worker) -> None:
+    def _check_everybody_began(self, worker: SimWorker) -> None:
         """Nobody is shut down whose program works, as far as the one that decides knows."""
         members = [self._world.living.get(life) for life in worker.view.values()]
         working = [other.life for other in members if other is not None and not other.begun]
         require(not working, Rule.SHUTDOWN_WAITS, worker.life, "does not wait for", working)
 
-    def told_ready(self, worker: Worker, sender: Life) -> None:
+    def told_ready(self, worker: SimWorker, sender: Life) -> None:
         """A worker hears that another's program called ``shutdown``."""
         self._ready.add((worker.life, sender))
 
-    def looked_at(self, worker: Worker) -> None:
+    def looked_at(self, worker: SimWorker) -> None:
         """Something happened to a worker: whom does it say that it waits for?"""
         if worker.begun and not worker.finished:
             self._check_missing(worker)
 
-    def _check_missing(self, worker: Worker) -> None:
+    def _check_missing(self, worker: SimWorker) -> None:
         if min(worker.view) != worker.life.worker:
             return
         missing = worker.termination.missing()
@@ -86,14 +86,14 @@ class Shutdowns:
         known = {*missing} == unready if unready else bool(missing)
         require(known, Rule.SHUTDOWN_WAITS, worker.life, "waits for", missing, "not", unready)
 
-    def lost(self, worker: Worker, life: Life) -> None:
+    def lost(self, worker: SimWorker, life: Life) -> None:
         """A worker hears that another is gone; who left in good order has told its leader."""
         leads = min(worker.view) == worker.life.worker and worker.begun and not worker.finished
         if life in self._world.closed and leads and worker.termination.phase is Phase.CLOSE:
             told = life.worker not in worker.termination.missing()
             require(told, Rule.SHUTDOWN_WAITS, worker.life, "was not told that", life, "left")
 
-    def _check_leader_is_last(self, worker: Worker, group: frozenset[Life]) -> None:
+    def _check_leader_is_last(self, worker: SimWorker, group: frozenset[Life]) -> None:
         """Checks that the leader leaves after the others."""
         if min(worker.view) != worker.life.worker:
             return
@@ -102,7 +102,7 @@ class Shutdowns:
             gone = other is None or other is worker or other.finished
             require(gone, Rule.SHUTDOWN_WAITS, worker.life, "leaves before", life)
 
-    def answered(self, worker: Worker, waves: int) -> None:
+    def answered(self, worker: SimWorker, waves: int) -> None:
         """A worker answers its leader for the ``waves``-th time without anything between."""
         few = waves < _MOST_WAVES
         require(few, Rule.SHUTDOWN_ENDS, worker.life, "runs in circles")

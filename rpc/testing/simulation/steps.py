@@ -61,7 +61,7 @@ class Addressing(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MakeCall:
+class CallWorker:
     """A call whose arguments contain the handles ``lends``; those in ``drops`` go after it.
 
     ``job`` is the handler that makes the call, if one does; it waits for the
@@ -243,7 +243,7 @@ class Pass:
 Act: TypeAlias = (
     Create
     | Keep
-    | MakeCall
+    | CallWorker
     | Try
     | CancelCall
     | Fetch

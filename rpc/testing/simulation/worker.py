@@ -31,7 +31,7 @@ from rpc.protocol.reference_terms import (
     Send,
 )
 from rpc.protocol.references import ReferenceTable
-from rpc.protocol.retry import OnceTable, RequestId, Verdict
+from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
 from rpc.protocol.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.protocol.termination import Effect as TerminationEffect
 from rpc.protocol.termination import Phase as Shutdown
@@ -89,12 +89,12 @@ class Machines:
     termination: type[Termination] = Termination
     duplicates: type[DuplicateFilter] = DuplicateFilter
     cancellations: type[EarlyCancellations] = EarlyCancellations
-    once: type[OnceTable[Name, Name]] = OnceTable
+    once: type[IdempotencyTable[Name, Name]] = IdempotencyTable
     liveness: type[Liveness] = Liveness
     suspicion: type[Suspicion] = Suspicion
 
 
-class Worker:
+class SimWorker:
     """One life of one worker.
 
     Args:

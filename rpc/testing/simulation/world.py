@@ -49,7 +49,7 @@ from rpc.testing.simulation.packets import (
 )
 from rpc.testing.simulation.shutdowns import Shutdowns
 from rpc.testing.simulation.steps import Act, Name, Step, describe, short
-from rpc.testing.simulation.worker import Machines, Worker, info_of
+from rpc.testing.simulation.worker import Machines, SimWorker, info_of
 from rpc.transports.base import Peer
 from rpc.wire.control import Passage, Passed
 
@@ -71,7 +71,7 @@ class World:
         self.machines = machines
         self.transcript = transcript
         self.now = 0.0
-        self.living: dict[Life, Worker] = {}
+        self.living: dict[Life, SimWorker] = {}
         self.closed: set[Life] = set()
         self.latest: dict[int, Life] = {}
         self.network: dict[Name, Packet] = {}
@@ -98,7 +98,7 @@ class World:
         return {
             steps.Create: self._create,
             steps.Keep: self._keep,
-            steps.MakeCall: self._call,
+            steps.CallWorker: self._call,
             steps.Try: self._try,
             steps.CancelCall: self._cancel,
             steps.Fetch: self._fetch,
@@ -179,7 +179,7 @@ class World:
 
     # --- Programs
 
-    def _at_work(self, life: Life, job: Name | None) -> Worker | None:
+    def _at_work(self, life: Life, job: Name | None) -> SimWorker | None:
         """The worker, if its program, or one of its handlers, may act."""
         worker = self.living.get(life)
         if worker is None or worker.finished:
@@ -215,7 +215,7 @@ class World:
             worker.handles[self.name()] = worker.references.new_value()
         return worker is not None
 
-    def _call(self, act: steps.MakeCall) -> bool:
+    def _call(self, act: steps.CallWorker) -> bool:
         worker = self._at_work(act.by, act.job)
         if worker is None:
             return False
@@ -279,7 +279,7 @@ class World:
 
     def _request(
         self,
-        worker: Worker,
+        worker: SimWorker,
         to: Life,
         table: tuple[Passed, ...],
         timeout: float,
@@ -321,7 +321,7 @@ class World:
         return True
 
     @staticmethod
-    def _drop_all(worker: Worker, names: tuple[Name, ...]) -> None:
+    def _drop_all(worker: SimWorker, names: tuple[Name, ...]) -> None:
         for name in names:
             if name in worker.handles:
                 worker.drop(worker.handles.pop(name))
@@ -435,8 +435,8 @@ class World:
 
     # --- Processes
 
-    def _spawn(self, life: Life) -> Worker:
-        worker = Worker(life, self)
+    def _spawn(self, life: Life) -> SimWorker:
+        worker = SimWorker(life, self)
         self.living[life] = worker
         self.latest[life.worker] = life
         return worker

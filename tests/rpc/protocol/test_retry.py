@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rpc.errors import FrameError
-from rpc.protocol.retry import Attempts, OnceTable, RequestId, Retry, Verdict
+from rpc.protocol.retry import Attempts, IdempotencyTable, RequestId, Retry, Verdict
 
 
 class TestRetry:
@@ -189,14 +189,14 @@ def request(number: int, oldest: int = 1, seconds: float = 10) -> RequestId:
 
 class TestOnceTable:
     def test_the_first_runs_and_the_outcome_goes_to_all_that_came(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         assert table.arrived(1, request(1), "first", 0) == (Verdict.RUN, None, [])
         assert table.arrived(1, request(1), "second", 1) == (Verdict.WAIT, None, [])
         assert table.ended(1, 1, "first", "outcome") == ["first", "second"]
         assert table.arrived(1, request(1), "third", 2) == (Verdict.REPEAT, "outcome", [])
 
     def test_requests_of_different_workers_or_numbers_are_different(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         runs: Callable[[int, int], bool] = lambda sender, number: (  # noqa: E731
             table.arrived(sender, request(number), "w", 0)[0] is Verdict.RUN
         )
@@ -206,21 +206,21 @@ class TestOnceTable:
         assert not runs(1, 2)
 
     def test_outcomes_are_let_go_when_their_caller_is_done_with_them(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         for number in range(1, 100):
             table.arrived(1, request(number, oldest=number), "w", 0)
             table.ended(1, number, "w", "outcome")
             assert len(table) == 1
 
     def test_an_open_one_keeps_those_after_it(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         for number in range(1, 10):
             table.arrived(1, request(number, oldest=1), "w", 0)
             table.ended(1, number, "w", "outcome")
         assert table.arrived(1, request(5), "again", 1) == (Verdict.REPEAT, "outcome", [])
 
     def test_outcomes_are_let_go_when_nobody_can_ask_again(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1, seconds=5), "w", 0)
         table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2), "w", 4.9)
@@ -229,7 +229,7 @@ class TestOnceTable:
         assert len(table) == 2
 
     def test_outcomes_are_let_go_by_time_alone_if_nothing_else_comes(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         for sender, number, seconds in ((1, 1, 5), (1, 2, 7), (2, 1, 9), (2, 2, 1)):
             table.arrived(sender, request(number, seconds=seconds), "w", 0)
         table.expire(20)  # they all run still
@@ -243,7 +243,7 @@ class TestOnceTable:
         assert table.arrived(2, request(2), "again", 14) == (Verdict.WAIT, None, [])
 
     def test_what_is_let_go_of_is_returned(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         for number, outcome in ((1, "first"), (2, "second"), (3, "third")):
             table.arrived(1, request(number, seconds=number), "w", 0)
             table.ended(1, number, "w", outcome)
@@ -253,20 +253,20 @@ class TestOnceTable:
         assert table.worker_lost(1) == []
 
     def test_one_that_runs_is_kept_however_long_it_takes(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1, seconds=1), "w", 0)
         table.arrived(1, request(2, oldest=2), "w", 1000)
         assert table.arrived(1, request(1), "again", 1001) == (Verdict.WAIT, None, [])
 
     def test_the_next_life_of_a_caller_counts_anew(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1), "w", 0)
         table.worker_lost(1)
         assert table.ended(1, 1, "w", "outcome") == []
         assert table.arrived(1, request(1), "w", 0) == (Verdict.RUN, None, [])
 
     def test_a_life_that_is_over_ends_nothing_of_the_next(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1), "old", 0)
         table.worker_lost(1)
         table.arrived(1, request(1), "new", 0)
@@ -274,14 +274,14 @@ class TestOnceTable:
         assert table.ended(1, 1, "new", "outcome of the new") == ["new"]
 
     def test_an_attempt_that_comes_when_its_caller_went_on_does_not_run_again(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1), "w", 0)
         table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2, oldest=2), "w", 1)
         assert table.arrived(1, request(1), "late", 2) == (Verdict.OVER, None, [])
 
     def test_an_attempt_that_comes_when_its_time_was_over_does_not_run_again(self) -> None:
-        table: OnceTable[str, str] = OnceTable()
+        table: IdempotencyTable[str, str] = IdempotencyTable()
         table.arrived(1, request(1, seconds=5), "w", 0)
         table.ended(1, 1, "w", "outcome")
         table.arrived(1, request(2), "w", 6)
