@@ -1,4 +1,4 @@
-"""What counts as a violation, from what the workers of a run told."""
+"""The judge finds violations in what the workers of a run told."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_a_victim_that_does_not_come_back() -> None:
 
 def test_connections_that_are_opened_again_are_no_loss_if_work_goes_on() -> None:
     cut = Fault(100.0, Kind.CUT, "server")
-    mended = without(without(good_run(), What.LOST), What.JOINED)
-    assert judge([cut], mended, "w", END, LIMITS, called="server").violations == [
+    resumed = without(without(good_run(), What.LOST), What.JOINED)
+    assert judge([cut], resumed, "w", END, LIMITS, called="server").violations == [
         "cut off of server: nobody was told of a loss, and nothing went on"
     ]
-    at_once = [*mended, Event(100.4, "w", What.STEP)]
+    at_once = [*resumed, Event(100.4, "w", What.STEP)]
     report = judge([cut], at_once, "w", END, LIMITS, called="server")
     assert report.violations == []
     assert "went on  0.40 s" in describe(report)

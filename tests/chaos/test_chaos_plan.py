@@ -1,4 +1,4 @@
-"""What is done to whom in a run."""
+"""A plan of faults hits every victim with every kind."""
 
 from itertools import pairwise
 

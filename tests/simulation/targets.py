@@ -1,4 +1,4 @@
-"""What ``make mutants`` mutates, what plays it, and which unit tests are whose."""
+"""The targets of ``make mutants``: modules to mutate, what plays them, and their unit tests."""
 
 from __future__ import annotations
 

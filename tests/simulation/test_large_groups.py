@@ -1,4 +1,4 @@
-"""What a worker costs does not depend on how many others there are."""
+"""The cost of a worker does not depend on how many others there are."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Reconnector:
     def __init__(
         self, target: Target, seconds: float, give_up: Callable[[Connection, str], None]
     ) -> None:
-        self._name = f"tensorwire-mend-{target.name}"
+        self._name = f"tensorwire-reconnect-{target.name}"
         self._connector = Connector(target)
         self._seconds = seconds
         # One that is not answered must leave time for another, and for other connections.

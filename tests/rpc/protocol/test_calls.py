@@ -1,4 +1,4 @@
-"""What becomes of outstanding calls; every transition as the list it returns."""
+"""Outstanding calls end; every transition is tested as the list it returns."""
 
 from __future__ import annotations
 

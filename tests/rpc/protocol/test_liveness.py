@@ -1,4 +1,4 @@
-"""Who is asked for a sign of life, and when silence counts as loss."""
+"""Workers are asked for signs of life, and count as lost when silent for too long."""
 
 import pytest
 from hypothesis import given

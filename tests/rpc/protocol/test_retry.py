@@ -1,4 +1,4 @@
-"""When a call is tried again, and that a request which comes twice runs once."""
+"""Calls are tried again, and a request that comes twice runs once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, as tests: subclass :class:`TransportConformance`.
+"""The promises of every transport, as tests: subclass :class:`TransportConformance`.
 
 The subclass says how to make transports that can reach each other inside one
 process; everything else is here. Only what ``rpc/transports/base.py`` promises

@@ -30,7 +30,7 @@ def run_all(actions: list[Callable[[], object]]) -> None:
         action()
 
 
-class Road:
+class Segment:
     """Both ends of one direction between two workers, in this process."""
 
     def __init__(self) -> None:
@@ -84,16 +84,16 @@ def text_in(array: Array) -> str:
     return "".join(sorted({chr(byte) for byte in view_of(array, LENGTH)}))
 
 
-def parent_lets_go(road: Road) -> str:
-    array = road.receive("old")
+def parent_lets_go(segment: Segment) -> str:
+    array = segment.receive("old")
     child = Child(lambda: text_in(array))
     del array
-    array = road.receive("new")
+    array = segment.receive("new")
     return f"{child.outcome()} {text_in(array)}"
 
 
-def child_writes(road: Road) -> str:
-    array = road.receive("old")
+def child_writes(segment: Segment) -> str:
+    array = segment.receive("old")
 
     def write() -> str:
         view_of(array, LENGTH)[:] = b"c" * LENGTH
@@ -102,49 +102,49 @@ def child_writes(road: Road) -> str:
     return f"{Child(write).outcome()} {text_in(array)}"
 
 
-def child_lets_go(road: Road) -> str:
-    held = [road.receive("old")]
+def child_lets_go(segment: Segment) -> str:
+    held = [segment.receive("old")]
 
     def drop() -> str:
         held.clear()
         return "dropped"
 
     outcome = Child(drop).outcome()
-    road.receive("new")
+    segment.receive("new")
     return f"{outcome} {text_in(held[0])}"
 
 
-def received_while_forking(road: Road) -> str:
+def received_while_forking(segment: Segment) -> str:
     held: list[Array] = []
-    while_forking.append(lambda: held.append(road.receive("old")))
+    while_forking.append(lambda: held.append(segment.receive("old")))
     child = Child(lambda: text_in(held[0]))
     while_forking.clear()
     kept = text_in(held.pop())
-    road.receive("new")
+    segment.receive("new")
     return f"{child.outcome()} {kept}"
 
 
-def dropped_while_forking(road: Road) -> str:
-    held = [road.receive("old")]
-    slot = road.send("next")
+def dropped_while_forking(segment: Segment) -> str:
+    held = [segment.receive("old")]
+    slot = segment.send("next")
     while_forking.append(held.clear)
     child = Child(lambda: "lives")
     while_forking.clear()
-    return f"{child.outcome()} {road.send('new').position < slot.position}"
+    return f"{child.outcome()} {segment.send('new').position < slot.position}"
 
 
-def dropped_early_in_child(road: Road) -> str:
-    held = [road.receive("old")]
+def dropped_early_in_child(segment: Segment) -> str:
+    held = [segment.receive("old")]
     early_in_child.append(held.clear)
     outcome = Child(lambda: "lives").outcome()
     early_in_child.clear()
-    road.receive("new")
+    segment.receive("new")
     return f"{outcome} {text_in(held[0])}"
 
 
-def locked_by_another_thread(road: Road) -> str:
+def locked_by_another_thread(segment: Segment) -> str:
     buffers = ReceiveBuffers(1 << 20)
-    held = [road.receive("old"), buffers.take(LENGTH)]
+    held = [segment.receive("old"), buffers.take(LENGTH)]
     locks = [buffers._lock, *(array.region._lock for array in held)]
     locked, done = threading.Event(), threading.Event()
 
@@ -166,8 +166,8 @@ def locked_by_another_thread(road: Road) -> str:
     return outcome
 
 
-def forked_twice(road: Road) -> str:
-    held = [road.receive("old")]
+def forked_twice(segment: Segment) -> str:
+    held = [segment.receive("old")]
 
     def fork_again() -> str:
         grandchild = Child(lambda: text_in(held[0]))
@@ -176,26 +176,26 @@ def forked_twice(road: Road) -> str:
 
     child = Child(fork_again)
     held.clear()
-    road.receive("new")
+    segment.receive("new")
     return child.outcome()
 
 
-def two_arrays(road: Road) -> str:
-    first, gap, second = (road.receive(text) for text in "123")
+def two_arrays(segment: Segment) -> str:
+    first, gap, second = (segment.receive(text) for text in "123")
     del gap
     return Child(lambda: f"{text_in(first)} {text_in(second)}").outcome()
 
 
-def copies_are_given_back(road: Road) -> str:
-    array = road.receive("old")
+def copies_are_given_back(segment: Segment) -> str:
+    array = segment.receive("old")
     before = mapped_bytes()
     for _ in range(20):
         Child(lambda: "x").outcome()
     return f"{mapped_bytes() - before < array.region.size}"
 
 
-def child_frees_what_it_drops(road: Road) -> str:
-    held = [road.receive("old")]
+def child_frees_what_it_drops(segment: Segment) -> str:
+    held = [segment.receive("old")]
     size = held[0].region.size
 
     def drop() -> str:
@@ -206,8 +206,8 @@ def child_frees_what_it_drops(road: Road) -> str:
     return Child(drop).outcome()
 
 
-def no_room_for_a_copy(road: Road) -> str:
-    array = road.receive("old")
+def no_room_for_a_copy(segment: Segment) -> str:
+    array = segment.receive("old")
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + array.region.size // 2, hard))
     unused, read = Child(lambda: "lives"), Child(lambda: text_in(array))
@@ -245,4 +245,4 @@ if __name__ == "__main__":
         after_in_child=lambda: run_all(early_in_child),
     )
     for scenario in SCENARIOS:
-        print(scenario.__name__, scenario(Road()), flush=True)
+        print(scenario.__name__, scenario(Segment()), flush=True)

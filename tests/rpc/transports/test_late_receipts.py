@@ -1,4 +1,4 @@
-"""What is owed is paid before long, also after something went wrong."""
+"""Acknowledgements leave before long, also after something went wrong."""
 
 from __future__ import annotations
 

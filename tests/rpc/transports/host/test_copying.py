@@ -136,7 +136,7 @@ def test_memory_is_the_callers_again_when_a_signal_handler_raises(
         assert ended == ["test-copy-0"]
 
 
-def test_a_crew_that_cannot_have_threads_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_have_threads_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -145,7 +145,7 @@ def test_a_crew_that_cannot_have_threads_copies_alone(monkeypatch: pytest.Monkey
         assert copies(copier, 32 * MIB)
 
 
-def test_a_closed_crew_copies_alone(moves: list[tuple[str, int]]) -> None:
+def test_a_closed_one_copies_alone(moves: list[tuple[str, int]]) -> None:
     with threads(2) as copier:
         copies(copier, 16 * MIB)
     moves.clear()
@@ -153,7 +153,7 @@ def test_a_closed_crew_copies_alone(moves: list[tuple[str, int]]) -> None:
     assert [name for name, _ in moves] == [threading.current_thread().name]
 
 
-def test_a_crew_that_is_closed_amid_copies_finishes_them() -> None:
+def test_one_that_is_closed_amid_copies_finishes_them() -> None:
     copier = CopyThreads("test", 2)
     results: list[bool] = []
     threads = [

@@ -158,7 +158,7 @@ class TestLeaving:
     def test_close_is_sent_to_those_that_are_connected(
         self, worker: Worker, leaving: threading.Thread
     ) -> None:
-        connected, stranger = worker.add(1), worker.add(2, watched=False)
+        connected, unconnected = worker.add(1), worker.add(2, watched=False)
         asked, lifeline = future(), future()
         connected.lifeline = lifeline
         request = Envelope(FrameKind.REQUEST, 1, 1, 7, 1)
@@ -174,7 +174,7 @@ class TestLeaving:
             ("visibly", lifeline, wire.LEFT, SHUT_DOWN.encode()),
             ("waited",),
         ]
-        assert not stranger.close_sent
+        assert not unconnected.close_sent
 
     def test_a_peer_whose_pipe_is_broken_is_not_waited_for(
         self, worker: Worker, leaving: threading.Thread

@@ -1,4 +1,4 @@
-"""What asks a peer for its devices is understood, and what is in the way is said."""
+"""A peer understands the question for its devices, and says what is in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose calls are taken, whose wait, and whose are refused."""
+"""Calls are taken, wait or are refused by who made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's agent is asked to do, and what is done where it does not come back."""
+"""The right things are asked of torch's agent, and nobody hangs where it does not come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is packed is what is unpacked; what torch would load is what we made."""
+"""Unpacking gives what was packed, and torch loads the pickles that we make."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 
 _SECONDS = 10.0
 _TRY_SECONDS = 0.05
-"""How long a thread gets to close the door if it can."""
+"""How long a thread gets to close the acceptor, if it can."""
 
 
 class _Interrupted(RequestSide):
@@ -198,7 +198,7 @@ def test_where_too_many_are_silent_the_oldest_makes_room(crowd: _Crowd) -> None:
     assert crowd.inside() == [False, True, True, True]
 
 
-def test_a_member_gets_in_while_strangers_come_faster_than_it_is_heard(crowd: _Crowd) -> None:
+def test_a_member_gets_in_while_others_connect_faster_than_it_is_read(crowd: _Crowd) -> None:
     member = _member()
     for _ in range(10):
         crowd.enter()
@@ -285,7 +285,7 @@ def test_who_says_nothing_is_sent_away_long_before_who_says_something(crowd: _Cr
 
 
 class _Strained:
-    """A door whose only listener lacks something whenever somebody connects."""
+    """An acceptor whose only listener lacks something whenever somebody connects."""
 
     def __init__(self) -> None:
         self.listener = _Crowded(socket.AF_UNIX)
@@ -338,7 +338,7 @@ def test_a_listener_that_cannot_be_watched_again_is_at_the_sweep_after(
     assert strained.watched() == [strained.listener.fileno()]
 
 
-def test_a_paused_listener_is_not_read_again_once_the_door_is_closed() -> None:
+def test_a_paused_listener_is_not_read_again_once_the_acceptor_is_closed() -> None:
     listener = _listening(_Crowded(socket.AF_UNIX))
     acceptor = _acceptor(listener)
     paused = threading.Event()

@@ -128,7 +128,7 @@ def test_descriptors_that_arrive_while_a_channel_is_removed_are_closed(
         assert good.is_served()
 
 
-def test_a_channel_without_memory_to_receive_breaks_and_can_be_mended(
+def test_a_channel_without_memory_to_receive_breaks_and_can_be_replaced(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = ends

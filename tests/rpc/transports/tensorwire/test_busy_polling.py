@@ -1,4 +1,4 @@
-"""Looking out before sleeping: it finds events, and gives up where it does not pay."""
+"""Polling before sleeping: it finds events, and gives up where it does not pay."""
 
 from __future__ import annotations
 

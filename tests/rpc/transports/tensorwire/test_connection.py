@@ -1,4 +1,4 @@
-"""How a connection is put in the place of another: whatever happens meanwhile, at every step."""
+"""A connection replaces another, whatever happens meanwhile, at every step."""
 
 from __future__ import annotations
 

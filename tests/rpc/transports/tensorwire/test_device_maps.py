@@ -1,4 +1,4 @@
-"""Where tensors go by device maps, and how they get there."""
+"""Tensors go where device maps say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a link does around the bytes of one frame."""
+"""A link places, announces and takes back the parts of one frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reading half of a main channel: what ends it, and what another connection mends."""
+"""The reading half of a main channel: what ends it, and what another connection resumes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def read(found: bytes | Exception) -> MainReader:
         (MemoryError(), "there is no memory to receive anything"),
     ],
 )
-def test_a_connection_that_ends_can_be_mended(found: bytes | Exception, why: str) -> None:
+def test_a_connection_that_ends_can_be_replaced(found: bytes | Exception, why: str) -> None:
     reader = read(found)
     assert why in reader.over
     assert not reader.garbled
 
 
-def test_bytes_that_are_no_frames_cannot_be_mended() -> None:
+def test_after_bytes_that_are_no_frames_no_connection_helps() -> None:
     reader = read(b"x" * 100)
     assert "cannot be read" in reader.over
     assert reader.garbled

@@ -32,7 +32,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import SECONDS, Worker, echo, introduce
 from tests.rpc.transports.cutter import Cutter, cutting
-from tests.rpc.transports.tensorwire.strangers import connect, shake
+from tests.rpc.transports.tensorwire.bare_connections import connect, shake
 from tests.waiting import until
 
 Maker = Callable[..., list[Worker]]
@@ -417,13 +417,13 @@ def test_a_link_that_cannot_be_put_together_again_is_given_up(
     assert any(reason.match(w.lost[0][1]) for w in (a, b))
 
 
-def test_without_a_thread_to_mend_it_a_link_is_given_up(
+def test_without_a_thread_to_reconnect_a_peer_is_given_up(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("tensorwire-mend-worker1"):
+        if thread.name.startswith("tensorwire-reconnect-worker1"):
             raise RuntimeError("can't start new thread")
         start(thread)
 

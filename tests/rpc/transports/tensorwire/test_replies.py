@@ -1,4 +1,4 @@
-"""Who reads replies: the thread that waits, or the background thread when none does."""
+"""The thread that waits reads replies, or the background thread when none does."""
 
 from __future__ import annotations
 
@@ -177,11 +177,11 @@ def test_a_waiting_thread_reads_its_reply_itself(side: Side) -> None:
     assert mine > 25
 
 
-def test_what_the_reading_thread_delivers_to_itself_rings_no_bell(
+def test_what_the_reading_thread_delivers_to_itself_wakes_nobody(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, plain = threading.Event(), side.deliver
-    rung: list[int] = []
+    woken: list[int] = []
 
     def done() -> bool:
         began.set()
@@ -192,7 +192,7 @@ def test_what_the_reading_thread_delivers_to_itself_rings_no_bell(
         side.replies.wake()
 
     side.replies._channels[side.mine.fileno()]._deliver = deliver
-    monkeypatch.setattr(os, "eventfd_write", lambda wake_up, _: rung.append(wake_up))
+    monkeypatch.setattr(os, "eventfd_write", lambda wake_up, _: woken.append(wake_up))
     waiter = threading.Thread(target=side.replies.wait, args=(done, lambda: side.block(1)))
     waiter.start()
     assert began.wait(SECONDS)
@@ -200,7 +200,7 @@ def test_what_the_reading_thread_delivers_to_itself_rings_no_bell(
     waiter.join(SECONDS)
     monkeypatch.undo()
     assert side.arrived[1] == waiter.ident
-    assert not rung
+    assert not woken
 
 
 def test_every_waiter_gets_its_reply_whoever_reads_it(side: Side) -> None:
@@ -235,13 +235,13 @@ def test_hammering_from_many_threads_loses_no_wake_up(side: Side) -> None:
 def test_held_requests_leave_although_nobody_waits_or_replies(side: Side) -> None:
     side.other.settimeout(SECONDS)
     size = len(pack_fixed(1, 0, 0, 0, 0, 0))
-    for number in range(3):  # the first rings the alarm, the others find the thread ticking
+    for number in range(3):  # the first wakes the thread, the others find the thread ticking
         side.hold(number)
         assert len(side.other.recv(size, socket.MSG_WAITALL)) == size
 
 
 def test_held_requests_leave_when_they_are_many(side: Side) -> None:
-    side.replies._ticking = True  # so that the alarm is not rung
+    side.replies._ticking = True  # so that nothing wakes the thread
     side.other.setblocking(False)
     for number in range(15):
         side.hold(number)

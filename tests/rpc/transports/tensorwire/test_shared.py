@@ -1,4 +1,4 @@
-"""Which threads may wait."""
+"""Only threads on which nobody depends may wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorWire promises beyond other transports: strangers, roads, bounds, ends."""
+"""TensorWire keeps promises beyond those of others: outsiders, endpoints, bounds, ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from tests.rpc.transports.conformance import (
     echo,
     introduce,
 )
-from tests.rpc.transports.tensorwire.strangers import connect, shake
+from tests.rpc.transports.tensorwire.bare_connections import connect, shake
 from tests.signals import heeding_interrupts
 
 Maker = Callable[..., list[Worker]]
@@ -90,7 +90,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# Strangers.
+# Outsiders.
 
 
 @pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
@@ -249,7 +249,7 @@ def test_a_first_attempt_that_came_to_nothing_is_no_loss(make: Maker) -> None:
     assert a.lost == []
 
 
-# Roads.
+# Endpoints.
 
 
 def spoil(worker: Worker, **fields: object) -> Peer:
@@ -274,7 +274,7 @@ def test_a_unix_socket_that_leads_elsewhere_falls_back_to_tcp_with_one_line(
     assert a.lost == b.lost == []
 
 
-def test_a_neighbour_that_is_gone_is_no_matter_of_roads(
+def test_a_neighbour_that_is_gone_is_no_matter_of_endpoints(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = make(Settings(), Settings())

@@ -1,4 +1,4 @@
-"""TensorWire keeps the promises of every transport, over each of its roads."""
+"""TensorWire keeps the promises of every transport, over each kind of connection."""
 
 from __future__ import annotations
 

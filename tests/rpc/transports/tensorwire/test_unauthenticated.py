@@ -1,4 +1,4 @@
-"""Who has to go when too many wait: seen from each side of a crowd."""
+"""The right connection is closed when too many are unauthenticated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 def enter(
     connections: UnauthenticatedConnections[str], *clients: str, now: float = 100.0
 ) -> list[str | None]:
-    """Guests come in, each from the place that its first letter names; who goes for each."""
+    """Adds connections, each of the origin that its first letter names; returns the evicted."""
     return [connections.add(client, client[0], now) for client in clients]
 
 

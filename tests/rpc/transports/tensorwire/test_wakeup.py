@@ -1,4 +1,4 @@
-"""The bell that wakes whoever polls."""
+"""An event that wakes a thread in epoll."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _rings(wake_up: WakeUp) -> bool:
     return bool(select.select([wake_up.descriptor], [], [], 0)[0])
 
 
-def test_a_bell_rings_until_it_is_silenced(wake_up: WakeUp) -> None:
+def test_it_wakes_until_it_is_cleared(wake_up: WakeUp) -> None:
     assert not _rings(wake_up)
     wake_up.set()
     wake_up.set()
@@ -31,12 +31,12 @@ def test_a_bell_rings_until_it_is_silenced(wake_up: WakeUp) -> None:
     assert not _rings(wake_up)
 
 
-def test_a_silent_bell_may_be_silenced(wake_up: WakeUp) -> None:
+def test_it_may_be_cleared_again(wake_up: WakeUp) -> None:
     wake_up.clear()
     assert not _rings(wake_up)
 
 
-def test_a_closed_bell_does_not_reach_what_has_its_number_now() -> None:
+def test_once_closed_it_does_not_reach_what_has_its_number_now() -> None:
     reading, writing = os.pipe()
     wake_up = WakeUp()
     wake_up.close()

@@ -1,4 +1,4 @@
-"""Bare connections to a worker, as a stranger or a member of the group would make them."""
+"""Bare connections to a worker, as an outsider or a member of the group would make them."""
 
 from __future__ import annotations
 
