@@ -31,7 +31,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tasks,
     Wait,
 )
-from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
@@ -53,11 +53,11 @@ class Coordinator(Tasks):
         super().__init__(view, living)
         self._me = me
         self._changes = 0
-        self._arrivals: dict[tuple[str, int], list[int]] = {}
+        self._arrivals: dict[Client, list[int]] = {}
         self._copying = False
         self._failed_copy: tuple[int, tuple[int, Server]] | None = None
         here = set(trainers)
-        self._gone = {(t.name, t.incarnation) for t in view.trainers if t.number not in here}
+        self._gone = {t.client for t in view.trainers if t.number not in here}
 
     # --- events
 
@@ -82,13 +82,15 @@ class Coordinator(Tasks):
                 self._resume(task, False)
         return self._flush()
 
-    def trainer_lost(self, name: str, incarnation: int) -> list[Effect]:
-        """A worker that may be a trainer is gone."""
-        self._arrivals.pop((name, incarnation), None)
-        self._gone.add((name, incarnation))
-        trainer = self.view.trainer(name, incarnation)
-        if trainer is not None:
-            self._begin(self._dismiss(trainer.number))
+    def worker_lost(self, name: str, incarnation: int) -> list[Effect]:
+        """A worker is gone, and may have been a trainer, or about to be one."""
+        for client in [*self._arrivals, *(trainer.client for trainer in self.view.trainers)]:
+            if (client.name, client.incarnation) == (name, incarnation):
+                self._gone.add(client)
+                self._arrivals.pop(client, None)
+                trainer = self.view.trainer(client)
+                if trainer is not None:
+                    self._begin(self._dismiss(trainer.number))
         return self._flush()
 
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
@@ -244,14 +246,16 @@ class Coordinator(Tasks):
     # --- trainers
 
     def _ask_to_join(self, request: int, join: orders.Join) -> None:
-        known = self.view.trainer(join.name, join.incarnation)
-        waiting = self._arrivals.setdefault((join.name, join.incarnation), [])
-        waiting.append(request)
+        if join.client in self._gone:  # an echo of a request that was answered long ago
+            self._effects.append(Fail(request, "this trainer has left the cluster"))
+            return
+        known = self.view.trainer(join.client)
+        self._arrivals.setdefault(join.client, []).append(request)
         if known is not None and self._change is None:
             self._answer_arrivals()
 
     def _may_join(self) -> bool:
-        new = [who for who in self._arrivals if self.view.trainer(*who) is None]
+        new = [who for who in self._arrivals if self.view.trainer(who) is None]
         expected = int(self.view.settings.get("trainers", 1))
         if not new:
             self._answer_arrivals()
@@ -263,28 +267,30 @@ class Coordinator(Tasks):
         yield Edit(self._with_arrivals)
         new = [trainer for trainer in self.view.trainers if trainer.number >= before]
         for trainer in new:
-            if (trainer.name, trainer.incarnation) in self._gone:  # while the view was stored
+            if trainer.client in self._gone:  # while the view was stored
                 self._begin(self._dismiss(trainer.number))
         yield from self._cut(joins=[trainer.number for trainer in new])
         self._answer_arrivals()
 
     def _with_arrivals(self, view: View) -> View:
-        new = [who for who in self._arrivals if view.trainer(*who) is None]
+        new = [who for who in self._arrivals if view.trainer(who) is None]
         return views.with_trainers(view, new) if new else view
 
     def _answer_arrivals(self) -> None:
         for who, requests in list(self._arrivals.items()):
-            trainer = self.view.trainer(*who)
+            trainer = self.view.trainer(who)
             if trainer is not None:
                 del self._arrivals[who]
                 self._effects += [Reply(request, trainer.number) for request in requests]
 
     def _leave(self, request: int, what: orders.Leave) -> Steps:
         """A trainer has finished, unless the cluster went back and it must do so once more."""
+        before = self.view.trainers
         yield Edit(lambda view: _without_leaver(view, what))
         if what.generation != self.view.generation:
             self._effects.append(Fail(request, _WENT_BACK))
             return
+        self._gone |= {t.client for t in before if t.number == what.trainer}
         yield from self._dismiss(what.trainer)
         self._effects.append(Reply(request, None))
 
@@ -296,7 +302,7 @@ class Coordinator(Tasks):
         yield self._to_all(orders.Settle(number, keep))
 
     def _without_gone(self, view: View) -> View:
-        gone = [t.number for t in view.trainers if (t.name, t.incarnation) in self._gone]
+        gone = [t.number for t in view.trainers if t.client in self._gone]
         return views.without_trainers(view, gone) if gone else view
 
     def _declare(self, request: int, what: orders.Announce) -> Steps:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tensorwire.parameter_server.decisions import clock
-from tensorwire.parameter_server.decisions.views import Server
+from tensorwire.parameter_server.decisions.views import Client, Server
 
 # --- to a shard, answered once it is done, and safe at all of its chain
 
@@ -129,8 +129,7 @@ class Move:
 class Join:
     """A trainer wants to push. Answered with its number."""
 
-    name: str
-    incarnation: int
+    client: Client
 
 
 @dataclass(frozen=True, slots=True)

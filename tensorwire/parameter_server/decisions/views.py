@@ -34,19 +34,32 @@ class Server:
         return f"{self.name}/{self.incarnation}"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Client:
+    """Somebody who pushes, from when it joins until it has finished.
+
+    Args:
+        name: the worker's.
+        incarnation: which life of that name.
+        session: how often this life has joined before.
+    """
+
+    name: str
+    incarnation: int
+    session: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Somebody who pushes.
+    """A client that has joined.
 
     Args:
         number: in the cluster; never given twice.
-        name: the worker's.
-        incarnation: which life of that name.
+        client: who it is.
     """
 
     number: int
-    name: str
-    incarnation: int
+    client: Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +156,9 @@ class View:
         """The shards that keep anything in this epoch; pushes go to each of them."""
         return tuple(sorted(set(self.slots)))
 
-    def trainer(self, name: str, incarnation: int) -> Trainer | None:
-        """The trainer of that name and life."""
-        same = (t for t in self.trainers if (t.name, t.incarnation) == (name, incarnation))
-        return next(same, None)
+    def trainer(self, client: Client) -> Trainer | None:
+        """The trainer that this client is; None if it has not joined, or no longer."""
+        return next((each for each in self.trainers if each.client == client), None)
 
     # --- as text
 
@@ -166,7 +178,10 @@ class View:
                 ],
                 "epoch": self.epoch,
                 "slots": runs,
-                "trainers": [[t.number, t.name, t.incarnation] for t in self.trainers],
+                "trainers": [
+                    [t.number, t.client.name, t.client.incarnation, t.client.session]
+                    for t in self.trainers
+                ],
                 "joined": self.joined,
                 "made": self.made,
                 "declared": dict(self.declared),
@@ -189,7 +204,9 @@ class View:
         fields["slots"] = tuple(shard for shard, count in fields["slots"] for _ in range(count))
         if fields["snapshot"] is not None:
             fields["snapshot"] = Snapshot.decode(fields["snapshot"])
-        fields["trainers"] = tuple(Trainer(*each) for each in fields["trainers"])
+        fields["trainers"] = tuple(
+            Trainer(number, Client(*client)) for number, *client in fields["trainers"]
+        )
         return cls(**fields)
 
 
@@ -285,11 +302,10 @@ def backed_up(view: View, number: int, server: Server) -> View:
     return replace(view, number=next_view, shards=shards)
 
 
-def with_trainers(view: View, arrivals: Iterable[tuple[str, int]]) -> View:
-    """These join, by name and life; they are numbered in the order of their names."""
+def with_trainers(view: View, arrivals: Iterable[Client]) -> View:
+    """These join; they are numbered in the order of their names."""
     new = tuple(
-        Trainer(view.joined + place, name, incarnation)
-        for place, (name, incarnation) in enumerate(sorted(arrivals))
+        Trainer(view.joined + place, client) for place, client in enumerate(sorted(arrivals))
     )
     return replace(
         view,

@@ -58,7 +58,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tell,
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
-from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 
 IDS = tuple(range(0, SLOTS, SLOTS // 7))
 """Some ids; an id is its own slot."""
@@ -226,7 +226,7 @@ class ServerProcess(Process):
             trainers = [
                 t.number
                 for t in view.trainers
-                if Server(t.name, t.incarnation) not in self.known_lost
+                if Server(t.client.name, t.client.incarnation) not in self.known_lost
             ]
             self.coordinator = Coordinator(self.life, view, living, trainers)
             self.coordinate(self.coordinator.start())
@@ -279,7 +279,7 @@ class ServerProcess(Process):
         if self.coordinator is not None:
             self.coordinate(self.coordinator.server_lost(life))
         if self.coordinator is not None:
-            self.coordinate(self.coordinator.trainer_lost(life.name, life.incarnation))
+            self.coordinate(self.coordinator.worker_lost(life.name, life.incarnation))
         self.maybe_coordinate()
 
     def came(self, life: Server) -> None:
@@ -481,6 +481,7 @@ class TrainerProcess(Process):
     def __init__(self, game: Game, name: str, incarnation: int, steps: int) -> None:
         super().__init__(game, name, incarnation)
         self.view: View | None = None
+        self.client = Client(name, incarnation)
         self.number = -1
         self.next = 0
         self.start = 0
@@ -544,7 +545,7 @@ class TrainerProcess(Process):
         self.rollbacks += 1
         snapshot = view.snapshot
         assert snapshot is not None
-        if view.trainer(self.life.name, self.life.incarnation) is None:
+        if view.trainer(self.client) is None:
             self.phase = "done"  # it had finished
             return
         known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
@@ -561,7 +562,7 @@ class TrainerProcess(Process):
     def act(self) -> None:
         """Whatever was not answered is tried again by somebody who waits."""
         if self.phase == "join":
-            self.ask_coordinator(orders.Join(self.name, self.life.incarnation), self.joined)
+            self.ask_coordinator(orders.Join(self.client), self.joined)
         elif self.phase == "leave":
             self.ask_coordinator(orders.Leave(self.number, self.generation), self.gone)
         elif self.phase in ("work", "finish"):
@@ -715,7 +716,7 @@ class TrainerProcess(Process):
 
     def is_gone(self, answer: Any) -> bool:
         """True if a shard has forgotten this trainer, as it took all, the last push included."""
-        known = self.view is not None and self.view.trainer(self.name, self.life.incarnation)
+        known = self.view is not None and self.view.trainer(self.client)
         return self.phase == "finish" and bool(known) and isinstance(answer, Refused)
 
     def split_again(self, number: int, epoch: int, generation: int) -> None:
@@ -1006,7 +1007,7 @@ class Game:
                     raise Broken(f"snapshot: id {each} has {numbers} of {trainer}, not {sent}")
 
     def number_of(self, life: Server) -> int:
-        trainer = self.view.trainer(life.name, life.incarnation)
+        trainer = self.view.trainer(Client(life.name, life.incarnation))
         known = [n for n, name in self.names.items() if name == life.name]
         return trainer.number if trainer else (min(known) if known else -1)
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.slots import SLOTS, evenly, moved, slot_of
-from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
 
 A, B, C, D = (Server(f"ps{k}", 0) for k in range(4))
 
@@ -50,7 +50,7 @@ def test_ids_fall_evenly_into_slots() -> None:
 
 def test_a_view_survives_the_store() -> None:
     view = views.first([A, B, C], 1, {"servers": ["ps0"], "trainers": 2})
-    view = views.with_trainers(view, [("t1", 0), ("t0", 3)])
+    view = views.with_trainers(view, [Client("t1", 0), Client("t0", 3)])
     view = views.without(view, {B})
     assert View.decode(view.encode()) == view
     with_all = views.coordinated(view, D)
@@ -59,10 +59,10 @@ def test_a_view_survives_the_store() -> None:
 
 
 def test_trainers_are_numbered_by_their_names() -> None:
-    view = views.with_trainers(views.first([A], 0, {}), [("t1", 0), ("t0", 3)])
-    assert [(t.number, t.name) for t in view.trainers] == [(0, "t0"), (1, "t1")]
-    later = views.with_trainers(views.without_trainers(view, {0}), [("t0", 4)])
-    assert [(t.number, t.name) for t in later.trainers] == [(1, "t1"), (2, "t0")]
+    view = views.with_trainers(views.first([A], 0, {}), [Client("t1", 0), Client("t0", 3)])
+    assert [(t.number, t.client.name) for t in view.trainers] == [(0, "t0"), (1, "t1")]
+    later = views.with_trainers(views.without_trainers(view, {0}), [Client("t0", 4)])
+    assert [(t.number, t.client.name) for t in later.trainers] == [(1, "t1"), (2, "t0")]
 
 
 def test_a_backup_takes_over_and_a_server_that_came_is_asked_to_be_one() -> None:
