@@ -90,9 +90,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """These pushes are one update, in this order."""
+    """These pushes are one update, in this order.
+
+    Args:
+        pushes: one for each trainer that takes part.
+        time: see :attr:`Clock.time`; this update included.
+    """
 
     pushes: tuple[Push, ...]
+    time: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +347,7 @@ class Clock:
                 self._dismiss(push.trainer)
         self._dismiss_settled()
         updates = tuple(push for push in step if push.kind is PushKind.UPDATE)
-        effects: list[Effect] = [Apply(updates)] if updates else []
+        effects: list[Effect] = [Apply(updates, self._time)] if updates else []
         return effects + [Taken(push.trainer, push.number) for push in step]
 
     def _is_at_cut(self) -> bool:

@@ -62,9 +62,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Answer this pull from the state as it is now."""
+    """Answer this pull from the state as it is now; ``time`` says the age of rows."""
 
     pull: Pull
+    time: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +423,7 @@ class Replica:
 
     def _answer(self, effect: Answer | Turn) -> Effect:
         if isinstance(effect, Answer):
-            return Read(effect.pull)
+            return Read(effect.pull, self.clock.time)
         return Respond(effect.pull.ask, effect.reason)
 
     def _answer_gone(self, change: int) -> list[Effect]:

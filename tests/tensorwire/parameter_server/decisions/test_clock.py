@@ -41,7 +41,7 @@ def test_bsp_applies_a_step_as_one_update_in_the_trainers_order_once_all_have_pu
     assert it.push(Push(2, 0, 0)) == []
     assert it.push(Push(0, 0, 0)) == []
     assert it.push(Push(1, 0, 0)) == [
-        Apply((Push(0, 0, 0), Push(1, 0, 0), Push(2, 0, 0))),
+        Apply((Push(0, 0, 0), Push(1, 0, 0), Push(2, 0, 0)), time=1),
         Taken(0, 0),
         Taken(1, 0),
         Taken(2, 0),
@@ -65,7 +65,7 @@ def test_pushes_that_overtook_each_other_are_applied_in_their_order() -> None:
 def test_a_skipped_step_counts_as_a_step_and_is_no_update() -> None:
     it = clock(BSP(), 2)
     it.push(Push(0, 0, 0, PushKind.SKIP))
-    assert it.push(Push(1, 0, 0)) == [Apply((Push(1, 0, 0),)), Taken(0, 0), Taken(1, 0)]
+    assert it.push(Push(1, 0, 0)) == [Apply((Push(1, 0, 0),), time=1), Taken(0, 0), Taken(1, 0)]
 
 
 def test_who_has_finished_is_not_waited_for() -> None:

@@ -1,0 +1,36 @@
+"""Loops over ids and rows: numba's where it is installed, else torch's, with the same results.
+
+Both modules have the same functions; numba's has updates besides. :func:`kernels` returns the one
+that is used in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import Final
+
+_logger = logging.getLogger("tensorwire")
+
+_PACKAGE: Final = "tensorwire.parameter_server.kernels"
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """The module of kernels for this installation; says once if it is the slow one."""
+    try:
+        return importlib.import_module(f"{_PACKAGE}.numba_kernels")
+    except ImportError as error:
+        _logger.warning(
+            "the parameter server runs without numba (%s), several times slower; "
+            "install tensorwire[ps]",
+            error,
+        )
+        return torch_only()
+
+
+def torch_only() -> ModuleType:
+    """The kernels that need no numba."""
+    return importlib.import_module(f"{_PACKAGE}.torch_kernels")

@@ -1,0 +1,253 @@
+"""The same kernels in numpy and torch, for where numba is not installed: same results, slower.
+
+Updates are not among them: those of the rules themselves are torch (``rules``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Slots
+
+_MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_LOW_16: Final = np.uint64(0xFFFF)
+
+NAME: Final = "torch"
+
+
+def _u(number: int) -> Any:
+    return np.uint64(number)
+
+
+def _mix(values: Any) -> Any:
+    with np.errstate(over="ignore"):
+        mixed = values.astype(np.uint64)
+        for _ in range(2):
+            mixed = (mixed ^ (mixed >> _u(32))) * _MULTIPLIER
+        return mixed ^ (mixed >> _u(32))
+
+
+def _random(state: Any) -> Any:
+    with np.errstate(over="ignore"):
+        mixed = (state ^ (state >> _u(30))) * _u(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> _u(27))) * _u(0x94D049BB133111EB)
+        return mixed ^ (mixed >> _u(31))
+
+
+def _homes(table: Slots, ids: Ints) -> Any:
+    return (((_mix(ids) & _LOW) * _u(table.shape[0])) >> _u(32)).astype(np.int64)
+
+
+# --- index
+
+
+def find(table: Slots, ids: Ints, rows: Ints) -> None:
+    """Looks ids up; -1 for those that are not there."""
+    rows[:] = -1
+    at, left = _homes(table, ids), np.arange(len(ids))
+    while len(left):
+        keys, found = table[at, 0], table[at, 1]
+        hit = (found != -1) & (keys == ids[left])
+        rows[left[hit]] = found[hit]
+        on = (found != -1) & ~hit
+        left, at = left[on], (at[on] + 1) % table.shape[0]
+
+
+def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
+    """Looks ids up; those that are not there get the rows from ``following`` on, in order."""
+    find(table, ids, rows)
+    missing = rows == -1
+    new, first, inverse = np.unique(ids[missing], return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    number = np.empty(len(new), np.int64)
+    number[order] = np.arange(following, following + len(new))
+    rows[missing] = number[inverse.reshape(-1)]
+    _enter(table, new, number)
+    return following + len(new)
+
+
+def _enter(table: Slots, ids: Ints, rows: Ints) -> None:
+    """Enters ids that are not there; of those that want one place, the last one gets it."""
+    at, left = _homes(table, ids), np.arange(len(ids))
+    while len(left):
+        free = table[at, 1] == -1
+        table[at[free], 0] = ids[left[free]]
+        table[at[free], 1] = rows[left[free]]
+        placed = free & (table[at, 0] == ids[left])
+        left, at = left[~placed], (at[~placed] + 1) % table.shape[0]
+
+
+def rehash(old: Slots, table: Slots) -> None:
+    """Enters everything into a larger table, which is empty."""
+    kept = old[old[:, 1] != -1]
+    _enter(table, kept[:, 0].copy(), kept[:, 1].copy())
+
+
+def _places(table: Slots, ids: Ints) -> Any:
+    """Where ids are that are there."""
+    places = np.empty(len(ids), np.int64)
+    at, left = _homes(table, ids), np.arange(len(ids))
+    while len(left):
+        hit = (table[at, 1] != -1) & (table[at, 0] == ids[left])
+        places[left[hit]] = at[hit]
+        left, at = left[~hit], (at[~hit] + 1) % table.shape[0]
+    return places
+
+
+def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
+    """Gives ids that are there other rows."""
+    table[_places(table, ids), 1] = rows
+
+
+def remove(table: Slots, ids: Ints) -> None:
+    """Takes ids out that are there."""
+    table[_places(table, ids), 1] = -1
+    kept = table[table[:, 1] != -1]
+    table[:, 1] = -1
+    _enter(table, kept[:, 0].copy(), kept[:, 1].copy())
+
+
+# --- batches of ids
+
+
+def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
+    """Finds the different ids, in the order in which they come, and where each one is."""
+    found, first, where = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    place = np.empty(len(found), np.int64)
+    place[order] = np.arange(len(found))
+    unique[: len(found)] = found[order]
+    inverse[: len(ids)] = place[where.reshape(-1)]
+    return len(found)
+
+
+def slots(ids: Ints, out: Ints) -> None:
+    """The slot of each id, by the high bits of its hash."""
+    out[:] = (_mix(ids) >> _u(54)).astype(np.int64)
+
+
+def split(places: Ints, count: int, position: Ints, sizes: Ints) -> None:
+    """Orders things by the group each belongs to, and leaves the order within a group."""
+    order = np.argsort(places, kind="stable")
+    position[order] = np.arange(len(places))
+    sizes[:] = np.bincount(places, minlength=count)
+
+
+def permute(values: Ints, position: Ints, out: Ints) -> None:
+    """Puts each value where ``position`` says."""
+    out[position] = values
+
+
+def translate(values: Ints, position: Ints) -> None:
+    """Replaces each value by the position of what it names."""
+    values[:] = position[values]
+
+
+def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
+    """Finds the rows that are marked, unmarks them, and returns how many there are."""
+    within = rows[(rows >= 0) & (rows < len(pending))]
+    marked = within[pending[within] == 1]
+    pending[marked] = 0
+    out[: len(marked)] = marked
+    return len(marked)
+
+
+# --- rows
+
+
+def gather(source: Floats, rows: Ints, out: Floats) -> None:
+    """Copies rows; those whose number is negative are left out."""
+    there = rows >= 0
+    if there.all():
+        torch.index_select(
+            torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(out)
+        )
+    else:
+        out[there] = source[rows[there]]
+
+
+def scatter(values: Floats, rows: Ints, target: Floats) -> None:
+    """Copies rows to where ``rows`` says."""
+    target[rows] = values
+
+
+def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None:
+    """Adds up the rows that belong together, in the order in which they come."""
+    seen[:] = 1
+    out[:] = 0
+    add_rows(values, inverse, out)
+
+
+def add_rows(values: Floats, inverse: Ints, out: Floats) -> None:
+    """Adds each row to the one of ``out`` that it belongs to."""
+    torch.from_numpy(out).index_add_(0, torch.from_numpy(inverse), torch.from_numpy(values))
+
+
+# --- initial values
+
+
+def _states(ids: Ints, seed: int) -> Any:
+    return _mix(ids.astype(np.uint64) ^ np.int64(seed).astype(np.uint64))[:, None]
+
+
+def uniform(out: Floats, places: Ints, ids: Ints, seed: int, low: float, high: float) -> None:
+    """Fills rows with numbers from ``low`` to ``high`` that depend on seed, id and column only."""
+    base, span = np.float32(low), np.float32(high) - np.float32(low)
+    columns = np.arange(1, out.shape[1] + 1).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        drawn = _random(_states(ids, seed) + _GOLDEN * columns) >> _u(40)
+    unit = np.float32(1.0 / 16777216.0)
+    out[places] = drawn.astype(np.int64).astype(np.float32) * unit * span + base
+
+
+def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: float) -> None:
+    """Fills rows with nearly normal numbers: each the sum of twelve uniform ones."""
+    count = out.shape[1]
+    steps = np.arange(1, 3 * count + 1).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        drawn = _random(_states(ids, seed) + _GOLDEN * steps)
+    pieces = [(drawn >> _u(shift)) & _LOW_16 for shift in (0, 16, 32, 48)]
+    sums = sum(piece.astype(np.int64) for piece in pieces)
+    totals = np.asarray(sums).reshape(len(ids), count, 3).sum(axis=2) - 6 * 65535
+    unit = np.float32(1.0 / 65536.0)
+    out[places] = totals.astype(np.float32) * unit * np.float32(std) + np.float32(mean)
+
+
+# --- sixteen bits
+
+
+def _noise(ids: Ints, width: int, seed: int, update: int) -> Any:
+    columns = np.arange(1, width + 1).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        state = _states(ids, seed) + _GOLDEN * np.int64(update).astype(np.uint64)
+        return _random(state + _GOLDEN * columns)
+
+
+def to_bfloat16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
+    """Rounds up or down by chance; the chance comes from a hash, so that replicas agree."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    finite = (bits & _u(0x7F800000)) != _u(0x7F800000)
+    noise = _noise(ids, values.shape[1], seed, update) & _LOW_16
+    out[:] = ((bits + np.where(finite, noise, _u(0))) >> _u(16)).astype(np.uint16)
+
+
+def to_float16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
+    """The same for float16; what is too large becomes the largest number there is."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    sign = (bits >> _u(16)) & _u(0x8000)
+    exponent = ((bits >> _u(23)) & _u(0xFF)).astype(np.int64) - 112
+    mantissa = (bits & _u(0x7FFFFF)) | _u(0x800000)
+    noise = _noise(ids, values.shape[1], seed, update)
+    shift = np.where(exponent > 0, 13, np.clip(14 - exponent, 0, 38)).astype(np.uint64)
+    half = (mantissa + (noise & ((_u(1) << shift) - _u(1)))) >> shift
+    half = half + np.where(exponent > 0, (exponent - 1) << 10, 0).astype(np.uint64)
+    half = np.minimum(half, _u(0x7BFF))
+    half = np.where(exponent < -24, _u(0), half)
+    special = np.where(mantissa == _u(0x800000), _u(0x7C00), _u(0x7E00))
+    half = np.where(exponent == 143, special, half)
+    out[:] = (sign | half).astype(np.uint16)

@@ -1,0 +1,80 @@
+"""What a table is: all that servers and trainers must agree about."""
+
+from __future__ import annotations
+
+import base64
+import enum
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import cloudpickle
+
+from tensorwire.parameter_server.arguments import instance, whole
+from tensorwire.parameter_server.initialisers import Initialiser
+from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.rules import Rule
+
+
+class Precision(enum.Enum):
+    """How the numbers of a table's rows are kept. State is float32 always."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table.
+
+    Args:
+        name: unique in the cluster.
+        dim: columns of a row.
+        rule: how rows move.
+        init: how they begin.
+        admit: which ids get a row; None for all.
+        evict: when rows go; None for never.
+        precision: of the rows.
+    """
+
+    name: str
+    dim: int
+    rule: Rule
+    init: Initialiser
+    admit: MinCount | None = None
+    evict: UnusedFor | None = None
+    precision: Precision = Precision.FLOAT32
+
+    def __post_init__(self) -> None:
+        where = f"table {self.name!r}"
+        instance(where, "name", self.name, str, "a text")
+        whole(where, "dim", self.dim)
+        instance(where, "optimizer", self.rule, Rule, "a rule such as ps.SGD(lr=0.1)")
+        instance(where, "init", self.init, Initialiser, "an initialiser such as ps.Uniform(0.01)")
+        instance(where, "admit", self.admit, (MinCount, type(None)), "ps.MinCount or None")
+        instance(where, "evict", self.evict, (UnusedFor, type(None)), "ps.UnusedFor or None")
+        instance(where, "precision", self.precision, Precision, "a ps.Precision")
+
+    def encode(self) -> str:
+        """As text, for the cluster's view."""
+        return encode(self)
+
+    def differences(self, other: object) -> list[str]:
+        """What another declaration of this table says otherwise."""
+        if not isinstance(other, TableSpec):
+            return [f"it is a {type(other).__name__}, not a table"]
+        return [
+            f"{field.name}={getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
+            for field in fields(self)
+            if repr(getattr(self, field.name)) != repr(getattr(other, field.name))
+        ]
+
+
+def encode(spec: object) -> str:
+    """Any declaration as text; classes of the user's program go by value."""
+    return base64.b64encode(cast(bytes, cloudpickle.dumps(spec))).decode()
+
+
+def decode(text: str) -> Any:
+    """The inverse of :func:`encode`."""
+    return cloudpickle.loads(base64.b64decode(text))

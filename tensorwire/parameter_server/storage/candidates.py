@@ -1,0 +1,87 @@
+"""Ids that were pushed, but not often enough for a row: exact counts."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tensorwire.parameter_server.kernels.arrays import Ints
+from tensorwire.parameter_server.storage.index import Index
+from tensorwire.parameter_server.storage.memory import Column
+
+
+class Candidates:
+    """The ids that wait for a row in one table.
+
+    Args:
+        enough: pushes that an id needs.
+        kernels: see ``kernels``.
+    """
+
+    def __init__(self, enough: int, kernels: ModuleType) -> None:
+        self._enough = enough
+        self._k = kernels
+        self._index = Index(kernels)
+        self._rows = Column(np.int64, 3)  # id, pushes, when it was pushed last
+
+    def __len__(self) -> int:
+        return self._index.count
+
+    @property
+    def bytes(self) -> int:
+        """What they take."""
+        return self._index.bytes + 24 * len(self)
+
+    def count(self, ids: Ints, pushes: Ints, time: int) -> Any:
+        """Counts pushes; True for each id that now has enough, which is then forgotten here."""
+        before = len(self)
+        rows = self._index.upsert(ids)
+        self._rows.reserve(len(self))
+        new = rows[rows >= before]
+        self._rows.rows[new, 1] = 0
+        self._rows.rows[rows, 0] = ids
+        self._rows.rows[rows, 1] += pushes
+        self._rows.rows[rows, 2] = time
+        enough = self._rows.rows[rows, 1] >= self._enough
+        self._remove(rows[enough])
+        return enough
+
+    def forget(self, time: int) -> None:
+        """Forgets ids that were pushed last at ``time`` or before."""
+        self._remove(np.flatnonzero(self._rows.rows[: len(self), 2] <= time))
+
+    def _remove(self, rows: Ints) -> None:
+        if not len(rows):
+            return
+        count, left = len(self), len(self) - len(rows)
+        gone = np.zeros(count, bool)
+        gone[rows] = True
+        holes = np.flatnonzero(gone[:left])
+        moving = np.flatnonzero(~gone[left:]) + left
+        self._index.remove(self._rows.rows[rows, 0].copy())
+        moved = self._rows.rows[moving, 0].copy()
+        self._rows.rows[holes] = self._rows.rows[moving]
+        self._rows.release(left)
+        self._index.renumber(moved, holes, left)
+
+    def all(self) -> tuple[Ints, Ints, Ints]:
+        """Ids, counts and times."""
+        ids, pushes, times = self._rows.rows[: len(self)].T.copy()
+        return ids, pushes, times
+
+    def enter(self, ids: Ints, pushes: Ints, times: Ints) -> None:
+        """Takes in ids with what was counted elsewhere."""
+        rows = self._index.upsert(ids)
+        self._rows.reserve(len(self))
+        self._rows.rows[rows] = np.stack([ids, pushes, times], axis=1)
+
+    def take(self, slots: Any) -> tuple[Ints, Ints, Ints]:
+        """Those whose slots are marked; they are no more here."""
+        found = np.empty(len(self), np.int64)
+        self._k.slots(self._rows.rows[: len(self), 0].copy(), found)
+        rows = np.flatnonzero(np.asarray(slots)[found])
+        ids, pushes, times = self._rows.rows[rows].T.copy()
+        self._remove(rows)
+        return ids, pushes, times

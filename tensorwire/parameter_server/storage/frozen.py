@@ -1,0 +1,56 @@
+"""A table as it was at one moment, while it goes on changing.
+
+At the moment itself all rows are marked, which takes a byte a row. A writer copies them in pieces,
+each under the shard's lock; whoever changes a row that was not copied yet saves it first.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tensorwire.parameter_server.kernels.arrays import Bytes, Ints
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.storage.table import Rows, Table
+
+
+class Frozen:
+    """One such memory of one table.
+
+    Args:
+        table: whose.
+        kernels: see ``kernels``.
+    """
+
+    def __init__(self, table: Table, kernels: ModuleType) -> None:
+        self.count = len(table)
+        self.steps = table.steps
+        self.rule = table.rule
+        self.candidates = table.candidates()
+        self._table = table
+        self._k = kernels
+        self._pending: Bytes = np.ones(self.count, np.uint8)
+        self._saved: list[Rows] = []
+        self._next = 0
+
+    def save(self, rows: Ints) -> None:
+        """Copies those of the rows that nobody has copied yet."""
+        if self._next >= self.count:
+            return
+        claimed = np.empty(len(rows), np.int64)
+        count = self._k.claim(self._pending, rows, claimed)
+        if count:
+            self._saved.append(self._table.taken(claimed[:count]))
+
+    def next_piece(self, size: int) -> Rows | None:
+        """The next rows as they were; None after the last. Call it under the shard's lock."""
+        while self._next < self.count:
+            begin, self._next = self._next, min(self._next + size, self.count)
+            rows = np.flatnonzero(self._pending[begin : self._next]) + begin
+            self._pending[rows] = 0
+            if len(rows):
+                return self._table.taken(rows)
+        return self._saved.pop() if self._saved else None

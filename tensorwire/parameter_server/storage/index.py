@@ -1,0 +1,77 @@
+"""Finds rows by id: open addressing, at most three quarters full, 16 bytes a place."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Final
+
+import numpy as np
+
+from tensorwire.parameter_server.kernels.arrays import Ints, Slots
+
+_FIRST: Final = 1024
+_GROWTH: Final = 1.5
+_FULL: Final = 0.75
+
+
+class Index:
+    """Numbers ids from 0 in the order in which they come.
+
+    Args:
+        kernels: see ``kernels``.
+    """
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels = kernels
+        self._table = _empty(_FIRST)
+        self.count = 0
+
+    @property
+    def bytes(self) -> int:
+        """What the index takes."""
+        return self._table.nbytes
+
+    def find(self, ids: Ints) -> Ints:
+        """The row of each id; -1 where there is none."""
+        rows = np.empty(len(ids), np.int64)
+        self._kernels.find(self._table, ids, rows)
+        return rows
+
+    def upsert(self, ids: Ints) -> Ints:
+        """The row of each id; new ones get the next rows, in order."""
+        self._make_room(len(ids))
+        rows = np.empty(len(ids), np.int64)
+        self.count = self._kernels.upsert(self._table, ids, rows, self.count)
+        return rows
+
+    def _make_room(self, more: int) -> None:
+        wanted = self.count + more
+        if wanted <= _FULL * len(self._table):
+            return
+        size = len(self._table)
+        while wanted > _FULL * size:
+            size = int(size * _GROWTH) + 1
+        self._rehash(size)
+
+    def _rehash(self, size: int) -> None:
+        table = _empty(size)
+        self._kernels.rehash(self._table, table)
+        self._table = table
+
+    def remove(self, ids: Ints) -> None:
+        """Takes ids out, all of which are there. Does not renumber the others."""
+        self._kernels.remove(self._table, ids)
+
+    def renumber(self, ids: Ints, rows: Ints, count: int) -> None:
+        """Gives ids other rows; from now on there are ``count``. Shrinks, if that is far fewer."""
+        self._kernels.set_rows(self._table, ids, rows)
+        self.count = count
+        size = max(_FIRST, int(count / _FULL * _GROWTH))
+        if 2 * size < len(self._table):
+            self._rehash(size)
+
+
+def _empty(size: int) -> Slots:
+    table = np.empty((size, 2), np.int64)
+    table[:, 1] = -1
+    return table

@@ -1,0 +1,361 @@
+"""One shard's share of a table: rows, their state, an index; who may come in and who must leave.
+
+Rows are numbered from 0 without gaps: when rows go, the last ones take their numbers. A pull
+changes nothing. Not for several threads at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
+from tensorwire.parameter_server.rules import Per, Rule
+from tensorwire.parameter_server.spec import Precision, TableSpec
+from tensorwire.parameter_server.storage import updates
+from tensorwire.parameter_server.storage.candidates import Candidates
+from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.index import Index
+from tensorwire.parameter_server.storage.memory import Column
+
+_SWEEPS: Final = 8
+"""How often rows that are too old are looked for while one row grows too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one trainer pushes to a table.
+
+    Args:
+        ids: all different.
+        grad: a row for each; the table may overwrite it.
+        places: the rows that a pull has found for these ids, or None.
+    """
+
+    ids: Ints
+    grad: Floats
+    places: Places | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Rows as they were numbered at one time."""
+
+    rows: Ints
+    layout: int
+
+
+class Rows:
+    """Some rows with their ids and state, apart from any table."""
+
+    __slots__ = ("columns", "ids")
+
+    def __init__(self, ids: Ints, columns: dict[str, Any]) -> None:
+        self.ids = ids
+        self.columns = columns
+
+
+class Table:
+    """The rows of one table on one shard.
+
+    Args:
+        spec: what the table is.
+        kernels: see ``kernels``.
+    """
+
+    def __init__(self, spec: TableSpec, kernels: ModuleType) -> None:
+        self.spec = spec
+        self.rule = spec.rule
+        self.steps = 0
+        self.layout = 0
+        self.dropped = 0
+        self.evicted = 0
+        self._k = kernels
+        self._index = Index(kernels)
+        self._ids = Column(np.int64, 1)
+        half = spec.precision is not Precision.FLOAT32
+        self._weight = Column(np.uint16 if half else np.float32, spec.dim)
+        self._state = {
+            name: Column(np.float32, spec.dim if per is Per.COLUMN else 1)
+            for name, per in spec.rule.state.items()
+        }
+        self._touched = Column(np.int64, 1) if spec.evict else None
+        self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
+        self._swept = 0
+        self._frozen: list[Frozen] = []
+
+    def __len__(self) -> int:
+        return self._index.count
+
+    @property
+    def bytes(self) -> int:
+        """What rows, state and index take."""
+        per_row = sum(c.dtype.itemsize * c.width for c in self.columns().values())
+        waiting = self._candidates.bytes if self._candidates else 0
+        return len(self) * per_row + self._index.bytes + waiting
+
+    def columns(self) -> dict[str, Column]:
+        """Everything that is kept for each row, by name."""
+        found = {"ids": self._ids, "weight": self._weight}
+        found |= {f"state.{name}": column for name, column in self._state.items()}
+        if self._touched is not None:
+            found["touched"] = self._touched
+        return found
+
+    # --- reading
+
+    def pull(self, ids: Ints, out: Floats, time: int) -> Places:
+        """Writes the row of each id into ``out``: as it is, or as it would begin."""
+        rows = self._find(ids, time)
+        self._read(rows, out)
+        absent = np.flatnonzero(rows < 0)
+        if len(absent):
+            self.spec.init.fill(out, absent, ids[absent])
+        return Places(rows, self.layout)
+
+    def _find(self, ids: Ints, time: int) -> Ints:
+        """The row of each id; none for a row that is too old, although it is still there."""
+        rows = self._index.find(ids)
+        if self._touched is not None:
+            old = self._is_old(rows, time)
+            rows[old] = -1
+        return rows
+
+    def _is_old(self, rows: Ints, time: int) -> Any:
+        assert self._touched is not None
+        assert self.spec.evict is not None
+        touched = self._touched.rows[np.maximum(rows, 0), 0]
+        return (rows >= 0) & (time - touched >= self.spec.evict.steps)
+
+    def _read(self, rows: Ints, out: Floats) -> None:
+        if self._weight.dtype == np.float32:
+            self._k.gather(self._weight.rows, rows, out)
+            return
+        there = rows >= 0
+        bits = torch.from_numpy(self._weight.rows[rows[there]].view(np.int16))
+        out[there] = bits.view(self._half()).float().numpy()
+
+    def _half(self) -> torch.dtype:
+        is_short = self.spec.precision is Precision.BFLOAT16
+        return torch.bfloat16 if is_short else torch.float16
+
+    # --- changing
+
+    def apply(self, parts: Sequence[Part], time: int, share: float | None = None) -> None:
+        """One update by all of these together.
+
+        Args:
+            parts: one for each trainer, in order.
+            time: steps of the fastest trainer, this one included.
+            share: what the sum of gradients is divided by; None for nothing.
+        """
+        self.steps += 1
+        ids, grad, counts, places = self._merged(parts)
+        if share is not None:
+            grad /= np.float32(share)
+        if self._candidates is not None:
+            ids, grad, places = self._admitted(ids, grad, counts, time)
+        rows = self._rows_for(ids, places, time - 1)
+        self.save_before(rows)
+        self._update(rows, ids, grad)
+        if self._touched is not None:
+            self._touched.rows[rows, 0] = time
+            self._sweep(time)
+
+    def _merged(self, parts: Sequence[Part]) -> tuple[Ints, Floats, Ints | None, Places | None]:
+        """All gradients of one id added up in the parts' order, and how many parts have it."""
+        if len(parts) == 1:
+            return parts[0].ids, parts[0].grad, None, parts[0].places
+        every = np.concatenate([part.ids for part in parts])
+        scratch: Slots = np.empty((max(2 * len(every), 2), 2), np.int64)
+        scratch[:, 1] = -1
+        unique, inverse = np.empty_like(every), np.empty_like(every)
+        count = self._k.dedup(scratch, every, unique, inverse)
+        total: Floats = np.zeros((count, self.spec.dim), np.float32)
+        begin = 0
+        for part in parts:
+            self._k.add_rows(part.grad, inverse[begin : begin + len(part.ids)], total)
+            begin += len(part.ids)
+        return unique[:count].copy(), total, np.bincount(inverse, minlength=count), None
+
+    def _admitted(
+        self, ids: Ints, grad: Floats, counts: Ints | None, time: int
+    ) -> tuple[Ints, Floats, None]:
+        """Leaves out ids that were not pushed often enough."""
+        assert self._candidates is not None
+        rows = self._find(ids, time - 1)
+        strange = np.flatnonzero(rows < 0)
+        pushes = np.ones(len(strange), np.int64) if counts is None else counts[strange]
+        enough = self._candidates.count(ids[strange], pushes, time)
+        kept = np.ones(len(ids), bool)
+        kept[strange[~enough]] = False
+        self.dropped += int((~enough).sum())
+        return ids[kept], np.ascontiguousarray(grad[kept]), None
+
+    def _rows_for(self, ids: Ints, places: Places | None, time: int) -> Ints:
+        """The row of each id; makes those that are not there."""
+        before = len(self)
+        if places is not None and places.layout == self.layout:
+            rows = places.rows
+            missing = np.flatnonzero(rows < 0)
+            if len(missing):
+                rows = rows.copy()
+                rows[missing] = self._index.upsert(ids[missing])
+        else:
+            rows = self._index.upsert(ids)
+        if len(self) > before:
+            new = np.flatnonzero(rows >= before)
+            self._begin(rows[new], ids[new])
+        if self._touched is not None:
+            old = np.flatnonzero((rows < before) & self._is_old(rows, time))
+            self.save_before(rows[old])
+            self._begin(rows[old], ids[old])
+        return rows
+
+    def _begin(self, rows: Ints, ids: Ints) -> None:
+        """Gives rows their initial values."""
+        for column in self.columns().values():
+            column.reserve(len(self))
+        self._ids.rows[rows, 0] = ids
+        if self._weight.dtype == np.float32:
+            self.spec.init.fill(self._weight.rows, rows, ids)
+        else:
+            values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
+            self.spec.init.fill(values, np.arange(len(rows)), ids)
+            self._write_half(rows, ids, values)
+        for name, column in self._state.items():
+            column.rows[rows] = self.rule.initial(name)
+
+    def _update(self, rows: Ints, ids: Ints, grad: Floats) -> None:
+        state = {name: column.rows for name, column in self._state.items()}
+        if self._weight.dtype == np.float32:
+            weight = self._weight.rows
+            updates.apply(self._k, self.rule, weight, state, rows, grad, self.steps)
+            return
+        values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
+        self._read(rows, values)
+        taken = {name: column[rows] for name, column in state.items()}
+        every = np.arange(len(rows))
+        updates.apply(self._k, self.rule, values, taken, every, grad, self.steps)
+        for name, column in taken.items():
+            state[name][rows] = column
+        self._write_half(rows, ids, values)
+
+    def _write_half(self, rows: Ints, ids: Ints, values: Floats) -> None:
+        bits = np.empty(values.shape, np.uint16)
+        short = self.spec.precision is Precision.BFLOAT16
+        shorten = self._k.to_bfloat16 if short else self._k.to_float16
+        shorten(values, ids, getattr(self.spec.init, "seed", 0), self.steps, bits)
+        self._weight.rows[rows] = bits
+
+    def set_hyper(self, rule: Rule) -> None:
+        """The next updates are made with these hyper-parameters."""
+        self.rule = rule
+
+    # --- leaving
+
+    def _sweep(self, time: int) -> None:
+        """Now and then, removes the rows that are too old."""
+        assert self.spec.evict is not None
+        assert self._touched is not None
+        pause = max(1, self.spec.evict.steps // _SWEEPS)
+        if time < self._swept + pause:
+            return
+        self._swept = time
+        age = time - self._touched.rows[: len(self), 0]
+        old = np.flatnonzero(age >= self.spec.evict.steps)
+        self.evicted += len(old)
+        self.remove(old)
+        if self._candidates is not None:
+            self._candidates.forget(time - self.spec.evict.steps)
+
+    def remove(self, rows: Ints) -> None:
+        """Removes rows, all different; the last ones take their numbers."""
+        if not len(rows):
+            return
+        count, left = len(self), len(self) - len(rows)
+        gone = np.zeros(count, bool)
+        gone[rows] = True
+        holes = np.flatnonzero(gone[:left])
+        moving = np.flatnonzero(~gone[left:]) + left
+        self.save_before(np.concatenate([rows, moving]))
+        self._index.remove(self._ids.rows[rows, 0].copy())
+        moved = self._ids.rows[moving, 0].copy()
+        for column in self.columns().values():
+            column.rows[holes] = column.rows[moving]
+            column.release(left)
+        self._index.renumber(moved, holes, left)
+        self.layout += 1
+
+    # --- as a whole
+
+    def rows_in(self, slots: Any) -> Ints:
+        """The rows whose ids lie in slots that are marked."""
+        found = np.empty(len(self), np.int64)
+        self._k.slots(self._ids.rows[: len(self), 0].copy(), found)
+        return np.flatnonzero(np.asarray(slots)[found])
+
+    def taken(self, rows: Ints) -> Rows:
+        """A copy of some rows."""
+        columns = {name: column.rows[rows] for name, column in self.columns().items()}
+        return Rows(columns.pop("ids")[:, 0], columns)
+
+    def enter(self, rows: Rows) -> None:
+        """Takes rows in that were another table's."""
+        places = self._index.upsert(rows.ids)
+        for column in self.columns().values():
+            column.reserve(len(self))
+        self.save_before(places)
+        self._ids.rows[places, 0] = rows.ids
+        for name, column in self.columns().items():
+            if name in rows.columns:
+                column.rows[places] = rows.columns[name]
+
+    def take_candidates(self, slots: Any) -> tuple[Ints, Ints, Ints] | None:
+        """Ids in marked slots that wait for a row, with their counts; they are no more here."""
+        return self._candidates.take(slots) if self._candidates is not None else None
+
+    def enter_candidates(self, waiting: tuple[Ints, Ints, Ints]) -> None:
+        """Takes in ids that wait for a row."""
+        if self._candidates is not None:
+            self._candidates.enter(*waiting)
+
+    def candidates(self) -> tuple[Ints, Ints, Ints] | None:
+        """A copy of the ids that wait for a row, with their counts."""
+        return self._candidates.all() if self._candidates is not None else None
+
+    # --- as it was
+
+    def freeze(self) -> Frozen:
+        """Remembers the rows as they are now, while they go on changing; see :class:`Frozen`."""
+        frozen = Frozen(self, self._k)
+        self._frozen.append(frozen)
+        return frozen
+
+    def thaw(self, frozen: Frozen) -> None:
+        """Nobody needs to know any more how the rows were."""
+        if frozen in self._frozen:
+            self._frozen.remove(frozen)
+
+    def save_before(self, rows: Ints) -> None:
+        """These rows are about to change: who must know how they were takes a copy."""
+        for frozen in self._frozen:
+            frozen.save(rows)
+
+    def pieces(self, size: int) -> Iterator[Rows]:
+        """All rows, copied some at a time."""
+        for begin in range(0, len(self), size):
+            yield self.taken(np.arange(begin, min(begin + size, len(self))))
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """All ids and rows, for tests and small tables."""
+        rows = np.arange(len(self))
+        out: Floats = np.empty((len(self), self.spec.dim), np.float32)
+        self._read(rows, out)
+        return torch.from_numpy(self._ids.rows[: len(self), 0].copy()), torch.from_numpy(out)
