@@ -456,22 +456,19 @@ def adagrad_sums(
         if k + _AHEAD < len(rows):
             for j in range(0, width, _LINE):
                 _prefetch(sums, rows[k + _AHEAD], j)
-        total, slope, under = sums[rows[k]], grad[k], out[k]
-        if shrink != 0:
-            row = weight[rows[k]]
-            for j in range(width):
-                slope[j] = _fma(shrink, row[j], slope[j])
+        total, slope, under, row = sums[rows[k]], grad[k], out[k], weight[rows[k]]
         for j in range(width):
-            total[j] = _fma(slope[j], slope[j], total[j])
+            value = slope[j] if shrink == 0 else _fma(shrink, row[j], slope[j])
+            total[j] = _fma(value, value, total[j])
             under[j] = total[j]
 
 
 @_compiled
 def adagrad_step(
-    weight: Floats, rows: Ints, grad: Floats, roots: Floats, lr: float, eps: float
+    weight: Floats, rows: Ints, grad: Floats, roots: Floats, lr: float, eps: float, decay: float
 ) -> None:
     """``torch.optim.Adagrad`` after the square root."""
-    step, least = -np.float32(lr), np.float32(eps)
+    step, least, shrink = -np.float32(lr), np.float32(eps), np.float32(decay)
     width = grad.shape[1]
     for k in range(len(rows)):
         if k + _AHEAD < len(rows):
@@ -479,7 +476,8 @@ def adagrad_step(
                 _prefetch(weight, rows[k + _AHEAD], j)
         row, slope, root = weight[rows[k]], grad[k], roots[k]
         for j in range(width):
-            row[j] = row[j] + (step * slope[j]) / (root[j] + least)
+            value = slope[j] if shrink == 0 else _fma(shrink, row[j], slope[j])
+            row[j] = row[j] + (step * value) / (root[j] + least)
 
 
 @_compiled

@@ -34,7 +34,7 @@ class Part:
 
     Args:
         ids: all different.
-        grad: a row for each; the table may overwrite it.
+        grad: a row for each; it stays as it is.
         places: the rows that a pull has found for these ids, or None.
     """
 
@@ -158,7 +158,7 @@ class Table:
         self.steps += 1
         ids, grad, counts, places = self._merged(parts)
         if share is not None:
-            grad /= np.float32(share)
+            grad = grad / np.float32(share)
         if self._candidates is not None:
             ids, grad, places = self._admitted(ids, grad, counts, time)
         rows = self._rows_for(ids, places, time - 1)

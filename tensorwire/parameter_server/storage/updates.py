@@ -32,7 +32,7 @@ def apply(
         weight: all rows.
         state: all rows' state, by name.
         rows: which rows; all different.
-        grad: their gradients; may be overwritten.
+        grad: their gradients; they stay as they are.
         step: how often the table was updated, this time included.
     """
     compiled = _COMPILED.get(type(rule)) if hasattr(kernels, "sgd") else None
@@ -55,7 +55,7 @@ def _apply_torch(
     copies = {name: _taken(kernels, values, rows) for name, values in state.items()}
     moved = _taken(kernels, weight, rows)
     tensors = {name: torch.from_numpy(values) for name, values in copies.items()}
-    rule.update(torch.from_numpy(moved), torch.from_numpy(grad), tensors, step)
+    rule.update(torch.from_numpy(moved), torch.from_numpy(grad).clone(), tensors, step)
     kernels.scatter(moved, rows, weight)
     for name, values in copies.items():
         kernels.scatter(values, rows, state[name])
@@ -87,8 +87,9 @@ def _adagrad(
     k: ModuleType, rule: Any, weight: Floats, state: State, rows: Ints, grad: Floats, step: int
 ) -> None:
     under: Floats = np.empty(grad.shape, np.float32)
-    k.adagrad_sums(weight, state["sum"], rows, grad, rule.weight_decay, under)
-    k.adagrad_step(weight, rows, grad, _roots(under), rule.rate(step), rule.eps)
+    decay = rule.weight_decay
+    k.adagrad_sums(weight, state["sum"], rows, grad, decay, under)
+    k.adagrad_step(weight, rows, grad, _roots(under), rule.rate(step), rule.eps, decay)
 
 
 def _rowwise(

@@ -1,0 +1,206 @@
+"""What a group of dense parameters is: an optimizer's, cut into pieces that servers keep.
+
+An elementwise optimizer gives the same bits however its parameters are cut, so large ones are cut
+into pieces; those of other optimizers stay whole. A piece belongs to a slot, as an id does, so
+that pieces move with the map. Pieces next to each other lie in slots next to each other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tensorwire.parameter_server.decisions.slots import SLOTS
+
+_LEAST: Final = 1 << 14
+_PIECES: Final = 128
+
+_ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+
+
+class Spread(enum.Enum):
+    """How an optimizer's parameters may be spread over servers."""
+
+    ELEMENTS = "cut anywhere"
+    """Right for optimizers whose elements do not see each other."""
+    PARAMETERS = "each whole on one server"
+    """Right for optimizers that use norms or factors of a parameter."""
+    TOGETHER = "all on one server"
+    """Right for optimizers whose parameters see each other."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a parameter's elements.
+
+    Args:
+        parameter: its place among all parameters of the optimizer.
+        group: its parameter group.
+        start: the first element.
+        stop: one behind the last.
+        slot: where it is kept.
+    """
+
+    parameter: int
+    group: int
+    start: int
+    stop: int
+    slot: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """One optimizer and its parameters.
+
+    Args:
+        name: unique in the cluster.
+        optimizer: its class.
+        shapes: of the parameters, in the order of the groups.
+        dtypes: theirs.
+        pieces: all of them, in order.
+        spread: how they were cut.
+        defaults: of the optimizer.
+        groups: the hyper-parameters of each group.
+        attributes: what else the optimizer object holds.
+    """
+
+    name: str
+    optimizer: type[Optimizer]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    pieces: tuple[Piece, ...]
+    spread: Spread
+    defaults: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    attributes: Mapping[str, Any]
+
+    def differences(self, other: object) -> list[str]:
+        """What another declaration of this group says otherwise."""
+        if not isinstance(other, DenseSpec):
+            return [f"it is a {type(other).__name__}, not a dense group"]
+        found = []
+        for what in ("optimizer", "shapes", "dtypes", "spread"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if repr(mine) != repr(theirs):
+                found.append(f"{what}={theirs!r}, not {mine!r}")
+        return found
+
+    def kept_by(self, slots: Sequence[int], shard: int) -> list[int]:
+        """The pieces of a shard, by their place in :attr:`pieces`."""
+        return [place for place, piece in enumerate(self.pieces) if slots[piece.slot] == shard]
+
+
+def spread_of(optimizer: Optimizer) -> Spread:
+    """How the parameters of an optimizer may be spread.
+
+    Raises:
+        ValueError: it needs a closure, which cannot run on a server.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step and needs a closure for it, which "
+            "cannot run on a server; choose another optimizer, or keep this one local"
+        )
+    return Spread.ELEMENTS if type(optimizer) in _ELEMENTWISE else Spread.PARAMETERS
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters, group after group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def describe(name: str, optimizer: Optimizer, spread: Spread) -> DenseSpec:
+    """Describes a constructed optimizer of dense parameters."""
+    parameters = parameters_of(optimizer)
+    owners = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    return DenseSpec(
+        name,
+        type(optimizer),
+        tuple(tuple(each.shape) for each in parameters),
+        tuple(each.dtype for each in parameters),
+        _cut([each.numel() for each in parameters], owners, spread),
+        spread,
+        dict(optimizer.defaults),
+        tuple(hyper_of(group) for group in optimizer.param_groups),
+        _attributes(optimizer),
+    )
+
+
+def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _cut(sizes: Sequence[int], owners: Sequence[int], spread: Spread) -> tuple[Piece, ...]:
+    total = sum(sizes)
+    step = max(_LEAST, -(-total // _PIECES))
+    pieces: list[Piece] = []
+    before = 0
+    for parameter, size in enumerate(sizes):
+        most = step if spread is Spread.ELEMENTS else max(size, 1)
+        for start in range(0, size, most):
+            stop = min(start + most, size)
+            middle = before + (start + stop) // 2
+            slot = 0 if spread is Spread.TOGETHER else middle * SLOTS // max(total, 1)
+            pieces.append(Piece(parameter, owners[parameter], start, stop, slot))
+        before += size
+    return tuple(pieces)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a class of its own keeps in the object, beyond what every optimizer has."""
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in vars(plain) and not callable(value)
+    }
+
+
+def state_of_piece(state: Mapping[str, Any], piece: Piece, shape: Sequence[int]) -> dict[str, Any]:
+    """The share of a piece in the state of its parameter, if pieces are cut anywhere."""
+    return {
+        key: value.detach().reshape(-1)[piece.start : piece.stop].clone()
+        if isinstance(value, Tensor) and value.shape == torch.Size(shape) and value.dim()
+        else _copied(value)
+        for key, value in state.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def joined_state(
+    pieces: Sequence[tuple[Piece, Mapping[str, Any]]], shape: Sequence[int]
+) -> dict[str, Any]:
+    """The state of a parameter: the inverse of :func:`state_of_piece` for all its pieces."""
+    joined = {}
+    for key, value in pieces[0][1].items():
+        is_cut = isinstance(value, Tensor) and value.dim() == 1 and len(value) == len(pieces[0][0])
+        parts = [state[key] for _, state in pieces]
+        joined[key] = torch.cat(parts).reshape(tuple(shape)) if is_cut else value
+    return joined

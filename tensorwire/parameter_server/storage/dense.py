@@ -1,0 +1,193 @@
+"""One shard's share of an optimizer: pieces of parameters, their state, and a torch optimizer.
+
+Values lie next to each other in one tensor for each dtype, so that a pull is one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tensorwire.parameter_server.dense_spec import DenseSpec, Spread
+
+
+@dataclass(frozen=True)
+class PieceData:
+    """A piece's elements and its state in the optimizer."""
+
+    value: Tensor
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """What one trainer pushes to a shard's pieces.
+
+    Args:
+        grads: by dtype, in the order of the pieces, those that have a gradient after each other.
+        absent: parameters that have none in this step.
+        hyper: the hyper-parameters of each group.
+    """
+
+    grads: Mapping[torch.dtype, Tensor]
+    absent: frozenset[int]
+    hyper: Sequence[Mapping[str, Any]]
+
+
+class DenseShard:
+    """The pieces of one optimizer on one shard.
+
+    Args:
+        spec: what the group is.
+        slots: the map from slots to shards.
+        shard: this shard.
+    """
+
+    def __init__(self, spec: DenseSpec, slots: Sequence[int], shard: int) -> None:
+        self.spec = spec
+        self.steps = 0
+        self.is_loaded = False
+        self.loader = -1
+        self._shard = shard
+        self._optimizer = _build(spec)
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self.pieces: list[int] = []
+        kept = spec.kept_by(slots, shard)
+        zeros = {p: PieceData(torch.zeros(len(spec.pieces[p]), dtype=self._dtype(p))) for p in kept}
+        self._arrange(zeros)
+
+    def _dtype(self, place: int) -> torch.dtype:
+        return self.spec.dtypes[self.spec.pieces[place].parameter]
+
+    @property
+    def bytes(self) -> int:
+        """What values and state take."""
+        state = sum(
+            value.nbytes
+            for each in self._optimizer.state.values()
+            for value in each.values()
+            if isinstance(value, Tensor)
+        )
+        return state + sum(flat.nbytes for flat in self._flat.values())
+
+    def _arrange(self, data: Mapping[int, PieceData]) -> None:
+        """Lays out exactly these pieces, with this content."""
+        self.pieces = sorted(data)
+        self._flat, self._parameters = {}, {}
+        for dtype in dict.fromkeys(self._dtype(place) for place in self.pieces):
+            same = [place for place in self.pieces if self._dtype(place) == dtype]
+            self._flat[dtype] = torch.cat([data[place].value.reshape(-1) for place in same])
+            begin = 0
+            for place in same:
+                size = len(self.spec.pieces[place])
+                self._parameters[place] = self._parameter(place, self._flat[dtype], begin, size)
+                begin += size
+        self._optimizer.state.clear()
+        for place in self.pieces:
+            if data[place].state:
+                self._optimizer.state[self._parameters[place]] = dict(data[place].state)
+        for number, group in enumerate(self._optimizer.param_groups):
+            mine = [p for p in self.pieces if self.spec.pieces[p].group == number]
+            group["params"] = [self._parameters[place] for place in mine]
+
+    def _parameter(self, place: int, flat: Tensor, begin: int, size: int) -> nn.Parameter:
+        values = flat[begin : begin + size]
+        if self.spec.spread is not Spread.ELEMENTS:
+            values = values.view(self.spec.shapes[self.spec.pieces[place].parameter])
+        return nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
+
+    # --- reading
+
+    def values(self) -> Mapping[torch.dtype, Tensor]:
+        """All elements, by dtype, in the order of the pieces; they change with the next step."""
+        return self._flat
+
+    def data(self, places: Sequence[int]) -> dict[int, PieceData]:
+        """A copy of some pieces with their state."""
+        found = {}
+        for place in places:
+            parameter = self._parameters[place]
+            state = self._optimizer.state.get(parameter, {})
+            copied = {key: _copy(value) for key, value in state.items()}
+            found[place] = PieceData(parameter.detach().clone(), copied)
+        return found
+
+    # --- changing
+
+    def apply(self, parts: Sequence[DensePart], share: float | None) -> None:
+        """One step with the sum of the parts' gradients, divided by ``share``.
+
+        The hyper-parameters are those of the first part. The parts stay as they are.
+        """
+        self.steps += 1
+        for group, hyper in zip(self._optimizer.param_groups, parts[0].hyper, strict=True):
+            group.update(hyper)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for part in parts:
+            self._add_grads(part)
+        if share is not None:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / share
+        self._optimizer.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _add_grads(self, part: DensePart) -> None:
+        begins = dict.fromkeys(part.grads, 0)
+        for place in self.pieces:
+            piece = self.spec.pieces[place]
+            if piece.parameter in part.absent:
+                continue
+            dtype = self._dtype(place)
+            begin = begins[dtype]
+            begins[dtype] = begin + len(piece)
+            parameter = self._parameters[place]
+            grad = part.grads[dtype][begin : begin + len(piece)].view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad = parameter.grad + grad
+
+    def load(self, data: Mapping[int, PieceData], loader: int) -> None:
+        """Sets pieces, all of them or some, as ``loader`` says they are."""
+        own = set(self.pieces)
+        new = {place: each for place, each in data.items() if place in own}
+        self._arrange({**self.data(self.pieces), **new})
+        self.is_loaded = True
+        self.loader = loader
+
+    def leave(self, slots: Sequence[int]) -> dict[int, PieceData]:
+        """Lets pieces go that another map gives to other shards; returns them."""
+        staying = set(self.spec.kept_by(slots, self._shard))
+        going = [place for place in self.pieces if place not in staying]
+        left = self.data(going)
+        self._arrange(self.data([place for place in self.pieces if place in staying]))
+        return left
+
+    def enter(self, data: Mapping[int, PieceData], steps: int) -> None:
+        """Takes pieces in that were another shard's."""
+        self.steps = max(self.steps, steps)
+        self._arrange({**self.data(self.pieces), **data})
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _build(spec: DenseSpec) -> Optimizer:
+    """An optimizer of that class without parameters. Its own constructor may want anything."""
+    made: Optimizer = spec.optimizer.__new__(spec.optimizer)
+    groups = [{"params": [torch.zeros(1)], **hyper} for hyper in spec.groups]
+    Optimizer.__init__(made, groups, dict(spec.defaults))
+    vars(made).update(spec.attributes)
+    for group in made.param_groups:
+        group["params"] = []
+    return made
