@@ -60,6 +60,7 @@ from rpc.errors import (
     RRefError,
     StaleRRefError,
     UnknownWorkerError,
+    WorkerLeftError,
     WorkerLostError,
 )
 from rpc.group.events import MembershipChange, MembershipEvent
@@ -112,6 +113,7 @@ __all__ = [
     "UnknownWorkerError",
     "WhenFull",
     "WorkerInfo",
+    "WorkerLeftError",
     "WorkerLostError",
     "_set_rpc_timeout",
     "api",

@@ -67,9 +67,9 @@ from rpc.wire.remote_errors import raisable
 from rpc.worker_info import WorkerInfo, may_exist
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+    from rpc.group.member_list import Departure
     from rpc.group.membership import Membership
+    from rpc.group.signed_store import SignedStore
 
 _logger = logging.getLogger("rpc")
 
@@ -150,7 +150,7 @@ class Agent(process_forks.Member):
         self.events = MembershipEvents(self.completions.submit)
         self.worker_loss: WorkerLoss = WorkerLoss(self)
         self.membership: Membership | None = None
-        self.store: Store | None = None  # kept, for one worker may be the host of it
+        self.store: SignedStore | None = None  # kept, for one worker may be the host of it
         self.gatherings = Gatherings(self)
         self.gil_profiling = False
         self.inbound = Inbound(self)
@@ -556,14 +556,18 @@ class Agent(process_forks.Member):
         if self.watch is not None:
             self.watch.tell_lost(life, reason)
 
-    def strike_off(self, life: Life) -> None:
+    def strike_off(self, life: Life, reason: str) -> None:
         """Takes a life off the store's list, if this is a dynamic group."""
         if self.membership is not None:
-            self.membership.remove(life)
+            self.membership.remove(life, reason)
 
-    def struck_off(self, life: Life, left: bool) -> None:
-        """Removes a worker that the store does not list any more; ``left`` of its own accord."""
-        self.worker_loss.struck_off(life, left)
+    def lives(self, who: str | int) -> bool:
+        """True if a worker of this name or id is a member and not lost."""
+        return self.group.lives(who)
+
+    def departed(self, life: Life, departure: Departure | None) -> None:
+        """Removes a worker that the store does not list any more."""
+        self.worker_loss.departed(life, departure)
 
     def has_a_say(self) -> bool:
         """False if this worker was declared lost, or the group is leaving together."""

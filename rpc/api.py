@@ -40,7 +40,7 @@ from rpc.errors import RpcError
 from rpc.functions import is_async_execution
 from rpc.group.environment import find_place
 from rpc.group.events import MembershipEvent
-from rpc.group.store import open_store
+from rpc.group.opening import open_store
 from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
@@ -136,10 +136,15 @@ def init_rpc(
         options = _meeting_at(options, place.init_method)
     WorkerInfo(name, 0)  # a bad name fails before anyone is waited for
     with joining():
-        found = open_store(options.init_method, rank, world_size, options.bring_up_timeout)
-        store, rank, size = found
-        keep_store(store)
-        _init_rpc_backend(chosen, store, name, rank, size, options)
+        found = open_store(
+            options.init_method,
+            rank,
+            world_size,
+            options.bring_up_timeout,
+            options.bind_address,
+        )
+        keep_store(found.store)
+        _init_rpc_backend(chosen, found.store, name, found.rank, found.world_size, options)
 
 
 def _meeting_at(options: RpcBackendOptions, init_method: str) -> RpcBackendOptions:

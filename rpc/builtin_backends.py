@@ -19,7 +19,7 @@ from rpc.backend_registry import BackendType, BackendValue, add_once, backend_re
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
 from rpc.group.bring_up import address_towards, form_group, prefers_tcp
 from rpc.group.keys import read_group_key
-from rpc.group.store import Record
+from rpc.group.records import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.transports.tensorpipe.torch_agent import available as tensorpipe_available
 from rpc.transports.tensorpipe.transport import TensorPipeTransport

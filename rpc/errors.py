@@ -8,6 +8,7 @@
         ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
         ├── CallCancelledError        the call was given up with ``future.cancel()``
         ├── WorkerLostError           the other worker died, froze or was cut off
+        │   └── WorkerLeftError       the other worker left the group of its own accord
         ├── AgentClosedError          this worker shut down while the call was outstanding
         ├── QueueFullError            back-pressure: too many bytes are in flight to one worker
         ├── FrameError                bytes from a peer are not a message
@@ -74,14 +75,22 @@ class WorkerLostError(RpcError):
         reason: what was observed, for people.
     """
 
+    _fate = "was lost"
+
     def __init__(self, name: str, incarnation: int, reason: str) -> None:
-        super().__init__(f"worker {name!r} (incarnation {incarnation}) was lost: {reason}")
+        super().__init__(f"worker {name!r} (incarnation {incarnation}) {self._fate}: {reason}")
         self.name = name
         self.incarnation = incarnation
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[WorkerLostError], tuple[Any, ...]]:
         return type(self), (self.name, self.incarnation, self.reason)
+
+
+class WorkerLeftError(WorkerLostError):
+    """The worker at the other end left the group: it called ``shutdown``."""
+
+    _fate = "is gone"
 
 
 class AgentClosedError(RpcError):

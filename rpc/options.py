@@ -68,6 +68,11 @@ class RpcBackendOptions:
         self.liveness_timeout = liveness_timeout
 
     @property
+    def bind_address(self) -> str | None:
+        """Where this worker listens, if the program says so; a backend may let it."""
+        return None
+
+    @property
     def rpc_timeout(self) -> float:
         """Seconds a call may take by default; 0 means no limit."""
         return self._rpc_timeout

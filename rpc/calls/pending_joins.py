@@ -104,7 +104,7 @@ class CallToCome:
     def _make(self) -> None:
         if self._cancelled:
             raise CallCancelledError(f"the call on {self._to} was cancelled by its caller")
-        self._membership.refuse_if_leaving(self._to)
+        self._membership.refuse(self._to)
         worker = self._agent.group.find(self._to)
         left = self._deadline and max(self._deadline - self._agent.clock.now(), _LEAST_SECONDS)
         self._call(worker, timeout=left, sink=self._sink)

@@ -7,6 +7,7 @@ before the error is raised, so that a failed ``init_rpc`` leaves nothing behind.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -16,9 +17,12 @@ from torch._C._distributed_c10d import Store
 from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.group import rendezvous
-from rpc.group.membership import LIVENESS, Check, Membership, peer_of
+from rpc.group.member_list import MemberTable
+from rpc.group.membership import Check, Membership
+from rpc.group.opening import client_of, opened_for_good
 from rpc.group.probes import StoreProber
-from rpc.group.store import KEY_MARK, Record, key_mark, next_incarnation, within
+from rpc.group.records import LIVENESS, NONCE, PREFIX, Record, next_incarnation
+from rpc.group.signed_store import SignedStore
 from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
 from rpc.transports.host.identity import usable_cores
@@ -55,25 +59,27 @@ def form_group(
     Raises:
         BringUpError: workers are missing or disagree.
     """
-    info = WorkerInfo(name, rank)
-    incarnation = within(options.bring_up_timeout, lambda: next_incarnation(store, name, rank))
+    info, store = WorkerInfo(name, rank), client_of(store, options.bring_up_timeout)
+    signed = SignedStore(store, group_key, PREFIX)
+    incarnation = next_incarnation(signed, name, rank)
     prober = StoreProber(address_towards(options.init_method)) if options.liveness_timeout else None
     agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
-    agent.store = store
+    agent.store = signed
     try:
         address = agent.start()
-        extras = {LIVENESS: agent.liveness, KEY_MARK: key_mark(group_key)}
+        extras = {LIVENESS: agent.liveness, NONCE: secrets.token_hex(8)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
-            agent.membership = Membership(agent, store, me, check)
-            agent.membership.join(options.bring_up_timeout)
+            agent.membership = Membership(agent, MemberTable(signed), me, check)
+            agent.membership.join()
         else:
-            records = rendezvous.meet(store, me, options.bring_up_timeout)
+            records = rendezvous.meet(signed, me, options.bring_up_timeout)
             check(records)
-            agent.join([peer_of(record) for record in records])
+            agent.join([record.peer() for record in records])
     except BaseException:
         agent.shutdown(graceful=False)
         raise
+    opened_for_good(store)
     return agent
 
 

@@ -1,32 +1,26 @@
 """Keys and values that all workers of a group see, for packages above ``rpc``.
 
-Owns how they lie in the group's store: apart from ``rpc``'s own keys and from each other,
-and so that no request waits for a key that is not there, as a ``get`` of torch's would.
+Owns how they lie in the group's store: apart from ``rpc``'s own keys and from each other.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from rpc.errors import AgentClosedError, RpcError
+from rpc.errors import AgentClosedError, BringUpError, RpcError
+from rpc.group.signed_store import SignedStore
 from rpc.runtime.executor import blocking
 from rpc.runtime.store_visits import ProcessEndsError, visit
 
 T = TypeVar("T")
 
-_PREFIX = "tensorwire-extend"
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_MARK = b"="
-"""Begins every value in the store, which takes an empty one for none."""
 
 
 class KeyValueStore:
-    """One namespace of the group's store. Every method is one atomic request.
+    """One namespace of the group's store. Every method is one atomic step.
 
     Args:
         store: the group's.
@@ -36,14 +30,13 @@ class KeyValueStore:
         ValueError: the namespace has other characters.
     """
 
-    def __init__(self, store: Store, namespace: str) -> None:
+    def __init__(self, store: SignedStore, namespace: str) -> None:
         if not isinstance(namespace, str) or _NAMESPACE.fullmatch(namespace) is None:
             raise ValueError(
                 f"namespace={namespace!r} must be 1 to 200 letters, digits, '.', '-' and '_'"
             )
-        # Stubs say str where C++ takes bytes as well, which need not be text.
-        self._values: Any = PrefixStore(f"{_PREFIX}/{namespace}/value", store)
-        self._counts: Any = PrefixStore(f"{_PREFIX}/{namespace}/count", store)
+        self._values = store.below(f"extend/{namespace}/value")
+        self._counts = store.below(f"extend/{namespace}/count")
 
     def get(self, key: str) -> bytes | None:
         """The value under ``key``; None if there is none. Never waits for one.
@@ -51,12 +44,12 @@ class KeyValueStore:
         Raises:
             RpcError: the store does not answer.
         """
-        nobodys = os.urandom(16)  # nobody's value, so that nothing is changed
-        return _read(_ask(self._values.compare_set, key, nobodys, nobodys), nobodys)
+        return _ask(key, lambda: self._values.get(key))
 
     def set(self, key: str, value: bytes) -> None:
         """Puts ``value`` under ``key``, whatever was there."""
-        _ask(self._values.set, key, _MARK + _checked("value", value))
+        _check("value", value)
+        _ask(key, lambda: self._values.set(key, value))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         """Puts ``value`` under ``key`` if ``expected`` is there now.
@@ -70,40 +63,32 @@ class KeyValueStore:
             What is there afterwards: ``value`` if it was put, or was there before; else what
             is there instead, None for nothing.
         """
-        after = _MARK + _checked("value", value)
-        if expected is None:
-            found: bytes = _ask(self._values.compare_set, key, b"", after)
-            return _read(found, b"")
-        before = _MARK + _checked("expected", expected)
-        if before == after:
+        _check("value", value)
+        if expected is not None:
+            _check("expected", expected)
+        if expected == value:
             return self.get(key)  # there is nothing to change
-        # Where there is nothing, the store answers with what was expected.
-        return _read(_ask(self._values.compare_set, key, before, after), before)
+        return _ask(key, lambda: self._values.compare_and_set(key, expected, value))
 
     def add(self, key: str, amount: int = 1) -> int:
         """Adds to a counter, which begins at 0; returns what it is then.
 
         Counters and values do not meet: both may have the same key.
         """
-        return int(_ask(self._counts.add, key, amount))
+        return _ask(key, lambda: self._counts.add(key, amount))
 
     def delete(self, key: str) -> None:
         """Deletes the value and the counter under ``key``, if there are any."""
-        _ask(self._values.delete_key, key)
-        _ask(self._counts.delete_key, key)
+        _ask(key, lambda: self._values.delete(key))
+        _ask(key, lambda: self._counts.delete(key))
 
 
-def _read(found: bytes, nothing: bytes) -> bytes | None:
-    return None if found == nothing else found[len(_MARK) :]
-
-
-def _checked(argument: str, value: bytes) -> bytes:
+def _check(argument: str, value: bytes) -> None:
     if not isinstance(value, bytes):
         raise TypeError(f"{argument}={value!r} is a {type(value).__name__}, not bytes")
-    return value
 
 
-def _ask(request: Callable[..., T], key: str, *values: object) -> T:
+def _ask(key: str, request: Callable[[], T]) -> T:
     """Makes a request to the store.
 
     Raises:
@@ -115,10 +100,10 @@ def _ask(request: Callable[..., T], key: str, *values: object) -> T:
         raise TypeError(f"key={key!r} is a {type(key).__name__}, not a str")
     try:
         with blocking(), visit():
-            return request(key, *values)
+            return request()
     except ProcessEndsError:
         raise AgentClosedError(f"the store is not asked for {key!r}: this process ends") from None
-    except RuntimeError as error:
+    except BringUpError as error:
         raise RpcError(
             f"the group's store did not answer for {key!r}; is the worker that hosts it, usually "
             f"rank 0, still running? ({error})"

@@ -50,7 +50,7 @@ class ReportingWorker(Protocol):
     def leave_note(self, life: Life, reason: str) -> None:
         """Leaves a note for a worker that was declared lost, in case it lives."""
 
-    def strike_off(self, life: Life) -> None:
+    def strike_off(self, life: Life, reason: str) -> None:
         """Takes a life off the store's list, if this is a dynamic group."""
 
 
@@ -76,7 +76,7 @@ class LossReports:
         if not agent.has_a_say():
             return
         if not agent.watches():
-            self._strike_off(life)
+            self._strike_off(life, reason)
             return
         now = agent.clock.now()
         with self._lock:
@@ -101,7 +101,7 @@ class LossReports:
 
     def _accuse(self, life: Life, reason: str) -> None:
         agent = self._agent
-        if not self._strike_off(life) or not agent.watches():
+        if not self._strike_off(life, reason) or not agent.watches():
             return
         told = self.wording(reason)
         agent.leave_note(life, told)
@@ -109,12 +109,12 @@ class LossReports:
         for worker in fingers(agent.info.id, [each.id for each in agent.group.living()]):
             agent.tell(agent.group.life(worker), message)
 
-    def _strike_off(self, life: Life) -> bool:
+    def _strike_off(self, life: Life, reason: str) -> bool:
         """Takes a life off the store's list; False if this worker has no say any more."""
         agent = self._agent
         latest = agent.group.latest(life.worker)
         returned = latest is None or latest.incarnation != life.incarnation
         if returned or not agent.has_a_say():
             return False
-        agent.strike_off(life)
+        agent.strike_off(life, reason)
         return True

@@ -1,44 +1,331 @@
 """The members of a dynamic group, who come and go, as its store lists them.
 
-Each name has a key with its worker's record, in whose place it says later whether
-that worker left or was lost. A rank has a claim, the name and the incarnation, which
-says so until it is confirmed. Watching the list is ``membership``'s business.
+Each name has a key with its worker's record, in whose place it says later how that worker's
+membership ended: a *departure*. A rank has a claim, the name and the incarnation, which says
+so until it is confirmed. Watching the list is ``membership``'s business.
 
-Keys, beside those of ``group_store``: ``member/NAME``, ``id/RANK`` and ``names/N``;
-``joined`` counts names, ``changes`` comings and goings, ``first`` is the record with
-which all others must agree.
+Anybody may write to a store, so only what was written with the group's key counts (see
+``signed_store``), and only what is *later* than what is known: an absent record is no news,
+and a departure ends the one life whose very record it names.
+
+Keys: ``mode``; ``member/NAME``, ``id/RANK``, and ``names/N`` for N = 1, 2, ...; ``changes``, a
+random value that is another after each change; ``first``, the record with which all others
+must agree.
 """
 
 from __future__ import annotations
 
+import enum
+import json
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch._C._distributed_c10d import Store
 
 from rpc.errors import BringUpError
-from rpc.group.store import (
-    DYNAMIC,
-    Record,
-    disagreements,
-    names_store_loss,
-    our_part,
-    read,
-    set_mode,
-    text,
-)
+from rpc.group.records import DYNAMIC, PREFIX, Record, disagreements, set_mode
+from rpc.group.signed_store import SignedStore
 from rpc.worker_info import WorkerInfo
 
-_NOBODY = "!"
-"""In the place of the name that has a rank, and at the start of what follows a member's record."""
-_LEFT, _LOST = f"{_NOBODY}left", f"{_NOBODY}lost"
-_GONE = _NOBODY.encode()
-_JOINING = " joining"
+_NOBODY: Final = b"!"
+"""In the place of the name that has a rank, and at the start of a departure."""
+_JOINING: Final = b" joining"
+_CHUNK: Final = 32
+"""Keys of names that are read at once: as many in a row may have been deleted by a stranger."""
+_SECONDS_BETWEEN_LOOKS: Final = 0.1
 
-_SECONDS_BETWEEN_LOOKS = 0.1
 
-Skip = Callable[[str, BringUpError], object]
+class End(enum.Enum):
+    """How a membership ended."""
+
+    LEFT = "left"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """How the membership of one life of a worker ended.
+
+    Args:
+        name: the worker's.
+        rank: its id.
+        incarnation: which life.
+        end: whether it left or was lost.
+        author: who says so; the worker itself if it left.
+        at: when, as seconds since 1970 on the author's clock.
+        reason: what was observed, for people.
+        record: the digest of the record that was there before.
+    """
+
+    name: str
+    rank: int
+    incarnation: int
+    end: End
+    author: str
+    at: float
+    reason: str
+    record: str
+
+    def encode(self) -> bytes:
+        """As bytes for the store."""
+        fields = [self.name, self.rank, self.incarnation, self.end.value, self.author, self.at]
+        return _NOBODY + json.dumps([*fields, self.reason, self.record]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Departure:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            BringUpError: this is no departure.
+        """
+        try:
+            name, rank, incarnation, end, author, at, reason, record = json.loads(data[1:])
+            return cls(name, rank, incarnation, End(end), author, at, reason, record)
+        except (ValueError, TypeError) as error:
+            raise BringUpError(
+                f"the store holds something else than a departure: {error}"
+            ) from error
+
+    def ends(self, record: Record) -> bool:
+        """True if it is about that very life."""
+        return self.record == record.digest()
+
+    def told(self) -> str:
+        """Why, by whom and when, for people."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
+        if self.end is End.LEFT:
+            return f"it left the group at {when}{': ' if self.reason else ''}{self.reason}"
+        return f"{self.author} declared it lost at {when}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What the store says of everybody.
+
+    Args:
+        members: the records of the members.
+        departures: how the others' memberships ended, by name.
+        unreadable: what cannot be read, by name.
+    """
+
+    members: Sequence[Record]
+    departures: Sequence[Departure]
+    unreadable: Sequence[tuple[str, BringUpError]]
+
+
+class MemberTable:
+    """The member list of one group. Every method raises ``BringUpError`` if the store is lost.
+
+    Args:
+        store: where the group meets, with the group's key.
+    """
+
+    def __init__(self, store: SignedStore) -> None:
+        self._store = store
+
+    def join(self, me: Record) -> None:
+        """Makes ``me`` a member.
+
+        A worker that comes back, under the same name and rank, takes its own place.
+
+        Raises:
+            BringUpError: the group is a static one, the name or the rank belongs to another
+                member, or to a later life, or members use another backend, protocol or key.
+        """
+        self._refuse_another_key()
+        set_mode(self._store, DYNAMIC)
+        first = self._store.compare_and_set("first", None, me.encode()) or me.encode()
+        for problem in disagreements(me, Record.decode(first)):
+            raise BringUpError(problem)
+        self._claim_rank(me)
+        self._claim_name(me)
+        self._confirm_rank(me)
+        self._changed()
+
+    def leave(self, me: Record, reason: str = "") -> None:
+        """Ends this worker's membership; does nothing if this life is no member any more."""
+        self._end(me, End.LEFT, repr(me.name), reason)
+
+    def strike_off(self, lost: Record, author: str, reason: str) -> bool:
+        """Ends the membership of a worker that was lost; False if it had ended."""
+        return self._end(lost, End.LOST, author, reason)
+
+    def lookup(self, who: str | int) -> Record | None:
+        """The member with this name or rank, if there is one."""
+        found = self.find(who)
+        return found if isinstance(found, Record) else None
+
+    def find(self, who: str | int) -> Record | Departure | None:
+        """The member with this name or rank, or how its membership ended; None if unknown."""
+        name = who if isinstance(who, str) else self._name_of(who)
+        if name is None:
+            return None
+        value = self._store.get(f"member/{name}")
+        if value is None:
+            return None
+        found = Departure.decode(value) if _is_over(value) else Record.decode(value)
+        return found if isinstance(who, str) or found.rank == who else None
+
+    def listing(self) -> Listing:
+        """What the store says of everybody, in the order in which their names first joined."""
+        names = self._names()
+        values = self._store.get_all([f"member/{name}" for name in names])
+        members: list[Record] = []
+        departures: list[Departure] = []
+        unreadable: list[tuple[str, BringUpError]] = []
+        for name, value in zip(names, values, strict=True):
+            try:
+                if value is None:
+                    continue
+                if _is_over(value):
+                    departures.append(Departure.decode(value))
+                else:
+                    members.append(Record.decode(value))
+            except BringUpError as error:
+                unreadable.append((name, error))
+        return Listing(members, departures, unreadable)
+
+    def members(self) -> list[Record]:
+        """The records of all members."""
+        return [*self.listing().members]
+
+    def changes(self) -> bytes | None:
+        """A value that is another one after each change; None if it cannot be believed."""
+        return self._store.get("changes")
+
+    def _changed(self) -> None:
+        self._store.set("changes", os.urandom(8).hex().encode())
+
+    def _refuse_another_key(self) -> None:
+        """Raises if everything that lies there was written with another key.
+
+        Where there is somebody who has this worker's key, the rest is a stranger's.
+        """
+        self._store.get_all(["mode", "first"])
+        if self._store.forgeries.have_another_key and not self._names():
+            raise BringUpError(
+                "the workers disagree about group_key: the members that are listed were given "
+                "another one than this worker; give every worker of the group the same"
+            )
+
+    def _names(self) -> list[str]:
+        """The names that ever joined, in that order."""
+        return [*dict.fromkeys(name for name in self._slots() if name is not None)]
+
+    def _slots(self) -> list[str | None]:
+        """What the keys of names hold, up to a whole chunk that holds nothing."""
+        slots: list[str | None] = []
+        while True:
+            numbers = range(len(slots) + 1, len(slots) + 1 + _CHUNK)
+            found = self._store.get_all([f"names/{number}" for number in numbers])
+            slots += [None if name is None else name.decode() for name in found]
+            if not any(found):
+                return slots
+
+    def _name_of(self, rank: int) -> str | None:
+        """The name that has a rank, or had it last."""
+        claim = self._store.get(f"id/{rank}")
+        return None if claim is None else _claimed(claim)[0]
+
+    def _end(self, member: Record, end: End, author: str, reason: str) -> bool:
+        record = member.encode()
+        life = (member.name, member.rank, member.incarnation)
+        departure = Departure(*life, end, author, time.time(), reason, member.digest()).encode()
+        key, claim = f"member/{member.name}", f"id/{member.rank}"
+        found = self._store.compare_and_set(key, record, departure)
+        if found is None:  # a stranger wrote there, or deleted it
+            found = self._store.compare_and_set(key, None, departure)
+        if found != departure:
+            return False
+        self._store.compare_and_set(claim, _claim(member), _NOBODY + _claim(member))
+        self._changed()
+        return True
+
+    def _claim_rank(self, me: Record) -> None:
+        """Until it is confirmed, another worker may take the rank, which changes the claim."""
+        key, mine = f"id/{me.rank}", _claim(me, _JOINING)
+        holder = self._store.compare_and_set(key, None, mine)
+        while holder != mine:
+            if holder is not None and not _is_over(holder):
+                self._give_way(me, holder)
+            holder = self._store.compare_and_set(key, holder, mine)
+
+    def _give_way(self, me: Record, holder: bytes) -> None:
+        """Raises if the rank is that of another member, or of a later life."""
+        name, incarnation = _claimed(holder)
+        member = self.lookup(name)
+        others = name != me.name and member is not None and member.rank == me.rank
+        if others or incarnation > me.incarnation:
+            raise BringUpError(
+                f"rank {me.rank} is claimed by two workers, {member or repr(name)} and {me}"
+            )
+
+    def _confirm_rank(self, me: Record) -> None:
+        """Another worker may have taken the rank before our record was there to stop it."""
+        key = f"id/{me.rank}"
+        holder = self._store.compare_and_set(key, _claim(me, _JOINING), _claim(me))
+        if holder is not None and holder != _claim(me):
+            self.leave(me)
+            name, _ = _claimed(holder)
+            raise BringUpError(f"rank {me.rank} is claimed by two workers, {name!r} and {me}")
+
+    def _claim_name(self, me: Record) -> None:
+        record, key = me.encode(), f"member/{me.name}"
+        found = self._store.compare_and_set(key, None, record)
+        while found != record:
+            if found is not None:
+                try:
+                    _check_name(found, me)
+                except BringUpError:
+                    mine = _claim(me, _JOINING)
+                    self._store.compare_and_set(f"id/{me.rank}", mine, _NOBODY + mine)
+                    raise
+            found = self._store.compare_and_set(key, found, record)
+        self._list_name(me.name)
+
+    def _list_name(self, name: str) -> None:
+        """Sees to it that a name is among those that ever joined."""
+        slots = self._slots()
+        number = slots.index(None)
+        while name not in slots:
+            number += 1
+            found = self._store.compare_and_set(f"names/{number}", None, name.encode())
+            slots = [None if found is None else found.decode()]
+
+
+def _check_name(found: bytes, me: Record) -> None:
+    """Raises if the name is that of another rank, or of a later life."""
+    if not _is_over(found):
+        other = Record.decode(found)
+        if other.rank != me.rank or other.incarnation > me.incarnation:
+            raise BringUpError(
+                f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
+            )
+    elif Departure.decode(found).incarnation > me.incarnation:
+        raise BringUpError(
+            f"RPC worker name {me.name} is not unique: another {me.name} joined later than "
+            f"{me}, and is gone already"
+        )
+
+
+def _claim(me: Record, how: bytes = b"") -> bytes:
+    return f"{me.name} {me.incarnation}".encode() + how
+
+
+def _claimed(claim: bytes) -> tuple[str, int]:
+    """The name and the incarnation in a claim, whether it is over or not."""
+    name, incarnation, *_ = claim.removeprefix(_NOBODY).split(b" ")
+    return name.decode(), int(incarnation)
+
+
+def _is_over(value: bytes) -> bool:
+    return value.startswith(_NOBODY)
+
+
+# --- For a process that is no worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +356,9 @@ class MemberList:
         group_key: the group's key, if it has one; see :func:`rpc.extend.read_group_key`.
         author: says in the errors of others who struck a worker off.
 
+    Raises:
+        BringUpError: the store does not answer, here and in every method.
+
     Example::
 
         members = extend.MemberList(store, key, author="rpcrun on host7")
@@ -78,21 +368,17 @@ class MemberList:
     """
 
     def __init__(self, store: Store, group_key: bytes = b"", author: str = "the launcher") -> None:
-        self._store = store
+        self._table = MemberTable(SignedStore(store, group_key, PREFIX))
         self._author = author
-        self._seen = changes(store)
+        self._seen = self._table.changes()
 
     def members(self) -> list[Member]:
-        """All members, in the order in which their names first joined.
-
-        Raises:
-            BringUpError: the store does not answer.
-        """
-        return [_member(record) for record in members(self._store)]
+        """All members, in the order in which their names first joined."""
+        return [_member(record) for record in self._table.members()]
 
     def find(self, who: str | int) -> Member | None:
         """The member with this name or id; None if there is none now."""
-        record = lookup(self._store, who)
+        record = self._table.lookup(who)
         return None if record is None else _member(record)
 
     def strike_off(self, member: Member, reason: str) -> bool:
@@ -105,11 +391,10 @@ class MemberList:
         Returns:
             True if the list said until now that this life is a member.
         """
-        record = lookup(self._store, member.info.name)
+        record = self._table.lookup(member.info.name)
         if record is None or _member(record) != member:
             return False
-        strike_off(self._store, record)
-        return True
+        return self._table.strike_off(record, self._author, reason)
 
     def was_lost(self, member: Member) -> bool:
         """True if the group, or a launcher, declared this life lost, and none joined since.
@@ -117,10 +402,10 @@ class MemberList:
         Args:
             member: as :meth:`find` returned it, when it was a member.
         """
-        with names_store_loss():
-            ours, key = our_part(self._store), f"member/{member.info.name}"
-            found = text(ours.get(key)).split(" ") if ours.check([key]) else []
-            return found[:2] == [_LOST, str(member.incarnation)]
+        found = self._table.find(member.info.name)
+        if not isinstance(found, Departure) or found.incarnation != member.incarnation:
+            return False
+        return found.end is End.LOST
 
     def wait_for_change(self, timeout: float) -> bool:
         """Waits until workers came or went since this object was made, or last said so.
@@ -132,7 +417,7 @@ class MemberList:
             False if nothing changed.
         """
         deadline = time.monotonic() + timeout
-        while (now := changes(self._store)) == self._seen:
+        while (now := self._table.changes()) == self._seen:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -144,178 +429,3 @@ class MemberList:
 def _member(record: Record) -> Member:
     info = WorkerInfo(record.name, record.rank)
     return Member(info, record.incarnation, record.host, record.pid)
-
-
-def join(store: Store, me: Record) -> None:
-    """Makes ``me`` a member of the dynamic group on ``store``.
-
-    A worker that comes back, under the same name and rank, takes its own place.
-
-    Raises:
-        BringUpError: the group is a static one, the name or the rank belongs to another
-            member, or to a later life, or members use another backend or protocol.
-    """
-    with names_store_loss():
-        ours = our_part(store)
-        set_mode(ours, DYNAMIC)
-        first = Record.decode(ours.compare_set("first", "", me.encode().decode()))
-        for problem in disagreements(me, first):
-            raise BringUpError(problem)
-        _claim_rank(ours, me)
-        _claim_name(ours, me)
-        _confirm_rank(store, me)
-        ours.add("changes", 1)
-
-
-def leave(store: Store, me: Record) -> None:
-    """Ends this worker's membership; does nothing if this life of it is no member any more."""
-    _end(store, me, _LEFT)
-
-
-def strike_off(store: Store, lost: Record) -> None:
-    """Ends the membership of a worker that was lost, likewise."""
-    _end(store, lost, _LOST)
-
-
-def has_left(store: Store, member: Record) -> bool:
-    """Whether that life, the last of its name, left of its own accord."""
-    with names_store_loss():
-        ours, key = our_part(store), f"member/{member.name}"
-        return bool(ours.check([key])) and text(ours.get(key)) == _mark(_LEFT, member)
-
-
-def _end(store: Store, member: Record, how: str) -> None:
-    with names_store_loss():
-        ours = our_part(store)
-        record = member.encode().decode()
-        if _value(ours, f"member/{member.name}") == record:
-            ours.compare_set(f"member/{member.name}", record, _mark(how, member))
-            ours.compare_set(f"id/{member.rank}", _claim(member), _NOBODY)
-            ours.add("changes", 1)
-
-
-def lookup(store: Store, who: str | int) -> Record | None:
-    """The member with this name or rank, if there is one."""
-    with names_store_loss():
-        ours = our_part(store)
-        claim = _value(ours, f"id/{who}") if isinstance(who, int) else who
-        name = claim.split(" ")[0] if claim else None
-        record = _value(ours, f"member/{name}") if name else None
-        return Record.decode(record.encode()) if record else None
-
-
-def members(store: Store, skip: Skip = lambda name, error: None) -> list[Record]:
-    """All members, in the order in which their names first joined.
-
-    Args:
-        store: where the group meets.
-        skip: is told the name of each whose record cannot be read, and why.
-    """
-    with names_store_loss():
-        ours = our_part(store)
-        slots = range(1, ours.add("joined", 0) + 1)
-        names = [text(name) for name in read(ours, "names/", slots)]
-        found = zip(names, read(ours, "member/", names), strict=True)
-        return list(_readable(found, skip))
-
-
-def _readable(found: Iterable[tuple[str, bytes]], skip: Skip) -> Iterator[Record]:
-    for name, value in found:
-        if value.startswith(_GONE):
-            continue
-        try:
-            yield Record.decode(value)
-        except BringUpError as error:
-            skip(name, error)
-
-
-def changes(store: Store) -> int:
-    """How often members came or went so far: one cheap request to see if to ask again."""
-    with names_store_loss():
-        count: int = our_part(store).add("changes", 0)
-        return count
-
-
-def _claim(me: Record, how: str = "") -> str:
-    return f"{me.name} {me.incarnation}{how}"
-
-
-def _claim_rank(store: Store, me: Record) -> None:
-    """Until it is confirmed, another worker may take the rank, which changes the claim."""
-    key, mine = f"id/{me.rank}", _claim(me, _JOINING)
-    holder = text(store.compare_set(key, "", mine))
-    while holder != mine:
-        if _is_there(holder):
-            _give_way(store, me, holder)
-        holder = text(store.compare_set(key, holder, mine))
-
-
-def _give_way(store: Store, me: Record, holder: str) -> None:
-    """Raises if the rank is that of another member, or of a later life."""
-    name, incarnation, *_ = holder.split(" ")
-    found = _value(store, f"member/{name}")
-    member = None if found is None else Record.decode(found.encode())
-    others = name != me.name and member is not None and member.rank == me.rank
-    if others or int(incarnation) > me.incarnation:
-        raise BringUpError(
-            f"rank {me.rank} is claimed by two workers, {member or repr(name)} and {me}"
-        )
-
-
-def _confirm_rank(store: Store, me: Record) -> None:
-    """Another worker may have taken the rank before our record was there to stop it."""
-    key = f"id/{me.rank}"
-    holder = text(our_part(store).compare_set(key, _claim(me, _JOINING), _claim(me)))
-    if holder != _claim(me):
-        leave(store, me)
-        name = holder.split(" ")[0]
-        raise BringUpError(f"rank {me.rank} is claimed by two workers, {name!r} and {me}")
-
-
-def _claim_name(store: Store, me: Record) -> None:
-    record = me.encode().decode()
-    key = f"member/{me.name}"
-    if not store.check([key]):
-        found = text(store.compare_set(key, "", record))
-        if found == record:
-            store.set(f"names/{store.add('joined', 1)}", me.name)
-            return
-    found = text(store.get(key))
-    while found != record:
-        try:
-            _check_name(found, me)
-        except BringUpError:
-            store.compare_set(f"id/{me.rank}", _claim(me, _JOINING), _NOBODY)
-            raise
-        found = text(store.compare_set(key, found, record))
-
-
-def _check_name(found: str, me: Record) -> None:
-    """Raises if the name is that of another rank, or of a later life."""
-    if _is_there(found):
-        other = Record.decode(found.encode())
-        if other.rank != me.rank or other.incarnation > me.incarnation:
-            raise BringUpError(
-                f"RPC worker name {me.name} is not unique: it is claimed by {other} and {me}"
-            )
-    elif int(found.split(" ")[1]) > me.incarnation:
-        raise BringUpError(
-            f"RPC worker name {me.name} is not unique: another {me.name} joined later than "
-            f"{me}, and is gone already"
-        )
-
-
-def _value(store: Store, key: str) -> str | None:
-    """What a member's key holds, unless it is absent or left."""
-    if not store.check([key]):
-        return None
-    value = text(store.get(key))
-    return value if _is_there(value) else None
-
-
-def _mark(how: str, member: Record) -> str:
-    return f"{how} {member.incarnation}"
-
-
-def _is_there(value: str) -> bool:
-    return not value.startswith(_NOBODY)

@@ -39,12 +39,15 @@ class Group:
             self._living[peer.info.id] = peer.life
             self.version += 1
 
-    def lose(self, life: Life, reason: str) -> WorkerLostError | None:
-        """A worker's life is over.
+    def lose(
+        self, life: Life, reason: str, kind: type[WorkerLostError] = WorkerLostError
+    ) -> WorkerLostError | None:
+        """Marks a worker's life as over.
 
         Args:
             life: which.
             reason: what was observed.
+            kind: of the error that its callers get.
 
         Returns:
             The error its callers get; None if that is no news, or of another life than the
@@ -54,7 +57,7 @@ class Group:
             peer = self._by_id.get(life.worker)
             if peer is None or life.worker in self._lost or life.incarnation != peer.incarnation:
                 return None
-            error = WorkerLostError(peer.info.name, peer.incarnation, reason)
+            error = kind(peer.info.name, peer.incarnation, reason)
             self._lost[life.worker] = error
             del self._living[life.worker]
             self.version += 1

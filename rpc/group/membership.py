@@ -1,10 +1,15 @@
-"""Keeps one worker's view of a dynamic group up to date, by asking the store.
+"""One worker's membership in a dynamic group: joins, watches who comes and goes, leaves.
 
-Static groups need none of this. One thread asks the store a few times a second
-whether anybody came or went, and is the only one that asks: the process that hosts
-the store may be frozen, and a request would then take for ever. When the store is
-gone, nobody can join any more, which is logged once; the workers that are there go
-on.
+Owns the thread that looks at the group's list again and again, and who waits for a worker
+to join. What the list looks like in the store is ``member_list``'s business; what a worker
+that came or is gone means here is told to a :class:`MembershipListener`.
+
+Static groups need none of this. One thread is the only one that asks: the process that hosts
+the store may be frozen, and a request would then take long. When the store is gone, nobody
+can join any more, which is logged once; the workers that are there go on.
+
+A record that is absent or cannot be believed is no news: only a departure that names the
+very record, or a later life of the same name, ends a life that is known.
 """
 
 from __future__ import annotations
@@ -13,85 +18,73 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Set
-from typing import Protocol
+from collections.abc import Callable, Set
+from typing import Final, Protocol
 
-from torch._C._distributed_c10d import Store
-
-from rpc.errors import AgentClosedError, BringUpError, RpcError
-from rpc.group import member_list
-from rpc.group.store import Record, within
+from rpc.errors import AgentClosedError, BringUpError, RpcError, WorkerLeftError, WorkerLostError
+from rpc.group.member_list import Departure, End, MemberTable
+from rpc.group.records import Record
 from rpc.ids import Life
 from rpc.runtime.clock import Alarm
 from rpc.runtime.executor import blocking
 from rpc.runtime.store_visits import ProcessEndsError, visit
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Peer
-from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
-_LOOK_SECONDS = 0.2
-_PRESSING_LOOK_SECONDS = 0.05
-_LEAVE_SECONDS = 2.0
+
+_LOOK_SECONDS: Final = 0.2
+_PRESSING_LOOK_SECONDS: Final = 0.05
+_FULL_LOOK_SECONDS, _FULL_LOOK_SECONDS_PER_MEMBER = 5.0, 0.1
+"""Then everything is read again: a stranger may have put an old value of ``changes`` back."""
+_LEAVE_SECONDS: Final = 2.0
 
 Check = Callable[[list[Record]], None]
 
-LIVENESS = "liveness"
-"""What a record's extras call the way to ask for signs of life."""
 
-
-def peer_of(record: Record) -> Peer:
-    """What the others need to know of the worker that left this record."""
-    info = WorkerInfo(record.name, record.rank)
-    return Peer(info, record.incarnation, record.address, str(record.extras.get(LIVENESS, "")))
-
-
-class Lives(Protocol):
-    """The workers that are known to be there."""
-
-    def lives(self, who: str | int) -> bool:
-        """True if a worker of this name or id is a member that is not lost."""
-
-
-class JoiningWorker(Protocol):
-    """What a membership uses of its worker."""
+class MembershipListener(Protocol):
+    """What a membership tells its worker, and what it asks it."""
 
     is_expelled: bool
-    """The others declared it lost."""
+    """The others declared this worker lost."""
 
-    @property
-    def group(self) -> Lives:
-        """The workers that it knows."""
+    def lives(self, who: str | int) -> bool:
+        """True if a worker of this name or id is a member and not lost."""
 
     def add_peer(self, peer: Peer) -> None:
-        """Makes a worker known that joined or came back."""
+        """A worker joined, or came back in a new life; if this raises, it is not known."""
 
-    def struck_off(self, life: Life, left: bool) -> None:
-        """Removes a worker that the store does not list any more; ``left`` of its own accord."""
+    def departed(self, life: Life, departure: Departure | None) -> None:
+        """The group does not list a life any more; None if another took its place."""
 
 
 class Membership:
     """One worker's membership in a dynamic group.
 
     Args:
-        agent: the worker.
-        store: where members leave their records.
+        listener: is told who comes and goes.
+        table: where members leave their records.
         me: this worker's record.
         check: raises if two members' records do not fit together. Then the one that joins
             later fails, and the other does not take it for a member.
     """
 
-    def __init__(self, agent: JoiningWorker, store: Store, me: Record, check: Check) -> None:
-        self._agent = agent
-        self._store = store
+    def __init__(
+        self, listener: MembershipListener, table: MemberTable, me: Record, check: Check
+    ) -> None:
+        self._listener = listener
+        self._table = table
         self._me = me
         self._check = check
-        self._known: dict[int, Record] = {}
+        self._known: dict[str, Record] = {}
+        self._departed: dict[str, Departure] = {}
         self._unreadable: Set[str] = frozenset()
-        self._changes = -1
-        self._lost: deque[Record] = deque()
-        self._waits: dict[int, tuple[str | int, Callable[[], None]]] = {}
+        self._changes: bytes | None = None
+        self._next_full_look = 0.0
+        self._lost: deque[tuple[Record, str]] = deque()
+        self._waits: dict[int, _Wait] = {}
         self._numbers = itertools.count()
         self._begun = 0
         self._finished = 0
@@ -101,35 +94,22 @@ class Membership:
         self._stopping = False
         self._thread = Thread(target=self._run, name=f"rpc-{me.name}-membership", daemon=True)
 
-    def join(self, timeout: float) -> None:
+    def join(self) -> None:
         """Becomes a member, learns of the others and begins to watch.
-
-        Args:
-            timeout: seconds.
 
         Raises:
             BringUpError: the group does not take this worker, or the store does not
                 answer; says why.
             ValueError: it does not fit together with a member.
         """
-        given_up = threading.Event()
-        within(timeout, lambda: self._join(given_up), given_up, self._resign)
-        self._thread.start()
-
-    def _join(self, given_up: threading.Event) -> None:
-        member_list.join(self._store, self._me)
-        if given_up.is_set():
-            return
         try:
+            self._table.join(self._me)
             self._look()
-        except BaseException:
-            self._resign()
+        except BaseException:  # such as Ctrl-C
+            with contextlib.suppress(RpcError):
+                self._table.leave(self._me)
             raise
-
-    def _resign(self) -> None:
-        """Ends a membership that was never watched."""
-        with contextlib.suppress(RpcError):
-            member_list.leave(self._store, self._me)
+        self._thread.start()
 
     def leave(self) -> None:
         """Ends the membership and stops watching."""
@@ -142,50 +122,67 @@ class Membership:
             _logger.warning("%s left, but the store does not answer", self._me)
             self._close()
 
-    def remove(self, life: Life) -> None:
-        """A worker was declared lost: its name is free."""
-        record = self._known.get(life.worker)
+    def remove(self, life: Life, reason: str) -> None:
+        """Strikes a worker off the list that was declared lost: its name is free."""
+        record = self._record_of(life.worker)
         if record is not None and record.incarnation == life.incarnation:
-            self._lost.append(record)
+            self._lost.append((record, reason))
             self._alarm.set()
 
-    def wait_for(self, who: str | int, timeout: float) -> None:
+    def departure(self, who: str | int) -> Departure | None:
+        """How the membership of a worker ended that is no member now, as far as is known."""
+        if self._listener.lives(who):
+            return None
+        if isinstance(who, str):
+            return self._departed.get(who)
+        found = [each for each in list(self._departed.values()) if each.rank == who]
+        return max(found, key=lambda each: each.incarnation, default=None)
+
+    def wait_for(self, who: str | int, timeout: float, for_return: bool = False) -> None:
         """Returns when ``who`` is a member, or after ``timeout`` seconds (0: no limit).
+
+        Args:
+            who: name or rank.
+            timeout: seconds.
+            for_return: wait, too, for one that left or was lost.
 
         Raises:
             AgentClosedError: this worker left the group.
+            WorkerLostError: the worker is gone; says how, when and who says so.
         """
         over = threading.Event()
-        number = self.when_joined(who, over.set)
+        number = self.when_joined(who, over.set, for_return)
         try:
             with blocking():
                 over.wait(timeout or None)
         finally:
             self.hurry(number)
-        self.refuse_if_leaving(who)
+        self.refuse(who, for_return)
 
-    def refuse_if_leaving(self, who: str | int) -> None:
-        """Changes nothing.
-
-        Raises:
-            AgentClosedError: this worker left the group, and nobody joins any more.
-        """
+    def refuse(self, who: str | int, for_return: bool = False) -> None:
+        """Raises if nobody need wait for a worker any more; see :meth:`wait_for`."""
         if self._stopping:
             raise AgentClosedError(f"{who!r} was waited for until this worker shut down")
+        departure = None if for_return else self.departure(who)
+        if departure is not None:
+            raise error_of(departure)
 
-    def when_joined(self, who: str | int, told: Callable[[], None]) -> int:
-        """Calls ``told`` once, when ``who`` is a member, or nobody can join any more.
+    def when_joined(
+        self, who: str | int, told: Callable[[], None], for_return: bool = False
+    ) -> int:
+        """Calls ``told`` once: when ``who`` is a member, is gone, or nobody can join any more.
 
         Args:
             who: name or rank.
             told: must neither block nor run user code.
+            for_return: one that is gone is waited for, too.
 
         Returns:
             What :meth:`hurry` takes.
         """
         number = next(self._numbers)
         with self._looked:
-            self._waits[number] = (who, told)
+            self._waits[number] = _Wait(who, told, for_return)
         self._tell_who_waits()
         self._alarm.set()
         return number
@@ -193,22 +190,14 @@ class Membership:
     def hurry(self, number: int) -> None:
         """Calls what :meth:`when_joined` was given now, unless it was called before."""
         with self._looked:
-            _, told = self._waits.pop(number, (None, None))
-        if told is not None:
-            told()
+            wait = self._waits.pop(number, None)
+        if wait is not None:
+            wait.told()
 
     def waited_for(self) -> list[str | int]:
         """Who is waited for and is not there, oldest first."""
         with self._looked:
-            return [who for who, _ in self._waits.values()]
-
-    def _tell_who_waits(self) -> None:
-        group = self._agent.group
-        with self._looked:
-            waits = self._waits.items()
-            over = [number for number, (who, _) in waits if self._closed or group.lives(who)]
-        for number in over:
-            self.hurry(number)
+            return [wait.who for wait in self._waits.values()]
 
     def look_again(self, timeout: float) -> None:
         """Returns when what the store says now is known, or after ``timeout`` seconds (0: none)."""
@@ -216,6 +205,20 @@ class Membership:
             wanted = self._begun + 1
             self._alarm.set()
             self._looked.wait_for(lambda: self._finished >= wanted or self._closed, timeout or None)
+
+    def _tell_who_waits(self) -> None:
+        with self._looked:
+            over = [number for number, wait in self._waits.items() if self._is_over(wait)]
+        for number in over:
+            self.hurry(number)
+
+    def _is_over(self, wait: _Wait) -> bool:
+        if self._closed or self._listener.lives(wait.who):
+            return True
+        return not wait.for_return and self.departure(wait.who) is not None
+
+    def _record_of(self, rank: int) -> Record | None:
+        return next((each for each in list(self._known.values()) if each.rank == rank), None)
 
     # --- On the thread
 
@@ -230,7 +233,7 @@ class Membership:
                 self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else _LOOK_SECONDS)
             with visit():
                 self._remove_lost()
-                member_list.leave(self._store, self._me)
+                self._table.leave(self._me)
         except ProcessEndsError:
             return
         except RpcError as error:
@@ -255,45 +258,95 @@ class Membership:
     def _remove_lost(self) -> None:
         while self._lost:
             self._look()  # who was itself declared lost meanwhile has no say any more
-            record = self._lost.popleft()
-            if not self._agent.is_expelled:
-                member_list.strike_off(self._store, record)
+            record, reason = self._lost.popleft()
+            if not self._listener.is_expelled:
+                self._table.strike_off(record, repr(self._me.name), reason)
 
     def _look(self) -> None:
-        """Asks the store who is there."""
-        changes = member_list.changes(self._store)
-        if changes == self._changes:
+        """Asks the store who is there, unless it says that nothing changed."""
+        changes, now = self._table.changes(), time.monotonic()
+        if changes is not None and changes == self._changes and now < self._next_full_look:
             return
-        unreadable: dict[str, BringUpError] = {}
-        found = member_list.members(self._store, unreadable.__setitem__)
-        self._log_unreadable(unreadable)
-        if self._changes < 0:
-            for record in found:
+        listing = self._table.listing()
+        self._log_unreadable(dict(listing.unreadable))
+        if self._changes is None and not self._known:
+            for record in listing.members:
                 self._check([self._me, record])
-        records = {record.rank: record for record in found}
-        for rank, record in list(self._known.items()):
-            if rank not in records and record.name not in unreadable:
-                del self._known[rank]
-                life = Life(rank, record.incarnation)
-                self._agent.struck_off(life, member_list.has_left(self._store, record))
-        for rank, record in records.items():
-            known = self._known.get(rank)
-            if known is None or known.incarnation < record.incarnation:
-                self._known[rank] = record
-                self._meet(record)
+        for departure in listing.departures:
+            self._take_departure(departure)
+        for record in listing.members:
+            self._take_record(record)
         self._changes = changes
+        pause = max(_FULL_LOOK_SECONDS, _FULL_LOOK_SECONDS_PER_MEMBER * len(self._known))
+        self._next_full_look = now + pause
+
+    def _take_departure(self, departure: Departure) -> None:
+        known = self._known.get(departure.name)
+        if known is not None and departure.incarnation < known.incarnation:
+            return  # of an earlier life: somebody put an old value back
+        if known is not None and not self._ends(departure, known):
+            return
+        former = self._departed.get(departure.name)
+        if former is None or former.incarnation < departure.incarnation:
+            self._departed[departure.name] = departure
+        if known is not None:
+            is_about_it = departure.incarnation == known.incarnation
+            self._forget(known, departure if is_about_it else None)
+
+    @staticmethod
+    def _ends(departure: Departure, known: Record) -> bool:
+        """True if it is about the very record that is known, or about a later life."""
+        return departure.incarnation > known.incarnation or departure.ends(known)
+
+    def _take_record(self, record: Record) -> None:
+        known, departed = self._known.get(record.name), self._departed.get(record.name)
+        latest = max(
+            -1 if known is None else known.incarnation,
+            -1 if departed is None else departed.incarnation,
+        )
+        if record.incarnation <= latest:
+            return
+        if known is not None and known.rank != record.rank:
+            self._forget(known, None)
+        former = self._record_of(record.rank)
+        if former is not None and former.name != record.name:
+            self._forget(former, None)
+        self._known[record.name] = record
+        self._departed.pop(record.name, None)
+        self._meet(record)
+
+    def _forget(self, record: Record, departure: Departure | None) -> None:
+        del self._known[record.name]
+        self._listener.departed(Life(record.rank, record.incarnation), departure)
 
     def _meet(self, member: Record) -> None:
         """One that this worker cannot take keeps it from nobody else."""
         try:
             self._check([self._me, member])
-            self._agent.add_peer(peer_of(member))
+            self._listener.add_peer(member.peer())
         except Exception as error:
             if member == self._me:
                 raise
             _logger.error("%s cannot be reached from here: %s", member, error, exc_info=True)
 
-    def _log_unreadable(self, unreadable: Mapping[str, BringUpError]) -> None:
+    def _log_unreadable(self, unreadable: dict[str, BringUpError]) -> None:
         for name in unreadable.keys() - self._unreadable:
             _logger.error("what the store says of %s is not heeded: %s", name, unreadable[name])
         self._unreadable = unreadable.keys()
+
+
+class _Wait:
+    """Somebody waits for a worker."""
+
+    __slots__ = ("for_return", "told", "who")
+
+    def __init__(self, who: str | int, told: Callable[[], None], for_return: bool) -> None:
+        self.who = who
+        self.told = told
+        self.for_return = for_return
+
+
+def error_of(departure: Departure) -> WorkerLostError:
+    """The error of calls to a worker whose membership has ended."""
+    kind = WorkerLeftError if departure.end is End.LEFT else WorkerLostError
+    return kind(departure.name, departure.incarnation, departure.told())

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from rpc.errors import WorkerLostError
+from rpc.errors import WorkerLeftError, WorkerLostError
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import LossReports
+from rpc.group.member_list import Departure, End
 from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Evidence
@@ -81,20 +82,22 @@ class WorkerLoss:
         else:
             self.declare(life, reason, Evidence.TOLD)
 
-    def struck_off(self, life: Life, left: bool) -> None:
-        """The group's store does not list a life any more.
+    def departed(self, life: Life, departure: Departure | None) -> None:
+        """Removes a worker that is no member of a dynamic group any more.
 
         Args:
             life: which.
-            left: it left of its own accord, rather than that somebody declared it lost.
+            departure: how its membership ended; None if another took its place.
         """
         if life == self._agent.life:
-            told = self._agent.why_expelled()
-            self.expelled(told or "somebody declared it lost: the group does not list it any more")
-        elif left:
+            told = departure.told() if departure else "the group does not list it any more"
+            self.expelled(self._agent.why_expelled() or f"somebody declared it lost: {told}")
+        elif departure is None:
+            self.lost(life, "the group does not list it any more")
+        elif departure.end is End.LEFT:
             self.left(life)
         else:
-            self.lost(life, "the group does not list it any more")
+            self.lost(life, departure.told())
 
     def declare(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life of a worker is over: ends what involved it here, and tells the others.
@@ -110,7 +113,7 @@ class WorkerLoss:
 
     def left(self, life: Life) -> None:
         """Ends here what involved a worker that left the group of its own accord."""
-        self._lose(life, "it left the group", MembershipChange.LEFT)
+        self._lose(life, "it left the group", MembershipChange.LEFT, WorkerLeftError)
 
     def refused(self, life: Life) -> None:
         """A message was not taken, as the life that sent it is over, or never joined."""
@@ -134,9 +137,15 @@ class WorkerLoss:
         change, incarnation = MembershipChange.LOST, agent.life.incarnation
         agent.events.announce(MembershipEvent(change, agent.info, incarnation, error.reason))
 
-    def _lose(self, life: Life, reason: str, change: MembershipChange) -> bool:
+    def _lose(
+        self,
+        life: Life,
+        reason: str,
+        change: MembershipChange,
+        kind: type[WorkerLostError] = WorkerLostError,
+    ) -> bool:
         agent = self._agent
-        error = agent.group.lose(life, reason)
+        error = agent.group.lose(life, reason, kind)
         if error is None:
             return False
         news = not agent.expects_departures()

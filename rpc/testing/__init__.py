@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import HashStore
 from rpc.agent import Agent, AgentOptions
 from rpc.current import enter_agent, leave_agent
 from rpc.group.probes import Prober, StoreProber
+from rpc.group.records import PREFIX
+from rpc.group.signed_store import SignedStore
 from rpc.runtime.clock import Clock, VirtualClock
 from rpc.testing.memory import MemoryHub, MemoryTransport, NetworkScript
 from rpc.testing.simulation.front import (
@@ -81,7 +83,7 @@ def connect(
     hub = hub or MemoryHub(clock)
     make = transport or hub.transport
     make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
-    store = HashStore()
+    store = SignedStore(HashStore(), b"", PREFIX)
     agents: list[Agent] = []
     peers: list[Peer] = []
     for rank, name in enumerate(names):

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from rpc.group import store as group_store
-from rpc.group.store import Record
+from rpc.group.records import PREFIX, Record, next_incarnation
+from rpc.group.signed_store import SignedStore
 
 SOON = 5.0
 """A deadline that only a failing test reaches."""
@@ -27,10 +27,15 @@ def record(rank: int, world_size: int | None = 2, **fields: Any) -> Record:
     return Record(rank=rank, world_size=world_size, **(values | fields))
 
 
+def signed(store: Store, key: bytes = b"") -> SignedStore:
+    """The part of a store that is for groups, as workers with a key see it."""
+    return SignedStore(store, key, PREFIX)
+
+
 def begun(store: Store, rank: int, world_size: int | None = 2, **fields: Any) -> Record:
     """The record of a worker that begins its next life now."""
     name = fields.get("name", f"worker{rank}")
-    incarnation = group_store.next_incarnation(store, name, rank)
+    incarnation = next_incarnation(signed(store), name, rank)
     return record(rank, world_size, **fields, incarnation=incarnation)
 
 
@@ -46,17 +51,8 @@ class CountingStore(Store):
         self.requests += 1
         return getattr(self._store, name)(*arguments)
 
-    def add(self, *arguments: Any) -> Any:
-        return self._counted("add", *arguments)
-
     def set(self, *arguments: Any) -> Any:
         return self._counted("set", *arguments)
-
-    def get(self, *arguments: Any) -> Any:
-        return self._counted("get", *arguments)
-
-    def check(self, *arguments: Any) -> Any:
-        return self._counted("check", *arguments)
 
     def wait(self, *arguments: Any) -> Any:
         return self._counted("wait", *arguments)
@@ -64,8 +60,8 @@ class CountingStore(Store):
     def compare_set(self, *arguments: Any) -> Any:
         return self._counted("compare_set", *arguments)
 
-    def multi_get(self, *arguments: Any) -> Any:
-        return self._counted("multi_get", *arguments)
+    def delete_key(self, *arguments: Any) -> Any:
+        return self._counted("delete_key", *arguments)
 
 
 class TurnsStore(CountingStore):
@@ -88,10 +84,10 @@ class TurnsStore(CountingStore):
         self._needs_no_more_turns()
         return self._store.wait(*arguments)
 
-    def take_turns(self, task: Callable[[Store], Any]) -> Any:
+    def take_turns(self, task: Callable[[SignedStore], Any]) -> Any:
         """What became of a task."""
         try:
-            return outcome(lambda: task(self))
+            return outcome(lambda: task(signed(self)))
         finally:
             self._needs_no_more_turns()
 
@@ -101,7 +97,7 @@ class TurnsStore(CountingStore):
         self.made.release()
 
 
-def in_turns(store: Store, tasks: list[Callable[[Store], Any]], seed: int) -> list[Any]:
+def in_turns(store: Store, tasks: list[Callable[[SignedStore], Any]], seed: int) -> list[Any]:
     """What became of each, where their requests come in an order drawn from a seed."""
     draw = random.Random(seed)
     stores = [TurnsStore(store) for _ in tasks]

@@ -16,7 +16,11 @@ ALL = {
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and kind.__module__ == errors.__name__
 }
-ARGUMENTS = {"NotInitializedError": ("w1",), "WorkerLostError": ("w1", 3, "it crashed")}
+ARGUMENTS = {
+    "NotInitializedError": ("w1",),
+    "WorkerLostError": ("w1", 3, "it crashed"),
+    "WorkerLeftError": ("w1", 3, "it left the group"),
+}
 
 
 def drawn() -> dict[str, str]:

@@ -245,7 +245,7 @@ class WatcherGroup:
         if watcher.cut_until > self.now:
             self.at(watcher.cut_until + _DELAY, lambda: self._struck_off(watcher, life))
         else:
-            self.awake(watcher, lambda: watcher.agent.worker_loss.struck_off(life, left=False))
+            self.awake(watcher, lambda: watcher.agent.worker_loss.departed(life, None))
 
     def expel(self, watcher: Watcher, reason: str) -> None:
         """See ``WorkerLoss.expelled``."""

@@ -141,6 +141,11 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
     def link_resume_timeout(self, seconds: float) -> None:
         self._settings = replace(self._settings, resume_seconds=seconds)
 
+    @property
+    def bind_address(self) -> str | None:
+        """Where this worker listens for TCP; None where that follows from the store's address."""
+        return self._settings.bind_address
+
     def settings(self) -> Settings:
         """Returns the settings of the transport."""
         return replace(

@@ -22,12 +22,14 @@ from rpc.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
+from rpc.group.member_list import MemberTable
 from rpc.group.membership import Membership
-from rpc.group.store import Record
+from rpc.group.records import Record
 from rpc.observe import profiling
 from rpc.runtime import deadlines
 from rpc.testing import MemoryHub, VirtualClock, as_worker
 from rpc.worker_info import WorkerInfo
+from tests.rpc.stores import signed
 from tests.waiting import until
 
 Join = Callable[[str], Agent]
@@ -41,14 +43,14 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def join(clock: VirtualClock) -> Iterator[Join]:
     """Makes a worker join one dynamic group; its rank counts from 0."""
-    store, hub, agents = HashStore(), MemoryHub(clock), list[Agent]()
+    table, hub, agents = MemberTable(signed(HashStore())), MemoryHub(clock), list[Agent]()
 
     def join(name: str) -> Agent:
         agent = Agent(WorkerInfo(name, len(agents)), 0, hub.transport(), clock=clock)
         agents.append(agent)
         me = Record(name, agent.info.id, None, 0, "test", agent.start())
-        agent.membership = Membership(agent, store, me, lambda records: None)
-        agent.membership.join(20)
+        agent.membership = Membership(agent, table, me, lambda records: None)
+        agent.membership.join()
         return agent
 
     yield join

@@ -12,10 +12,11 @@ from rpc import builtin_backends
 from rpc._testing import FaultyTensorPipeRpcBackendOptions
 from rpc._testing import backend as faulty_backends
 from rpc.agent import Agent
-from rpc.group import bring_up, member_list
+from rpc.group import bring_up
 from rpc.group.bring_up import address_towards, is_crowded
-from rpc.group.store import Record
+from rpc.group.member_list import MemberTable
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
+from tests.rpc.stores import signed
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +118,7 @@ class TestDeviceMapsOfADynamicGroup:
             agent.shutdown(graceful=False)
 
     def names(self, store: HashStore) -> list[str]:
-        members: list[Record] = member_list.members(store)
-        return [member.name for member in members]
+        return [member.name for member in MemberTable(signed(store)).members()]
 
     def test_who_joins_with_one_that_leads_nowhere_is_refused(
         self, store: HashStore, join: Callable[[str, Maps], Agent]

@@ -9,12 +9,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from rpc.errors import RpcError
 from rpc.group.key_values import KeyValueStore
+from tests.rpc.stores import signed
 
 Connect = Callable[[], Store]
 
 
 def test_a_key_that_nobody_set_has_no_value(connect: Connect) -> None:
-    store = KeyValueStore(connect(), "mine")
+    store = KeyValueStore(signed(connect()), "mine")
     assert store.get("key") is None
     store.delete("key")
     assert store.get("key") is None
@@ -22,7 +23,7 @@ def test_a_key_that_nobody_set_has_no_value(connect: Connect) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"=", b"\xff\x00 not text", b"x" * 10_000])
 def test_values_are_any_bytes(connect: Connect, value: bytes) -> None:
-    store = KeyValueStore(connect(), "mine")
+    store = KeyValueStore(signed(connect()), "mine")
     store.set("key", value)
     assert store.get("key") == value
     store.delete("key")
@@ -32,7 +33,7 @@ def test_values_are_any_bytes(connect: Connect, value: bytes) -> None:
 
 
 def test_compare_and_set_changes_only_what_was_expected(connect: Connect) -> None:
-    store = KeyValueStore(connect(), "mine")
+    store = KeyValueStore(signed(connect()), "mine")
     assert store.compare_and_set("key", b"1", b"2") is None
     assert store.compare_and_set("key", b"1", b"1") is None
     assert store.get("key") is None
@@ -45,7 +46,7 @@ def test_compare_and_set_changes_only_what_was_expected(connect: Connect) -> Non
 
 
 def test_counters_begin_at_zero_and_do_not_meet_values(connect: Connect) -> None:
-    store = KeyValueStore(connect(), "mine")
+    store = KeyValueStore(signed(connect()), "mine")
     store.set("key", b"value")
     assert [store.add("key", 0), store.add("key"), store.add("key", -5)] == [0, 1, -4]
     assert store.get("key") == b"value"
@@ -55,7 +56,7 @@ def test_counters_begin_at_zero_and_do_not_meet_values(connect: Connect) -> None
 
 def test_namespaces_do_not_meet_each_other_nor_what_else_is_in_the_store() -> None:
     whole = HashStore()
-    one, other = KeyValueStore(whole, "one"), KeyValueStore(whole, "other")
+    one, other = KeyValueStore(signed(whole), "one"), KeyValueStore(signed(whole), "other")
     one.set("key", b"1")
     other.set("key", b"2")
     whole.set("key", b"3")
@@ -65,11 +66,11 @@ def test_namespaces_do_not_meet_each_other_nor_what_else_is_in_the_store() -> No
 @pytest.mark.parametrize("namespace", ["", "a/b", "a b", "x" * 201, None])
 def test_a_namespace_is_a_plain_word(namespace: str) -> None:
     with pytest.raises(ValueError, match="namespace="):
-        KeyValueStore(HashStore(), namespace)
+        KeyValueStore(signed(HashStore()), namespace)
 
 
 def test_what_is_no_key_or_value_is_named(connect: Connect) -> None:
-    store = KeyValueStore(connect(), "mine")
+    store = KeyValueStore(signed(connect()), "mine")
     with pytest.raises(TypeError, match="key=1 is a int"):
         store.get(1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="value='text' is a str"):
@@ -80,7 +81,7 @@ def test_what_is_no_key_or_value_is_named(connect: Connect) -> None:
 
 def test_a_store_that_is_gone_is_an_error_of_rpc() -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True)
-    store = KeyValueStore(TCPStore("127.0.0.1", host.port), "mine")
+    store = KeyValueStore(signed(TCPStore("127.0.0.1", host.port)), "mine")
     store.set("key", b"1")
     del host
     with pytest.raises(RpcError, match="did not answer for 'key'"):

@@ -49,7 +49,7 @@ class Agent:
     def leave_note(self, life: Life, reason: str) -> None:
         self.noted.append(life)
 
-    def strike_off(self, life: Life) -> None:
+    def strike_off(self, life: Life, reason: str) -> None:
         self.removed.append(life)
 
     def did(self) -> tuple[list[Life], list[Life], list[Life]]:

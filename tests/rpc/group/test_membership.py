@@ -6,17 +6,18 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
-from rpc.errors import AgentClosedError, BringUpError
-from rpc.group import member_list
-from rpc.group.membership import LIVENESS, Membership
-from rpc.group.store import Record
+from rpc.errors import AgentClosedError, WorkerLeftError, WorkerLostError
+from rpc.group import membership
+from rpc.group.member_list import Departure, End, MemberTable
+from rpc.group.membership import Membership
+from rpc.group.records import LIVENESS, Record
 from rpc.ids import Life
 from rpc.transports.base import Peer
+from tests.rpc.stores import signed
 from tests.waiting import until
 
 NAMES = ("alice", "bob", "carol")
@@ -26,82 +27,95 @@ def fits(records: list[Record]) -> None:
     """Every record does."""
 
 
-class Agent:
+def table(store: Store) -> MemberTable:
+    return MemberTable(signed(store))
+
+
+class Listener:
     """Notes what it is told."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
         self.is_expelled = False
-        self.peers: set[Life] = set()
+        self.peers: dict[str, Life] = {}
         self.struck: list[Life] = []
         self.left: list[Life] = []
-        self.group = self
+        self.refused: set[int] = set()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def lives(self, who: int) -> bool:
-        return any(life.worker == who for life in self.peers)
+    def lives(self, who: str | int) -> bool:
+        lives = list(self.peers.items())
+        return any(who in (name, life.worker) for name, life in lives)
 
     def add_peer(self, peer: Peer) -> None:
-        self.peers.add(Life(peer.info.id, peer.incarnation))
+        if peer.info.id in self.refused:
+            raise OSError("no more peers")
+        self.peers[peer.info.name] = Life(peer.info.id, peer.incarnation)
 
-    def struck_off(self, life: Life, left: bool) -> None:
+    def departed(self, life: Life, departure: Departure | None) -> None:
         self.may_go_on.wait(20)
+        left = departure is not None and departure.end is End.LEFT
         (self.left if left else self.struck).append(life)
-        self.peers.discard(life)
+        self.peers = {name: each for name, each in self.peers.items() if each != life}
         self.is_expelled = self.is_expelled or life == self.life
 
 
 class Group:
     def __init__(self) -> None:
         self.store = HashStore()
-        self.agents = [Agent(Life(rank, 0)) for rank in range(len(NAMES))]
+        self.table = table(self.store)
+        self.listeners = [Listener(Life(rank, 0)) for rank in range(len(NAMES))]
         self.members = []
-        for agent, name in zip(self.agents, NAMES, strict=True):
-            record = Record(name, agent.life.worker, None, 0, "test", b"")
-            self.members.append(Membership(agent, self.store, record, fits))  # type: ignore[arg-type]
+        for listener, name in zip(self.listeners, NAMES, strict=True):
+            record = Record(name, listener.life.worker, None, 0, "test", b"")
+            self.members.append(Membership(listener, table(self.store), record, fits))
         for member in self.members:
-            member.join(20)
-        until(lambda: all(len(agent.peers) == 3 for agent in self.agents))
+            member.join()
+        until(lambda: all(len(listener.peers) == 3 for listener in self.listeners))
 
     def listed(self) -> set[int]:
-        return {record.rank for record in member_list.members(self.store)}
+        return {record.rank for record in self.table.members()}
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
     made = Group()
     yield made
-    for agent in made.agents:
-        agent.may_go_on.set()
+    for listener in made.listeners:
+        listener.may_go_on.set()
     for member in made.members:
         member.leave()
 
 
 class View:
-    """What one agent makes of what it is told, and that it is told nothing twice."""
+    """What one worker makes of what it is told, and that it is told nothing twice."""
 
     def __init__(self, me: Life) -> None:
         self.life = me
         self.is_expelled = False
-        self.lives: dict[int, int] = {}
+        self.known: dict[int, int] = {}
         self.met: set[Life] = set()
         self.struck: set[Life] = set()
         self.leavers: set[Life] = set()
         self.last: dict[int, Life] = {}
+
+    def lives(self, who: str | int) -> bool:
+        return who in self.known
 
     def add_peer(self, peer: Peer) -> None:
         life = Life(peer.info.id, peer.incarnation)
         assert life not in self.met, "met twice"
         assert peer.liveness == f"ask {life.worker} {life.incarnation}"
         self.met.add(life)
-        self.lives[life.worker] = life.incarnation
+        self.known[life.worker] = life.incarnation
 
-    def struck_off(self, life: Life, left: bool) -> None:
+    def departed(self, life: Life, departure: Departure | None) -> None:
         assert life in self.met - self.struck, "struck off twice, or never met"
+        left = departure is not None and departure.end is End.LEFT
         assert left == (life in self.leavers and self.last.get(life.worker, life) == life)
         self.struck.add(life)
-        assert self.lives.pop(life.worker) == life.incarnation
+        assert self.known.pop(life.worker) == life.incarnation
         self.is_expelled = self.is_expelled or life == self.life
 
 
@@ -111,39 +125,47 @@ def check_look(seed: int) -> None:
     store = HashStore()
     listed = {0: _record(0, 0)}
     view = View(Life(0, 0))
-    member = Membership(view, store, listed[0], fits)  # type: ignore[arg-type]
-    member_list.join(store, listed[0])
+    member = Membership(view, table(store), listed[0], fits)
+    table(store).join(listed[0])
     born = dict.fromkeys(range(4), 0)
     for _ in range(draw.randint(1, 25)):
         who = draw.randrange(1 if draw.random() < 0.95 else 0, 4)
         if who in listed and draw.random() < 0.5:
-            member_list.leave(store, listed[who])
+            table(store).leave(listed[who])
             view.leavers.add(Life(who, listed.pop(who).incarnation))
         elif who not in listed:
             born[who] += 1
             listed[who] = _record(who, born[who])
-            member_list.join(store, listed[who])
+            table(store).join(listed[who])
             view.last[who] = Life(who, born[who])
         if draw.random() < 0.3:
-            _declare_lost(draw, member, view, listed)
+            _declare_lost(draw, member, view, listed, store)
         if draw.random() < 0.5:
             member._look()
-            assert view.lives == {rank: record.incarnation for rank, record in listed.items()}
+            assert view.known == {rank: record.incarnation for rank, record in listed.items()}
             if listed and draw.random() < 0.2:
-                _look_at_a_spoilt_record(draw, member, listed)
+                _look_at_a_spoilt_record(draw, member, listed, store)
 
 
 def _look_at_a_spoilt_record(
-    draw: random.Random, member: Membership, listed: dict[int, Record]
+    draw: random.Random, member: Membership, listed: dict[int, Record], store: Store
 ) -> None:
     """Says nothing of its worker, neither that it is there nor that it is gone."""
-    store, (_, record) = member._store, draw.choice([*listed.items()])
-    ours = PrefixStore("tensorwire", store)
-    ours.set(f"member/{record.name}", "spoilt")
-    ours.add("changes", 1)
-    member._look()
-    ours.set(f"member/{record.name}", record.encode())
-    ours.add("changes", 1)
+    _, record = draw.choice([*listed.items()])
+    key = f"member/{record.name}"
+    former = signed(store).get(key)
+    assert former is not None
+    for spoil in draw.sample(("forged", "written", "deleted"), 2):
+        if spoil == "forged":
+            store.set(f"tensorwire/{key}", "!lost")
+        elif spoil == "written":
+            signed(store).set(key, b"{}")
+        else:
+            signed(store).delete(key)
+        signed(store).set("changes", b"%d" % draw.getrandbits(64))
+        member._look()
+    signed(store).set(key, former)
+    signed(store).set("changes", b"%d" % draw.getrandbits(64))
     member._look()
 
 
@@ -153,18 +175,18 @@ def _record(worker: int, incarnation: int) -> Record:
 
 
 def _declare_lost(
-    draw: random.Random, member: Membership, view: View, listed: dict[int, Record]
+    draw: random.Random, member: Membership, view: View, listed: dict[int, Record], store: Store
 ) -> None:
     """Only the life that is known is taken off the list, and by those that are on it."""
-    known = dict(view.lives)
+    known = dict(view.known)
     life = Life(draw.randrange(4), draw.randrange(3))
-    member.remove(life)
+    member.remove(life, "it was silent")
     member._remove_lost()
     removed = known.get(life.worker) == life.incarnation and not view.is_expelled
     record = listed.get(life.worker)
     if removed and record is not None and record.incarnation == life.incarnation:
         del listed[life.worker]
-    assert {each.rank for each in member_list.members(member._store)} == listed.keys()
+    assert {each.rank for each in table(store).members()} == listed.keys()
 
 
 def test_what_the_store_says_is_told_once_and_in_full() -> None:
@@ -176,14 +198,14 @@ def test_what_the_store_says_is_told_once_and_in_full() -> None:
 
 
 def test_one_that_is_removed_is_struck_off_everywhere(group: Group) -> None:
-    group.members[0].remove(Life(2, 0))
-    until(lambda: all(Life(2, 0) in agent.struck for agent in group.agents))
+    group.members[0].remove(Life(2, 0), "it was silent")
+    until(lambda: all(Life(2, 0) in listener.struck for listener in group.listeners))
     assert group.listed() == {0, 1}
 
 
 def test_an_earlier_life_is_not_removed(group: Group) -> None:
-    group.members[0].remove(Life(2, 1))
-    group.members[0].remove(Life(1, 0))
+    group.members[0].remove(Life(2, 1), "it was silent")
+    group.members[0].remove(Life(1, 0), "it was silent")
     until(lambda: group.listed() == {0, 2})
 
 
@@ -192,7 +214,7 @@ def test_who_waits_for_a_worker_goes_on_when_it_joins(group: Group) -> None:
     waiting = threading.Thread(target=member.wait_for, args=(3, 0))
     waiting.start()
     until(lambda: len(member.waited_for()) == 1)
-    member_list.join(group.store, Record("dave", 3, None, 0, "test", b""))
+    table(group.store).join(Record("dave", 3, None, 0, "test", b""))
     waiting.join(20)
     assert not waiting.is_alive()
 
@@ -210,73 +232,64 @@ def test_who_waits_for_a_worker_as_its_own_leaves_is_told_so(group: Group) -> No
 
 
 def test_one_that_was_itself_struck_off_removes_nobody(group: Group) -> None:
-    bob = group.agents[1]
+    bob = group.listeners[1]
     bob.may_go_on.clear()  # as if the network held up what the store says
-    group.members[0].remove(Life(1, 0))
+    group.members[0].remove(Life(1, 0), "it was silent")
     until(lambda: group.listed() == {0, 2})
-    group.members[1].remove(Life(0, 0))
-    group.members[1].remove(Life(2, 0))
+    group.members[1].remove(Life(0, 0), "it was silent")
+    group.members[1].remove(Life(2, 0), "it was silent")
     bob.may_go_on.set()
     until(lambda: bob.is_expelled and not group.members[1]._lost)
     assert group.listed() == {0, 2}
 
 
-class SlowStore(Store):
-    """Answers requests of one kind only when it may."""
-
-    def __init__(self, store: Store, slow: str) -> None:
-        super().__init__()
-        self.may_answer = threading.Event()
-        self._store = store
-        self._slow = slow
-
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        if name == self._slow:
-            self.may_answer.wait(20)
-        return getattr(self._store, name)(*arguments)
-
-    def add(self, *arguments: Any) -> Any:
-        return self._ask("add", *arguments)
-
-    def set(self, *arguments: Any) -> Any:
-        return self._ask("set", *arguments)
-
-    def get(self, *arguments: Any) -> Any:
-        return self._ask("get", *arguments)
-
-    def check(self, *arguments: Any) -> Any:
-        return self._ask("check", *arguments)
-
-    def compare_set(self, *arguments: Any) -> Any:
-        return self._ask("compare_set", *arguments)
-
-    def multi_get(self, *arguments: Any) -> Any:
-        return self._ask("multi_get", *arguments)
+def test_one_that_cannot_look_round_is_no_member() -> None:
+    store, listener = HashStore(), Listener(Life(0, 1))
+    listener.refused.add(0)
+    with pytest.raises(OSError, match="no more peers"):
+        Membership(listener, table(store), _record(0, 1), fits).join()
+    assert table(store).members() == []
 
 
-@pytest.mark.parametrize("slow", ["compare_set", "add", "multi_get"])
-def test_one_that_gave_up_joining_is_no_member_when_the_store_answers(slow: str) -> None:
-    store, agent = HashStore(), Agent(Life(0, 1))
-    late = SlowStore(store, slow)
-    member = Membership(agent, late, _record(0, 1), fits)  # type: ignore[arg-type]
-    with pytest.raises(BringUpError, match="did not answer"):
-        member.join(0.1)
-    late.may_answer.set()
-    until(lambda: store.check(["tensorwire/member/w0"]))
-    until(lambda: store.get("tensorwire/member/w0") == b"!left 1")
-    assert member_list.members(store) == []
+class TestWhoIsGone:
+    def test_is_not_waited_for_and_it_is_told_who_says_so_when_and_why(self, group: Group) -> None:
+        table(group.store).leave(group.table.lookup("carol") or _record(2, 0))
+        group.members[0].remove(Life(1, 0), "it gave no sign of life")
+        until(lambda: group.listed() == {0})
+        late, newcomer = Listener(Life(7, 1)), _record(7, 1)
+        member = Membership(late, table(group.store), newcomer, fits)
+        member.join()
+        told = r"worker 'bob' \(incarnation 0\) was lost: 'alice' declared it lost at 20.*: it gave"
+        for who in ("bob", 1):
+            with pytest.raises(WorkerLostError, match=told) as lost:
+                member.wait_for(who, 20)
+            assert not isinstance(lost.value, WorkerLeftError)
+        for who in ("carol", 2):
+            with pytest.raises(WorkerLeftError, match=r"'carol'.* is gone: it left the group at"):
+                member.wait_for(who, 20)
+        member.leave()
 
+    def test_is_waited_for_if_it_will_come_back(self, group: Group) -> None:
+        group.members[0].remove(Life(1, 0), "it gave no sign of life")
+        until(lambda: not group.listeners[0].lives("bob"))
+        until(lambda: group.members[0].departure("bob") is not None)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(group.members[0].wait_for, "bob", 20, True)
+            until(lambda: group.members[0].waited_for() == ["bob"])
+            table(group.store).join(Record("bob", 1, None, 1, "test", b"again"))
+            waiting.result()
+        assert group.listeners[0].peers["bob"] == Life(1, 1)
+        assert group.members[0].departure("bob") is None
 
-def test_one_that_cannot_look_round_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, agent = HashStore(), Agent(Life(0, 1))
-
-    def refuse(peer: Peer) -> None:
-        raise OSError("no")
-
-    monkeypatch.setattr(agent, "add_peer", refuse)
-    with pytest.raises(OSError, match="no"):
-        Membership(agent, store, _record(0, 1), fits).join(20)  # type: ignore[arg-type]
-    assert member_list.members(store) == []
+    def test_ends_a_wait_that_began_before(self, group: Group) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(group.members[0].wait_for, "w7", 20)
+            until(lambda: group.members[0].waited_for() == ["w7"])
+            group.listeners[0].refused.add(7)
+            table(group.store).join(_record(7, 1))
+            table(group.store).leave(_record(7, 1))
+            with pytest.raises(WorkerLeftError):
+                waiting.result()
 
 
 def test_what_ends_the_watch_is_logged(
@@ -285,27 +298,20 @@ def test_what_ends_the_watch_is_logged(
     def fail(*_: object) -> None:
         raise OSError("no more members")
 
-    monkeypatch.setattr(member_list, "members", fail)
-    member_list.join(group.store, _record(7, 1))
+    monkeypatch.setattr(MemberTable, "listing", fail)
+    group.table.join(_record(7, 1))
     until(lambda: bool(caplog.records))
     assert "nobody can join the group any more" in caplog.text
     assert "no more members" in caplog.text
 
 
 def test_one_that_cannot_be_reached_does_not_end_the_watch(
-    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alice = group.agents[0]
-    add = alice.add_peer
-
-    def refuse(peer: Peer) -> None:
-        if peer.info.id == 7:
-            raise OSError("no more peers")
-        add(peer)
-
-    monkeypatch.setattr(alice, "add_peer", refuse)
-    member_list.join(group.store, _record(7, 1))
-    member_list.join(group.store, _record(8, 1))
+    alice = group.listeners[0]
+    alice.refused.add(7)
+    group.table.join(_record(7, 1))
+    group.table.join(_record(8, 1))
     until(lambda: alice.lives(8))
     assert "'w7' (rank 7" in caplog.text
     assert "cannot be reached from here: no more peers" in caplog.text
@@ -314,17 +320,45 @@ def test_one_that_cannot_be_reached_does_not_end_the_watch(
 def test_a_record_that_cannot_be_read_is_logged_once_and_says_nothing(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    member_list.join(group.store, _record(7, 1))
-    until(lambda: all(agent.lives(7) for agent in group.agents))
-    group.store.set("tensorwire/member/w7", "spoilt")
+    group.table.join(_record(7, 1))
+    until(lambda: all(each.lives(7) for each in group.listeners))
+    signed(group.store).set("member/w7", b"spoilt")
     for number in (8, 9):
-        member_list.join(group.store, _record(number, 1))
-        until(lambda number=number: all(agent.lives(number) for agent in group.agents))
+        group.table.join(_record(number, 1))
+        until(lambda number=number: all(each.lives(number) for each in group.listeners))  # type: ignore[misc]
     assert caplog.text.count("what the store says of w7 is not heeded") == 3
-    assert all(agent.lives(7) for agent in group.agents)
-    group.store.set("tensorwire/member/w7", "!left 1")
-    member_list.leave(group.store, _record(8, 1))
-    until(lambda: all(Life(7, 1) in agent.left for agent in group.agents))
+    assert all(each.lives(7) for each in group.listeners)
+
+
+def test_a_member_is_believed_to_be_there_until_somebody_with_the_key_ends_that_life(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = group.table.lookup("carol")
+    assert left is not None
+    group.store.set("tensorwire/member/bob", "!lost 0")
+    group.store.delete_key("tensorwire/member/alice")
+    group.store.delete_key("tensorwire/names/1")
+    group.store.set("tensorwire/changes", "forged")
+    group.table.leave(left)
+    until(lambda: all(left_by(each, 2) for each in group.listeners))
+    assert all(each.lives(0) and each.lives(1) for each in group.listeners)
+    assert "ignored what the group's store holds under 'member/bob'" in caplog.text
+    group.table.leave(Record("bob", 1, None, 0, "test", b""))
+    until(lambda: all(left_by(each, 1) for each in group.listeners))
+
+
+def left_by(listener: Listener, worker: int) -> bool:
+    return Life(worker, 0) in listener.left
+
+
+def test_an_old_value_of_changes_hides_nothing_for_long(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_FULL_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(MemberTable, "changes", lambda _: b"always the same")
+    for number in (7, 8):
+        group.table.join(_record(number, 1))
+        until(lambda number=number: group.listeners[0].lives(number))  # type: ignore[misc]
 
 
 def refuse_carol(records: list[Record]) -> None:
@@ -335,41 +369,41 @@ def refuse_carol(records: list[Record]) -> None:
 
 class TestWhoDoesNotFitTogether:
     @staticmethod
-    def _member(store: Store, rank: int) -> tuple[Agent, Membership]:
-        agent, me = Agent(Life(rank, 0)), Record(NAMES[rank], rank, None, 0, "test", b"")
-        return agent, Membership(agent, store, me, refuse_carol)  # type: ignore[arg-type]
+    def _member(store: Store, rank: int) -> tuple[Listener, Membership]:
+        listener, me = Listener(Life(rank, 0)), Record(NAMES[rank], rank, None, 0, "test", b"")
+        return listener, Membership(listener, table(store), me, refuse_carol)
 
     def test_the_one_who_joins_later_fails_and_is_no_member(self) -> None:
         store = HashStore()
         _, alice = self._member(store, 0)
-        alice.join(20)
-        agent, carol = self._member(store, 2)
+        alice.join()
+        listener, carol = self._member(store, 2)
         with pytest.raises(ValueError, match="that alice lacks"):
-            carol.join(20)
-        assert agent.peers == set()
-        assert [record.name for record in member_list.members(store)] == ["alice"]
+            carol.join()
+        assert listener.peers == {}
+        assert [record.name for record in table(store).members()] == ["alice"]
         alice.leave()
 
     def test_a_member_takes_the_other_for_none_and_says_so(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         store = HashStore()
-        agent, alice = self._member(store, 0)
-        alice.join(20)
-        member_list.join(store, Record("carol", 2, None, 0, "test", b""))  # it has not looked yet
-        member_list.join(store, Record("bob", 1, None, 0, "test", b""))
-        until(lambda: agent.lives(1))
-        assert not agent.lives(2)
+        listener, alice = self._member(store, 0)
+        alice.join()
+        table(store).join(Record("carol", 2, None, 0, "test", b""))  # it has not looked yet
+        table(store).join(Record("bob", 1, None, 0, "test", b""))
+        until(lambda: listener.lives(1))
+        assert not listener.lives(2)
         assert "cannot be reached from here: carol's map leads to a device" in caplog.text
         alice.leave()
 
     def test_that_keeps_nobody_else_out(self) -> None:
         store = HashStore()
         _, alice = self._member(store, 0)
-        alice.join(20)
-        member_list.join(store, Record("carol", 2, None, 0, "test", b""))
-        agent, bob = self._member(store, 1)
-        bob.join(20)
-        assert agent.lives(0)
+        alice.join()
+        table(store).join(Record("carol", 2, None, 0, "test", b""))
+        listener, bob = self._member(store, 1)
+        bob.join()
+        assert listener.lives(0)
         bob.leave()
         alice.leave()

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 import rpc
-from rpc import MembershipChange, MembershipEvent, WorkerLostError
+from rpc import MembershipChange, MembershipEvent, WorkerLeftError, WorkerLostError
 from rpc.agent import Agent, AgentOptions
+from rpc.group.member_list import Departure, End
 from rpc.group.members import Group as Members
 from rpc.group.watch import Watch
 from rpc.ids import Life
@@ -337,15 +338,28 @@ class TestEvents:
             assert [worker.name for worker in rpc.workers("da")] == ["dave"]
 
     @pytest.mark.parametrize(
-        ("left", "change"), [(True, MembershipChange.LEFT), (False, MembershipChange.LOST)]
+        ("end", "change", "error", "told"),
+        [
+            (End.LEFT, MembershipChange.LEFT, WorkerLeftError, "it left the group"),
+            (End.LOST, MembershipChange.LOST, WorkerLostError, "rpcrun declared it lost at .*: 9"),
+            (None, MembershipChange.LOST, WorkerLostError, "does not list"),
+        ],
     )
-    def test_the_store_may_know_first_that_one_left(
-        self, group: Group, left: bool, change: MembershipChange
+    def test_the_store_may_know_first_that_one_is_gone(
+        self,
+        group: Group,
+        end: End | None,
+        change: MembershipChange,
+        error: type[WorkerLostError],
+        told: str,
     ) -> None:
         seen: list[MembershipEvent] = []
         group["carol"].events.subscribe(seen.append)
-        group["carol"].worker_loss.struck_off(group["bob"].life, left)
+        bob = group["bob"].life
+        departure = end and Departure("bob", *bob, end, "rpcrun", 0.0, "9", "digest")
+        group["carol"].worker_loss.departed(bob, departure)
         until(lambda: bool(seen))
         assert (seen[0].change, seen[0].worker.name) == (change, "bob")
-        with pytest.raises(WorkerLostError, match="left" if left else "does not list"):
+        with pytest.raises(error, match=told) as caught:
             group["carol"].rpc_sync("bob", abs, (-1,))
+        assert type(caught.value) is error

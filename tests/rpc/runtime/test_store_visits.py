@@ -29,18 +29,6 @@ rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
 rpc.rpc_sync("a", abs, (-3,))
 """
 
-_GAVE_UP_WAITING = """
-store, *_ = group_store.open_store(options.init_method, 0, None, 30)
-end = time.monotonic() + 0.5
-def ask():
-    while time.monotonic() < end:
-        store.add("asked", 1)
-try:
-    group_store.within(0.01, ask)
-except rpc.BringUpError:
-    pass
-"""
-
 _FOUND_NO_HOST = """
 options.bring_up_timeout = 1
 try:
@@ -114,9 +102,7 @@ def test_nobody_is_admitted_after_the_end() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _GAVE_UP_WAITING, _FOUND_NO_HOST]
-)
+@pytest.mark.parametrize("busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _FOUND_NO_HOST])
 @pytest.mark.parametrize(
     ("backend", "last_line", "status", "last_words"),
     [
@@ -129,7 +115,7 @@ def test_a_process_ends_with_its_own_status_without_a_shutdown(
 ) -> None:
     program = (
         "import sys, time, rpc\n"
-        "from rpc.group import membership, store as group_store, watch\n"
+        "from rpc.group import membership, watch\n"
         f"url = 'tcp://127.0.0.1:{free_port()}'\n"
         f"options = rpc.{backend}RpcBackendOptions(init_method=url)\n"
         f"{busy}\n{last_line}\n"

@@ -121,19 +121,22 @@ def test_workers_with_different_keys_do_not_form_a_group(world_size: int | None)
     store = HashStore()
 
     def bring_up(rank: int, key: bytes) -> Agent:
-        options = TensorWireRpcBackendOptions(group_key=key, bring_up_timeout=20)
+        options = TensorWireRpcBackendOptions(group_key=key, bring_up_timeout=0.5)
         return _init_tensorwire(store, f"w{rank}", rank, world_size, options)
 
-    agents = []
+    agents: list[Agent] = []
     try:
         with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(bring_up, rank, key) for rank, key in enumerate((b"", b"a"))]
+            if world_size is None:
+                agents.append(bring_up(0, b"a"))
+                calls = [pool.submit(bring_up, 1, b"")]
+            else:
+                calls = [pool.submit(bring_up, rank, key) for rank, key in enumerate((b"", b"a"))]
         errors = [error for call in calls if (error := call.exception())]
-        agents = [call.result() for call in calls if not call.exception()]
+        agents += [call.result() for call in calls if not call.exception()]
     finally:
         for agent in agents:
             agent.shutdown(graceful=False)
     assert len(errors) == (world_size or 1)
-    for error in errors:
-        with pytest.raises(BringUpError, match="the workers disagree about group_key"):
-            raise error
+    assert all(isinstance(error, BringUpError) for error in errors)
+    assert any("group_key" in str(error) for error in errors)

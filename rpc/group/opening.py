@@ -1,0 +1,285 @@
+"""Opens the store at which a group meets, as a URL or the environment names it.
+
+Decides which process hosts the store, who is which rank, and what is missing. Where the
+store is a ``TCPStore``, every worker is a client of it over one connection; the one with
+rank 0 also hosts it, unless a launcher does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, NamedTuple
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from rpc.constants import MAX_RANK
+from rpc.errors import BringUpError
+from rpc.group.store_host import StoreServer, uses_libuv, warn_of_slow_resolver
+from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient
+
+_logger = logging.getLogger("rpc")
+
+_NOT_GIVEN: Final = "-1"
+_NUMBERS: Final = {
+    "rank": "this worker's rank, from 0",
+    "world_size": "the number of workers, or leave it out for a dynamic group",
+    "master_port": "the TCP port of the group's store",
+}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+_LONGEST_ATTEMPT: Final = 5.0  # seconds; to an address that swallows what it is sent
+_SECONDS_TO_CONCLUDE: Final = 0.7
+"""How long after the deadline a store may answer what is asked about who is missing."""
+
+
+class Meeting(NamedTuple):
+    """Where a group meets, and as which of its workers this process does.
+
+    Args:
+        store: the group's.
+        rank: this worker's.
+        world_size: how many workers there are; None in a dynamic group.
+    """
+
+    store: Store
+    rank: int
+    world_size: int | None
+
+
+def open_store(
+    init_method: str,
+    rank: int,
+    world_size: int | None,
+    timeout: float,
+    bind_address: str | None = None,
+) -> Meeting:
+    """Connects to the store that ``init_method`` names; hosts it, if this is the place.
+
+    The same URL may serve ``init_process_group`` in the same process.
+
+    Args:
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        rank: this worker's, or -1 to take it from the URL or, with ``env://``, from ``RANK``.
+        world_size: likewise; None to take it from the URL or ``WORLD_SIZE``.
+        timeout: seconds for bring-up as a whole: for the store's host to come, and for all
+            that is asked of a ``TCPStore`` until :func:`opened_for_good`.
+        bind_address: where to host the store if the URL leaves that open.
+
+    Raises:
+        ValueError: something that is needed is given nowhere.
+        BringUpError: the store's host does not answer, or cannot be it.
+    """
+    until = time.monotonic() + timeout
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    _check_url(init_method, parts, query)
+    if rank >= 0:
+        query["rank"] = str(rank)
+    if world_size is not None and world_size > 0:
+        query["world_size"] = str(world_size)
+    elif parts.scheme == "env" and os.environ.get("WORLD_SIZE"):
+        query.setdefault("world_size", os.environ["WORLD_SIZE"])
+    if parts.scheme == "env":
+        _check_environment(query)
+    size = int(query.get("world_size", _NOT_GIVEN))
+    if parts.scheme in ("env", "tcp"):
+        place = _place(init_method, parts, query)
+        _check_rank(place.rank, size)
+        found = _meet_over_tcp(init_method, place, until, timeout, bind_address), place.rank
+    else:
+        if query.get("rank"):
+            _check_rank(int(query["rank"]), size)
+        found = _meet_as_torch_does(init_method, parts, query, timeout)
+    _check_rank(found[1], size)
+    return Meeting(*found, size if size > 0 else None)
+
+
+def opened_for_good(store: Store) -> None:
+    """Ends the limit of time that :func:`open_store` set to what is asked of a store."""
+    if isinstance(store, TcpStoreClient):
+        store.until = float("inf")
+
+
+def client_of(store: Store, timeout: float) -> Store:
+    """A client of ours for a ``TCPStore`` that the program opened; other stores as they are."""
+    if not isinstance(store, TCPStore):
+        return store
+    client = TcpStoreClient(store.host, store.port, timeout)
+    client.server = store
+    return client
+
+
+# --- What is given
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a ``TCPStore`` is, and as which worker this process meets there."""
+
+    host: str
+    port: int
+    rank: int
+    hosts: bool
+    use_libuv: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def _place(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> _Place:
+    try:
+        if parts.scheme == "env":
+            rank = int(query["rank"] if "rank" in query else _variable("RANK"))
+            host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+        else:
+            if parts.port is None or not parts.hostname:
+                raise ValueError("tcp:// needs a host and a port, as in tcp://host:29500")
+            if "rank" not in query:
+                raise ValueError("rank parameter missing")
+            rank, host, port = int(query["rank"]), parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from None
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _Place(host, port, rank, rank == 0 and not launched, uses_libuv(query.get("use_libuv")))
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(f"environment variable {name} expected, but not set")
+    return value
+
+
+def _check_url(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> None:
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"init_method={init_method!r} names no port: {error}") from None
+    for name in query.keys() & _NUMBERS.keys():
+        _check_number(f"init_method={init_method!r}: {name}", query[name], _NUMBERS[name])
+
+
+def _check_environment(query: Mapping[str, str]) -> None:
+    """Looks at the variables that count, as the URL does not say the same."""
+    for name, wanted in _NUMBERS.items():
+        value = os.environ.get(name.upper())
+        # An empty WORLD_SIZE says, as none does, that the group is dynamic.
+        if value is None or (not value and name == "world_size"):
+            continue
+        if name not in query or query[name] == value:
+            _check_number(f"environment variable {name.upper()}", value, wanted)
+            if name == "master_port" and not 0 <= int(value) < 2**16:
+                raise ValueError(
+                    f"environment variable MASTER_PORT={value!r} must be from 0 to 65535"
+                )
+
+
+def _check_number(what: str, value: str, wanted: str) -> None:
+    try:
+        int(value)
+    except ValueError:
+        raise ValueError(f"{what}={value!r} is no whole number; give {wanted}") from None
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if size > 0 and not 0 <= rank < size:
+        raise ValueError(f"rank={rank} must be from 0 to world_size - 1, which is {size - 1}")
+    if not 0 <= rank <= MAX_RANK:
+        raise ValueError(f"rank={rank} must be from 0 to {MAX_RANK}, the highest there can be")
+
+
+# --- A TCPStore
+
+
+def _meet_over_tcp(
+    init_method: str, place: _Place, until: float, timeout: float, bind_address: str | None
+) -> Store:
+    host, port, server = place.host, place.port, None
+    if place.hosts:
+        server = StoreServer(place.host, place.port, bind_address, place.use_libuv)
+        host, port = server.address, server.port
+    client = TcpStoreClient(host, port, timeout)
+    client.server = server
+    try:
+        _connect(client, place, until, timeout)
+        client.until = until + min(_SECONDS_TO_CONCLUDE, timeout)
+        client.check(["tensorwire"])
+    except OSError as error:
+        raise BringUpError(
+            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "
+            "a worker with rank 0, or the launcher, must be running and answering at that "
+            f"address: {error}"
+        ) from error
+    return client
+
+
+def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float) -> None:
+    """Returns when the store's host has accepted a connection.
+
+    Raises:
+        OSError: it did not in time; says why the last attempt failed.
+    """
+    began, pause, silence = time.monotonic(), _FIRST_PAUSE, SECONDS_OF_SILENCE
+    while True:
+        now = time.monotonic()
+        client.until = min(until, now + _LONGEST_ATTEMPT)
+        try:
+            client.connect()
+            warn_of_slow_resolver(f"{place.host!r} and connecting", time.monotonic() - now)
+            return
+        except UnicodeError as error:
+            raise OSError(f"{place.host!r} is no name of a host: {error}") from error
+        except OSError as error:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise
+            if time.monotonic() - began >= silence:
+                _logger.warning(
+                    "init_rpc has waited %g s for the group's store at %s (%s), and gives up after "
+                    "%g s",
+                    silence,
+                    place,
+                    str(error),  # the error itself would keep its frames alive
+                    timeout,
+                )
+                silence *= 2
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+# --- Other stores
+
+
+def _meet_as_torch_does(
+    init_method: str, parts: SplitResult, query: dict[str, str], timeout: float
+) -> tuple[Store, int]:
+    """Opens a file, or whatever a scheme means for which the program registered a handler."""
+    query.setdefault("world_size", _NOT_GIVEN)
+    folder = os.path.dirname(parts.path)
+    if parts.scheme == "file" and not os.path.isdir(folder):
+        raise BringUpError(
+            f"init_method={init_method!r} names a file in a folder that does not exist: {folder!r}"
+        )
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    try:
+        store, rank, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
+    except (RuntimeError, OSError) as error:
+        if "No rendezvous handler" in str(error):
+            raise ValueError(
+                f"init_method={init_method!r} has a scheme that is not known; "
+                "use env://, tcp://host:port or file:///path"
+            ) from error
+        raise BringUpError(
+            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "
+            f"it must be writable: {error}"
+        ) from error
+    except AssertionError as error:
+        raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from error
+    store.set_timeout(timedelta(seconds=timeout))
+    return store, rank

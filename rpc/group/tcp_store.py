@@ -1,0 +1,307 @@
+"""A client of torch's ``TCPStore`` in Python, with deadlines that hold.
+
+torch's own client looks up the name of the address that it connects to, which takes
+seconds where the resolver is slow; it cannot be interrupted; and it prints C++ stack traces
+when the server is gone. This one speaks the same protocol to the same server, on one
+connection, and says in the log what it waits for.
+
+A key is sent as torch's clients send it, with a slash in front, so both see the same keys.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Final, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("rpc")
+
+_MAGIC: Final = 0x3C85F7CE
+_HELLO: Final = struct.Struct("<BI")
+_LENGTH: Final = struct.Struct("<Q")
+_NUMBER: Final = struct.Struct("<q")
+_LONGEST_REPLY: Final = 1 << 26
+_PIPELINE: Final = 64
+"""Requests that are sent before their replies are read: few enough to fit into the sockets."""
+SECONDS_OF_SILENCE: Final = 10.0
+"""After which the log says what is waited for; then whenever twice as much has passed."""
+
+
+class _Request(enum.IntEnum):
+    """Requests, by torch's numbers."""
+
+    HELLO = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    NUMBER_OF_KEYS = 7
+    DELETE = 8
+    MULTI_GET = 10
+    CANCEL_WAIT = 12
+
+
+_READY: Final = 0
+_WAIT_IS_OVER: Final = 0
+_WAIT_CANCELLED: Final = 1
+
+
+class StoreLostError(ConnectionError):
+    """The store's host is gone, or does not answer."""
+
+
+class _Connection:
+    """One connection. Every method returns or raises by ``deadline``, a monotonic time."""
+
+    def __init__(self, connected: socket.socket, where: str, deadline: float) -> None:
+        self.deadline = deadline
+        self._where = where
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.send(_HELLO.pack(_Request.HELLO, _MAGIC))
+
+    def send(self, data: bytes) -> None:
+        self._socket.settimeout(self._left())
+        try:
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise StoreLostError(self._silence()) from None
+
+    def receive(self, size: int) -> bytes:
+        """Reads exactly ``size`` bytes; says in the log if that takes long."""
+        received = bytearray()
+        began, silence = time.monotonic(), SECONDS_OF_SILENCE
+        while len(received) < size:
+            until_told = began + silence - time.monotonic()
+            self._socket.settimeout(min(self._left(), max(until_told, 0.001)))
+            try:
+                chunk = self._socket.recv(size - len(received))
+            except TimeoutError:
+                if time.monotonic() >= self.deadline:
+                    raise StoreLostError(self._silence()) from None
+                if time.monotonic() >= began + silence:
+                    _logger.warning(
+                        "the group's store at %s has not answered for %g s; is the "
+                        "process that hosts it frozen?",
+                        self._where,
+                        silence,
+                    )
+                    silence *= 2
+                continue
+            if not chunk:
+                raise StoreLostError(f"the store at {self._where} closed the connection")
+            received += chunk
+        return bytes(received)
+
+    def byte_within(self, seconds: float) -> int | None:
+        """Reads one byte if it comes within that time."""
+        self._socket.settimeout(max(0.001, min(seconds, self._left())))
+        try:
+            received = self._socket.recv(1)
+        except TimeoutError:
+            return None
+        if not received:
+            raise StoreLostError(f"the store at {self._where} closed the connection")
+        return received[0]
+
+    def value(self) -> bytes:
+        (size,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        if size > _LONGEST_REPLY:
+            raise StoreLostError(f"the store at {self._where} sent a value of {size} bytes")
+        return self.receive(size)
+
+    def values(self, count: int) -> list[bytes]:
+        return [self.value() for _ in range(count)]
+
+    def number(self) -> int:
+        return int(_NUMBER.unpack(self.receive(_NUMBER.size))[0])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    __del__ = close  # as torch's clients, which nobody closes either
+
+    def _left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise StoreLostError(self._silence())
+        return min(left, threading.TIMEOUT_MAX)
+
+    def _silence(self) -> str:
+        return f"the store at {self._where} did not answer in time"
+
+
+class TcpStoreClient(Store):
+    """One worker's connection to a ``TCPStore``; any thread may use it, one at a time.
+
+    It connects with the first request, and anew with the next one after a failure.
+
+    Args:
+        host: name or address of the server's host.
+        port: of the server.
+        timeout: seconds that one request may take.
+
+    Attributes:
+        until: the monotonic time at which the request under way fails at the latest.
+        server: kept alive as long as this, if the server runs in this process.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        super().__init__()
+        self.until = math.inf
+        self.server: object = None
+        self._host = host
+        self._port = port
+        self._seconds = timeout
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    @property
+    def host(self) -> str:
+        """Name or address of the server's host."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return self._port
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long one request may take."""
+        self._seconds = timeout.total_seconds()
+
+    def connect(self) -> None:
+        """Connects, if it is not connected.
+
+        Raises:
+            OSError: nobody listens there, or nothing answers; says what the kernel says.
+        """
+        with self._lock:
+            self._connected()
+
+    # --- Requests, by torch's names
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Puts a value under a key."""
+        self._ask(_request(_Request.SET, key) + _bytes(value), lambda _: None)
+
+    def get(self, key: str) -> bytes:
+        """The value under a key, which is waited for."""
+        self.wait([key], timedelta(seconds=min(self._seconds, threading.TIMEOUT_MAX)))
+        return self._ask(_request(_Request.GET, key), _Connection.value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns what it is then."""
+        return self._ask(_request(_Request.ADD, key) + _NUMBER.pack(amount), _Connection.number)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if there are values under all these keys."""
+        request = _request(_Request.CHECK, *keys, counted=True)
+        return self._ask(request, lambda connection: connection.receive(1)[0] == _READY)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Puts the desired value under a key that has the expected one; returns what is there."""
+        return self.compare_set_all([(key, expected_value, desired_value)])[0]
+
+    def compare_set_all(
+        self, changes: Sequence[tuple[str, str | bytes, str | bytes]]
+    ) -> list[bytes]:
+        """Makes several requests of that kind in one round trip; they are not one step."""
+        results: list[bytes] = []
+        for start in range(0, len(changes), _PIPELINE):
+            some = changes[start : start + _PIPELINE]
+            request = b"".join(
+                _request(_Request.COMPARE_SET, key) + _bytes(expected) + _bytes(desired)
+                for key, expected, desired in some
+            )
+            results += self._ask(request, partial(_Connection.values, count=len(some)))
+        return results
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values under several keys, which must be there."""
+        request = _request(_Request.MULTI_GET, *keys, counted=True)
+        return self._ask(request, partial(_Connection.values, count=len(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key; True if it was there."""
+        return self._ask(_request(_Request.DELETE, key), _Connection.number) == 1
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return self._ask(_request(_Request.NUMBER_OF_KEYS), _Connection.number)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when there are values under all these keys.
+
+        Args:
+            keys: their names.
+            timeout: how long to wait; default what one request may take.
+
+        Raises:
+            TimeoutError: the time is over.
+            StoreLostError: the store is gone, or does not even say so.
+        """
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        request = _request(_Request.WAIT, *keys, counted=True)
+        if not self._ask(request, lambda connection: _wait(connection, seconds), seconds):
+            raise TimeoutError(f"{list(keys)} were not there within {seconds:g} s")
+
+    # --- The connection
+
+    def _ask(self, request: bytes, read: Callable[[_Connection], T], more: float = 0.0) -> T:
+        with self._lock:
+            connection = self._connected(more)
+            try:
+                connection.send(request)
+                return read(connection)
+            except BaseException:  # what is still to come would be taken for the next answer
+                connection.close()
+                self._connection = None
+                raise
+
+    def _connected(self, more: float = 0.0) -> _Connection:
+        deadline = min(self.until, time.monotonic() + self._seconds + more)
+        if self._connection is None:
+            left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            connected = socket.create_connection((self._host, self._port), left)
+            where = f"{self._host}:{self._port}"
+            self._connection = _Connection(connected, where, deadline)
+        self._connection.deadline = deadline
+        return self._connection
+
+
+def _wait(connection: _Connection, seconds: float) -> bool:
+    answer = connection.byte_within(seconds)
+    if answer is not None:
+        return answer == _WAIT_IS_OVER
+    connection.send(bytes([_Request.CANCEL_WAIT]))
+    came = False
+    while (answer := connection.receive(1)[0]) != _WAIT_CANCELLED:
+        came = came or answer == _WAIT_IS_OVER
+    return came
+
+
+def _bytes(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _request(kind: _Request, *keys: str, counted: bool = False) -> bytes:
+    count = _LENGTH.pack(len(keys)) if counted else b""
+    return bytes([kind]) + count + b"".join(_bytes(f"/{key}") for key in keys)
