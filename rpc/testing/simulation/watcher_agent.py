@@ -166,7 +166,8 @@ class WatcherAgent:
         require(has_a_say, Rule.NOT_ACCUSED, self.life, "still accuses", life)
         self._run.checks.accused(self._watcher, life)
 
-    def strike_off(self, life: Life) -> None:
+    def strike_off(self, life: Life, reason: str) -> None:
+        self._check_wording(self.loss_reports.wording(reason))
         if not self._run.plan.dynamic:
             return
         self._accuses(life)
