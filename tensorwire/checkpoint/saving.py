@@ -71,6 +71,11 @@ def save_in_background(
     What is saved is the state as it is now; training can go on. Each owner needs memory for a
     copy of its own share until that is on disk.
 
+    Args:
+        path: of the checkpoint, a folder that is made.
+        state: by name, what is to be saved; as for :func:`save`.
+        keep: how many complete checkpoints stay in the same folder. None: all.
+
     Example::
 
         saving = checkpoint.save_in_background("checkpoints/7", state)
@@ -126,7 +131,7 @@ def load(source: str | Path | Checkpoint, state: Mapping[str, Any]) -> dict[str,
 
 
 class Saving:
-    """A checkpoint that is being written in the background."""
+    """A checkpoint that is being written in the background. Made by :func:`save_in_background`."""
 
     def __init__(self, saving: _Saving) -> None:
         self._saving = saving

@@ -108,6 +108,9 @@ def has_count(text: str) -> bool:
 def parse_role(text: str) -> Role:
     """Reads a role as it is written on the command line.
 
+    Args:
+        text: ``NAME:COUNT`` and options behind commas, such as ``"trainer:4,max_restarts=3"``.
+
     Raises:
         RoleError: it is of another form; says what is wrong.
     """
