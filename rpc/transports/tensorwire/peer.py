@@ -12,14 +12,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from rpc.devices import note_host_moves
 from rpc.errors import EncodeError, RpcError, WorkerLostError
-from rpc.protocol.resumption import MOST_MESSAGES
 from rpc.runtime.executor import is_shared_thread
 from rpc.runtime.text import says
 from rpc.runtime.threads import Thread
@@ -27,28 +24,24 @@ from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
 from rpc.transports.host.frame_table import Look, look_at
 from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
-from rpc.transports.tensorwire.bulk import BulkChannel, BulkEvents
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connection import PASSING, Connection
+from rpc.transports.tensorwire.connection_maker import ConnectionMaker
 from rpc.transports.tensorwire.connector import (
     ConnectError,
     Connector,
-    Endpoint,
     LinkSockets,
     Target,
 )
 from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link
-from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.reconnect import Reconnector
-from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.shared import Shared
 from rpc.wire.messages import Reply, Status
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-_MAX_FRAME_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
 _STUCK_SECONDS = 1.0
@@ -88,6 +81,7 @@ class RemotePeer:
         self._devices = devices
         self._devices_back = devices_back
         self._shared = shared
+        self._make = ConnectionMaker(shared, self._bulk_arrived, self._channel_ended)
         self._deliver = shared.deliver
         self.window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
         self._last_request = 0.0
@@ -318,18 +312,12 @@ class RemotePeer:
         link = Link(shared.resources, self.name, self._devices, same_host=same_host)
         connections: list[Connection] = []
         try:
-            main = link.main = self._sender(link, sockets.main, shared.replies.watch_writable)
-            reader = self._main_reader(link, main)
-            events = ChannelEvents(
-                self._reply_arrived, main.writable, partial(self._channel_ended, main)
+            main = self._make.opened(
+                link, sockets.main, sockets.token, endpoint, self._reply_arrived
             )
-            listen = partial(shared.replies.add, sockets.main, reader, events)
-            remove = shared.replies.remove
-            connections.append(Connection(sockets.token, 0, endpoint, main, reader, listen, remove))
+            connections.append(main)
             for number, sock in enumerate(sockets.bulk, 1):
-                connections.append(
-                    self._bulk_connection(link, sock, sockets.token, number, endpoint)
-                )
+                connections.append(self._make.bulk(link, sock, sockets.token, number, endpoint))
             link.bulk = [connection.sender for connection in connections[1:]]
             with self._lock:
                 wanted = self._reason is None
@@ -349,29 +337,6 @@ class RemotePeer:
             self._retire(link, connections)
             raise
         return link
-
-    def _sender(
-        self, link: Link, sock: socket.socket, watch: Callable[[socket.socket, bool], None]
-    ) -> Sender:
-        remember = MOST_MESSAGES if self._shared.resume_seconds else 0
-        return Sender(sock, link.unsent, partial(watch, sock), remember)
-
-    def _main_reader(self, link: Link, main: Sender) -> MainReader:
-        shared = self._shared
-        buffers, late = shared.resources.buffers, shared.receipts.add
-        reader = MainReader(main.sock, link, _MAX_FRAME_BYTES, buffers, main, late)
-        link.announce = reader.acknowledge
-        return reader
-
-    def _bulk_connection(
-        self, link: Link, sock: socket.socket, token: bytes, number: int, endpoint: Endpoint | None
-    ) -> Connection:
-        bulk = self._shared.bulk
-        sender = self._sender(link, sock, bulk.watch_writable)
-        events = BulkEvents(self._bulk_arrived, partial(self._channel_ended, sender))
-        channel = BulkChannel(sender, link, events, self._shared.receipts.add)
-        listen = partial(bulk.add, sock, channel)
-        return Connection(token, number, endpoint, sender, channel, listen, bulk.remove)
 
     # The link the peer opens.
 
@@ -403,14 +368,7 @@ class RemotePeer:
         sock, token = authenticated.sock, authenticated.hello.token
         same_host = sock.family == socket.AF_UNIX
         link = Link(shared.resources, self.name, self._devices_back, same_host=same_host)
-        main = link.main = self._sender(link, sock, shared.requests.watch_writable)
-        reader = self._main_reader(link, main)
-        events = ChannelEvents(
-            self._request_arrived, main.writable, partial(self._channel_ended, main)
-        )
-        listen = partial(shared.requests.add_main, sock, reader, events)
-        remove = shared.requests.remove
-        connection = Connection(token, 0, None, main, reader, listen, remove)
+        connection = self._make.accepted(link, sock, token, self._request_arrived)
         with self._lock:
             wanted = self._reason is None
             if wanted:
@@ -453,9 +411,7 @@ class RemotePeer:
         if not known or link is None:
             authenticated.reject("a bulk connection of a link that is not there")
             return
-        connection = self._bulk_connection(
-            link, authenticated.sock, hello.token, hello.channel, None
-        )
+        connection = self._make.bulk(link, authenticated.sock, hello.token, hello.channel, None)
         with self._lock:
             known = self.incoming is link and self._reason is None
             problem = self._add_connection(connection) if known else None

@@ -144,7 +144,7 @@ class ReplySide:
             self._threads.remove(thread)
             raise
 
-    def add(self, sock: socket.socket, reader: MainReader, events: ChannelEvents) -> None:
+    def add_main(self, sock: socket.socket, reader: MainReader, events: ChannelEvents) -> None:
         """Begins to read a channel."""
         self._channels[sock.fileno()] = _Channel(reader, events)
         self._epoll.register(sock.fileno(), _EDGE)

@@ -224,7 +224,7 @@ def refuse_watches(
 @pytest.mark.parametrize("error", [NO_WATCH, MemoryError()], ids=["watches", "memory"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(ReplySide, "add"), (RequestSide, "add_main"), (BulkMover, "add")],
+    [(ReplySide, "add_main"), (RequestSide, "add_main"), (BulkMover, "add")],
     ids=["opened", "accepted", "bulk"],
 )
 def test_a_connection_that_cannot_be_read_at_the_moment_is_replaced_once_more(
@@ -251,7 +251,7 @@ def test_connections_that_cannot_be_read_are_none_on_which_something_was_sent(
     a, b = make(*[Settings(local_paths=False, resume_seconds=SECONDS)] * 2)
     monkeypatch.setattr(reconnector, "_LONGEST_PAUSE_SECONDS", 0.001)
     times: list[int] = []
-    refuse_watches(monkeypatch, ReplySide, "add", lambda: bool(times) and bool(times.pop()))
+    refuse_watches(monkeypatch, ReplySide, "add_main", lambda: bool(times) and bool(times.pop()))
     a.call(b, b"connect")
     sender = a.transport.peers[1].outgoing.main  # type: ignore[attr-defined]
     times += range(1, 2 * resumption._MOST_IN_VAIN)
@@ -266,7 +266,7 @@ def test_a_connection_that_can_never_be_read_loses_the_peer_when_its_time_is_ove
     cutter = Cutter()
     a, b = make(*[Settings(local_paths=False, resume_seconds=0.3)] * 2)
     full = threading.Event()
-    refuse_watches(monkeypatch, ReplySide, "add", full.is_set)
+    refuse_watches(monkeypatch, ReplySide, "add_main", full.is_set)
     a.call(b, b"connect")
     full.set()
     assert cutter.cut()

@@ -49,7 +49,9 @@ class Side:
         reader = MainReader(
             self.mine, link, 1 << 30, ReceiveBuffers(0), self.sender, lambda _: None
         )
-        self.replies.add(self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end))
+        self.replies.add_main(
+            self.mine, reader, ChannelEvents(self.deliver, lambda: None, self.end)
+        )
 
     def deliver(self, frame: Frame) -> None:
         with self.changed:
@@ -155,7 +157,7 @@ def test_a_socket_that_takes_bytes_again_is_told_although_a_signal_came_just_the
         side.replies.remove(mine)
 
     with mine, other:
-        side.replies.add(mine, reader, ChannelEvents(side.deliver, told.set, end))
+        side.replies.add_main(mine, reader, ChannelEvents(side.deliver, told.set, end))
         monkeypatch.setattr(side.replies._poller, "wait", interrupted)
         timer = threading.Timer(0.05, side.replies.watch_writable, (mine, True))
         timer.start()

@@ -626,7 +626,7 @@ def refusing(name: str) -> Callable[[threading.Thread], None]:
 )
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(ReplySide, "add"), (BulkMover, "add"), (Connector, "connect"), (Link, "__init__")],
+    [(ReplySide, "add_main"), (BulkMover, "add"), (Connector, "connect"), (Link, "__init__")],
     ids=["main", "bulk", "connection", "link"],
 )
 def test_a_worker_that_lacks_something_for_its_first_connection_tries_again(
@@ -662,7 +662,7 @@ def test_a_link_that_cannot_be_made_in_time_loses_the_peer_and_leaves_nothing_be
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no watch is left")
 
-    monkeypatch.setattr(ReplySide, "add", full)
+    monkeypatch.setattr(ReplySide, "add_main", full)
     a.ask(b, b"h")
     a.until(lambda: bool(a.lost))
     assert "no watch is left" in a.lost[0][1]
