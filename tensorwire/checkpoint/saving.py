@@ -7,6 +7,7 @@ owners write their shares themselves; local modules, optimizers and schedulers, 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -212,9 +213,8 @@ class _Saving:
 
     def wait_parts(self) -> None:
         """Waits for what was begun at the owners."""
-        waits, self._waits = self._waits, []
-        for wait in waits:
-            wait()
+        while self._waits:
+            self._waits.pop(0)()
 
     def commit(self) -> Checkpoint:
         """Makes the draft a checkpoint, and removes those that are too many."""
@@ -225,7 +225,10 @@ class _Saving:
         return done
 
     def discard(self) -> None:
-        """Removes the draft."""
+        """Removes the draft, when nobody writes there any more."""
+        while self._waits:
+            with contextlib.suppress(Exception):
+                self._waits.pop(0)()
         self._draft.discard()
 
     def _begin(

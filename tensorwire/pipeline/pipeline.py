@@ -1,47 +1,48 @@
 """``Pipeline``: stages of a model on several workers, trained together.
 
-Owns what the driver knows: where the stages are, which table to use, the number of the next
-step. How steps run is the business of ``steps`` here and of ``worker`` there.
+Owns the number of the next step, and what users call. Who takes part with which table is the
+business of ``formation``, how steps run that of ``steps`` here and of ``worker`` there.
 """
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 import rpc
 from optim_dist.clipping import total_norm
 from remote_module import RemoteModule
-from rpc import extend
 from tensorwire.checkpoint.spread import Share
 from tensorwire.pipeline import remote_optimizer, sessions
-from tensorwire.pipeline.actions import Action, Table
-from tensorwire.pipeline.errors import ScheduleError
+from tensorwire.pipeline.actions import Table
+from tensorwire.pipeline.balance import Balance
+from tensorwire.pipeline.clocks import offset
+from tensorwire.pipeline.formation import Design, Formation, Stages, as_replicas, as_schedule
 from tensorwire.pipeline.microbatches import merge, rows_of, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
-from tensorwire.pipeline.placement import choose_table, fit, workers_of
-from tensorwire.pipeline.plan import Loss, Plan, Rows, StepOrder
+from tensorwire.pipeline.plan import Loss, Rows, Span, StepOrder
+from tensorwire.pipeline.progress import progress
 from tensorwire.pipeline.remote_optimizer import GroupRule
-from tensorwire.pipeline.schedules import SCHEDULES, Schedule, forward_only
-from tensorwire.pipeline.sessions import Sessions
+from tensorwire.pipeline.returning import wait_for_workers
+from tensorwire.pipeline.schedules import Schedule
 from tensorwire.pipeline.shares import ModelShare
-from tensorwire.pipeline.sharing import Tie, make_equal, plan_sharing
+from tensorwire.pipeline.sharing import Tie
+from tensorwire.pipeline.splitting import split_model
 from tensorwire.pipeline.stage import StageSettings
-from tensorwire.pipeline.steps import Step, Steps
-from tensorwire.pipeline.validation import validate
+from tensorwire.pipeline.steps import Step
+from tensorwire.pipeline.trace import Trace
 from tensorwire.pipeline.wiring import Told, Wiring
-from tensorwire.pipeline.worker import Outbox
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Stages = Sequence["RemoteModule | Sequence[RemoteModule]"]
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -62,6 +63,8 @@ class Pipeline:
         autocast: the dtype of ``torch.autocast`` in forward passes.
         seed: of random numbers in forward passes, which then depend on it, the step, the stage
             and the micro-batch alone.
+        prefixes: put before the names of each stage's parameters in states and checkpoints, where
+            they must be unique; default the stage's number and a dot.
 
     Raises:
         ScheduleError: the schedule does not fit the stages, or its table cannot work.
@@ -92,46 +95,93 @@ class Pipeline:
         recompute: bool | Collection[int] = False,
         autocast: torch.dtype | None = None,
         seed: int | None = None,
+        prefixes: Sequence[str] | None = None,
     ) -> None:
-        self._stages = _as_replicas(stages)
-        self._wiring = Wiring.chain(len(self._stages), inputs)
-        self._schedule = _as_schedule(schedule)
-        self._microbatches = _require_positive("microbatches", microbatches)
-        self._loss = loss
-        self._tied = tied
-        self._settings = tuple(
+        replicas = as_replicas(stages)
+        numbers = range(len(replicas))
+        settings = [
             StageSettings(
-                recompute if isinstance(recompute, bool) else index in recompute, autocast, seed
+                recompute if isinstance(recompute, bool) else each in recompute, autocast, seed
             )
-            for index in range(len(self._stages))
+            for each in numbers
+        ]
+        self._microbatches = _require_positive("microbatches", microbatches)
+        self._design = Design(
+            replicas,
+            Wiring.chain(len(replicas), inputs),
+            as_schedule(schedule),
+            loss,
+            tied,
+            tuple(settings),
+            tuple(prefixes or (f"{each}." for each in numbers)),
         )
         self._step = 0
         self._trained = 0
         self._optimizers: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
         self._most_held: dict[int, int] = {}
-        self._form()
+        self._formation = Formation(self._design)
         if loss is not None:
             self.table(microbatches)
+
+    @classmethod
+    def split(
+        cls,
+        model: torch.nn.Module,
+        *,
+        workers: Sequence[str],
+        at: Sequence[str] | None = None,
+        example: Any,
+        balance: Balance = "time",
+        **options: Any,
+    ) -> Self:
+        """Splits a model into stages and puts them on workers.
+
+        An ``nn.Sequential`` is sliced. Other models are traced by ``torch.distributed.pipelining``;
+        there each worker needs memory for the whole model while it traces. Weights that several
+        stages have are tied, and names of parameters stay those in the whole model.
+
+        Args:
+            model: the whole; it stays as it is.
+            workers: where each stage goes, such as ``["stage0", "stage1/cuda:0"]``.
+            at: the names of the modules with which stages begin, but the first. None: an
+                ``nn.Sequential`` is measured and cut evenly.
+            example: an argument of the model, or a tuple of several, of a micro-batch's shape.
+            balance: what is even then, "time" or "memory".
+            options: of :class:`Pipeline`.
+
+        Raises:
+            ValueError: there are more or fewer stages than workers, a name is not there, or the
+                model cannot be cut evenly.
+
+        Example::
+
+            pipe = Pipeline.split(
+                model, at=["blocks.4", "blocks.8"], workers=["a", "b", "c"],
+                example=torch.zeros(2, 128, dtype=torch.long), schedule="1f1b", loss=loss)
+        """
+        made = split_model(model, workers, at, example, balance)
+        names = {"inputs": made.inputs, "tied": made.tied, "prefixes": [""] * len(made.stages)}
+        return cls(made.stages, **{**names, **options})
 
     @property
     def stages(self) -> list[RemoteModule]:
         """The stages' modules; of replicas, the first."""
-        return [replicas[0] for replicas in self._stages]
+        return [replicas[0] for replicas in self._design.stages]
 
     @property
     def replicas(self) -> list[list[RemoteModule]]:
         """The modules of each stage, all replicas."""
-        return [list(replicas) for replicas in self._stages]
+        return [list(replicas) for replicas in self._design.stages]
 
     @property
     def workers(self) -> list[str]:
         """The names of the workers, in the order of their stages."""
-        return workers_of(self._plan.owners)
+        return list(self._formation.workers)
 
     @property
     def session(self) -> str:
         """Names this pipeline among all, in this life of its workers."""
-        return self._plan.session
+        return self._formation.plan.session
 
     @property
     def steps(self) -> int:
@@ -149,7 +199,7 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule cannot serve as many.
         """
-        return Table.of(self._rows(True, microbatches or self._microbatches).values())
+        return Table.of(self._formation.rows(True, microbatches or self._microbatches).values())
 
     def train_step(
         self, *positional: Any, target: Any, scale: float = 1.0, **keywords: Any
@@ -172,14 +222,14 @@ class Pipeline:
             StageFailedError: a stage raised an error, or its worker was lost.
             ValueError: the batch cannot be split, or an argument is missing or too many.
         """
-        if self._loss is None:
+        if self._design.loss is None:
             raise ValueError("loss=None: a pipeline trains only with a loss")
         self._require_keywords(keywords)
         given = split(positional, keywords, target, self._microbatches)
         rows = [rows_of(each) for each in given]
         weights = tuple(each / sum(rows) for each in rows)
         step = self._begin(True, given, weights, scale)
-        reports = self._steps.finish(step)
+        reports = self._formation.steps.finish(step)
         self._trained += 1
         self._most_held = {at: n for each in reports.values() for at, n in each.most_held.items()}
         losses = {at: loss for each in reports.values() for at, loss in each.losses.items()}
@@ -230,8 +280,91 @@ class Pipeline:
                 yield self._outputs(under_way.popleft(), under_way)[0]
         except GeneratorExit:
             if under_way:
-                self._steps.abort(list(under_way), "nobody wants the rest of the stream")
+                self._formation.steps.abort(list(under_way), "nobody wants the rest of the stream")
             raise
+
+    def trace(self) -> Trace | None:
+        """What each worker did when in the last step; None if there was none.
+
+        Example::
+
+            pipe.train_step(x, target=y)
+            trace = pipe.trace()
+            print(trace)                       # its length, and how idle the workers were
+            trace.save_png("step.png")         # who did what when
+            trace.save_chrome("step.json")     # for https://ui.perfetto.dev
+        """
+        found: dict[str, list[Span]] = self._formation.call_all(sessions.spans)
+        if not any(found.values()):
+            return None
+        shifted = {}
+        for worker, spans in found.items():
+            ahead = offset(partial(rpc.rpc_sync, worker, sessions.read_clock))
+            shifted[worker] = [span.shifted(-ahead) for span in spans]
+        return Trace(shifted, self._design.wiring)
+
+    def progress(
+        self,
+        batches: Iterable[T],
+        count: Callable[[T], int] | None = None,
+        unit: str = "tokens",
+        **options: Any,
+    ) -> Iterator[T]:
+        """Yields batches and shows a bar with the rate, the bubble and every stage's memory.
+
+        Args:
+            batches: for the loop.
+            count: how many units a batch has; default the elements of its first tensor.
+            unit: their name.
+            options: for ``tqdm.tqdm``.
+
+        Raises:
+            ImportError: tqdm is not installed.
+
+        Example::
+
+            for x, y in pipe.progress(loader):
+                pipe.train_step(x, target=y)
+        """
+        return progress(self, batches, count, unit, **options)
+
+    def recover(self, timeout: float = 60.0) -> None:
+        """Waits until lost workers are back, makes their stages anew and forms the pipeline again.
+
+        Afterwards those stages are as at the beginning, and optimizers have forgotten what they
+        kept: load a checkpoint.
+
+        Args:
+            timeout: in seconds, for all of them to be back.
+
+        Raises:
+            TimeoutError: a worker was not back in time.
+            ValueError: a stage's handle does not know how its module was made; see
+                :meth:`replace`.
+
+        Example::
+
+            try:
+                loss = pipe.train_step(x, target=y)
+            except StageFailedError:
+                pipe.recover()
+                checkpoint.load(checkpoint.latest("checkpoints"), state)
+        """
+        lost = self._formation.lost()
+        wait_for_workers(lost, timeout)
+        for index, replicas in enumerate(self._design.stages):
+            for replica, owner in zip(replicas, self._formation.plan.owners[index], strict=True):
+                if owner in lost:
+                    replica.recreate()
+        self._form_again()
+
+    def replace(self, stage: int, module: RemoteModule, replica: int = 0) -> None:
+        """Puts another module in the place of a stage, on the same worker or elsewhere.
+
+        As after :meth:`recover`, optimizers have forgotten what they kept.
+        """
+        self._design.stages[stage][replica] = module
+        self._form_again()
 
     def optimizer(
         self,
@@ -276,16 +409,16 @@ class Pipeline:
         Raises:
             RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set.
         """
-        found = self.call_all(remote_optimizer.gradient_norms, norm_type).values()
+        found = self._formation.call_all(remote_optimizer.gradient_norms, norm_type).values()
         norms = [
             norm
-            for stage in range(len(self._stages))
+            for stage in range(len(self._design.stages))
             for each in found
             for norm in each.get(stage, ())
         ]
         total = total_norm(norms, norm_type, error_if_nonfinite)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        self.call_all(remote_optimizer.scale_gradients, float(factor))
+        self._formation.call_all(remote_optimizer.scale_gradients, float(factor))
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -295,7 +428,7 @@ class Pipeline:
         without gathering it, use ``tensorwire.checkpoint``.
         """
         state: dict[str, Any] = {}
-        for stage, prefix in zip(self.stages, self._plan.prefixes, strict=True):
+        for stage, prefix in zip(self.stages, self._design.prefixes, strict=True):
             state.update({prefix + name: each for name, each in stage.state_dict().items()})
         return state
 
@@ -305,18 +438,20 @@ class Pipeline:
         Raises:
             RuntimeError: names are missing or too many.
         """
-        rest = dict(state_dict)
-        for replicas, prefix in zip(self._stages, self._plan.prefixes, strict=True):
-            names = [name for name in rest if name.startswith(prefix)]
-            own = {name.removeprefix(prefix): rest.pop(name) for name in names}
+        known: set[str] = set()
+        for replicas, prefix in zip(self._design.stages, self._design.prefixes, strict=True):
             for replica in replicas:
+                rref = replica.get_module_rref()
+                names = rpc.rpc_sync(rref.owner(), sessions.state_names, (rref,))
+                own = {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
                 replica.load_state_dict(own)
-        if rest:
-            raise RuntimeError(f"no stage has what the state has: {sorted(rest)}")
+                known.update(prefix + name for name in names)
+        if rest := sorted(set(state_dict) - known):
+            raise RuntimeError(f"no stage has what the state has: {rest}")
 
     def checkpoint_shares(self) -> list[Share]:
         """What each worker saves and loads of the model; see ``tensorwire.checkpoint``."""
-        return [Share(worker, ModelShare(self._plan.session)) for worker in self.workers]
+        return [Share(worker, ModelShare(self._formation.plan.session)) for worker in self.workers]
 
     def checkpoint_common(self) -> dict[str, int]:
         """What no worker has: the number of steps."""
@@ -328,7 +463,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Self:
         """Puts all stages into training mode, or with ``mode=False`` into evaluation mode."""
-        for module in self._modules():
+        for module in self._design.modules():
             module.train(mode)
         return self
 
@@ -338,21 +473,17 @@ class Pipeline:
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """Calls ``function(session, *arguments)`` on every worker; returns what each returns."""
-        return self.call_each(function, dict.fromkeys(self.workers, arguments))
+        return self._formation.call_all(function, *arguments)
 
     def call_each(
         self, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Any]:
         """Calls ``function(session, *arguments[worker])`` on these workers, at the same time."""
-        calls = {
-            worker: rpc.rpc_async(worker, function, (self._plan.session, *each))
-            for worker, each in arguments.items()
-        }
-        return {worker: call.wait() for worker, call in calls.items()}
+        return self._formation.call_each(function, arguments)
 
     def close(self) -> None:
         """Has the workers forget the pipeline; the stages' modules stay."""
-        self.call_all(sessions.leave)
+        self._formation.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -360,65 +491,12 @@ class Pipeline:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _form(self) -> None:
-        """Has all workers take part."""
-        owners = tuple(
-            tuple(replica.get_module_rref().owner_name() for replica in replicas)
-            for replicas in self._stages
-        )
-        self._plan = Plan(
-            session=uuid.uuid4().hex,
-            driver=extend.worker().life,
-            wiring=self._wiring,
-            owners=owners,
-            prefixes=tuple(f"{stage}." for stage in range(len(owners))),
-            lives={worker: extend.life_of(worker) for worker in workers_of(owners)},
-            settings=self._settings,
-            loss=self._loss,
-            shared=plan_sharing(self._stages, owners, self._tied),
-            outputs_to_cpu=not self._stages[-1][0].is_device_map_set,
-        )
-        self._known: dict[Rows, dict[str, tuple[Action, ...]]] = {}
-        parts = {worker: (self._plan, self._modules_of(worker)) for worker in self.workers}
-        self.call_each(sessions.join, parts)
-        self._steps = Steps(self._plan, Outbox(self._plan, extend.worker(), Sessions.here().seek))
-        make_equal(self._plan, self._stages)
-
-    def _modules(self) -> Iterator[RemoteModule]:
-        return (replica for replicas in self._stages for replica in replicas)
-
-    def _modules_of(self, worker: str) -> dict[int, tuple[rpc.RRef[Any], str]]:
-        return {
-            index: (replica.get_module_rref(), replica.device)
-            for index, replicas in enumerate(self._stages)
-            for replica, owner in zip(replicas, self._plan.owners[index], strict=True)
-            if owner == worker
-        }
-
-    def _rows(self, trains: bool, microbatches: int) -> dict[str, tuple[Action, ...]]:
-        """Each worker's row of the table for so many micro-batches, which the workers have."""
-        key = Rows(trains, microbatches)
-        if key not in self._known:
-            rows = self._make_rows(trains, microbatches)
-            self.call_each(sessions.install, {worker: (key, row) for worker, row in rows.items()})
-            self._known[key] = rows
-        return self._known[key]
-
-    def _make_rows(self, trains: bool, microbatches: int) -> dict[str, tuple[Action, ...]]:
-        if not trains:
-            table = choose_table(forward_only, self._plan.owners, microbatches)
-        elif isinstance(self._schedule, Table):
-            table = self._schedule
-            if table.microbatches != microbatches:
-                raise ScheduleError(
-                    f"the table is for {table.microbatches} micro-batches, not {microbatches}"
-                )
-        else:
-            table = choose_table(self._schedule, self._plan.owners, microbatches)
-        validate(table, self._wiring)
-        rows = fit(table, self._plan.owners, self._wiring)
-        validate(Table.of(rows.values()), self._wiring)
-        return rows
+    def _form_again(self) -> None:
+        """Begins a session with the workers that are there now, and optimizers made anew."""
+        self._formation.leave()
+        self._formation = Formation(self._design)
+        for optimizer in self._optimizers:
+            optimizer.renew()
 
     def _begin(
         self,
@@ -427,20 +505,23 @@ class Pipeline:
         weights: tuple[float, ...] = (),
         scale: float = 1.0,
     ) -> Step:
-        rows = self._rows(trains, len(given))
+        rows = self._formation.rows(trains, len(given))
         order = StepOrder(self._step, Rows(trains, len(given)), self._trained, weights, scale)
         self._step += 1
-        return self._steps.begin(order, rows, given)
+        return self._formation.steps.begin(order, rows, given)
 
     def _outputs(self, step: Step, later: Iterable[Step] = ()) -> list[Any]:
-        reports = self._steps.finish(step, later).values()
+        reports = self._formation.steps.finish(step, later).values()
         found = {at: output for each in reports for at, output in each.outputs.items()}
         return [found[at] for at in range(len(found))]
 
     def _require_keywords(self, keywords: Mapping[str, Any]) -> None:
         wanted = {
-            name for stage in range(self._wiring.stages) for name in self._wiring.keywords(stage)
-        } - {""}
+            name
+            for stage in range(self._design.wiring.stages)
+            for name in self._design.wiring.keywords(stage)
+            if name and not name.isdigit()
+        }
         if wanted != set(keywords):
             raise ValueError(
                 f"the stages take the keyword arguments {sorted(wanted)}, but the step got "
@@ -450,33 +531,6 @@ class Pipeline:
 
 def _no_options(name: str, parameter: torch.nn.Parameter) -> dict[str, Any]:
     return {}
-
-
-def _as_replicas(stages: Stages) -> list[list[RemoteModule]]:
-    replicas: list[list[Any]] = [
-        list(each) if isinstance(each, (list, tuple)) else [each] for each in stages
-    ]
-    if not replicas or not all(replicas):
-        raise ValueError(f"stages={stages!r}: a pipeline needs a stage, and each stage a module")
-    for each in (module for modules in replicas for module in modules):
-        if not isinstance(each, RemoteModule):
-            raise TypeError(f"a stage is a RemoteModule, but got a {type(each).__name__}: {each!r}")
-    return replicas
-
-
-def _as_schedule(schedule: str | Path | Table | Schedule) -> Table | Schedule:
-    if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
-        return Table.read(schedule)
-    if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule={schedule!r} is none of {', '.join(map(repr, SCHEDULES))}, and no "
-                "path of a .csv file"
-            )
-        return SCHEDULES[schedule]
-    if not isinstance(schedule, Table) and not callable(schedule):
-        raise TypeError(f"schedule={schedule!r} is a {type(schedule).__name__}, not a schedule")
-    return schedule
 
 
 def _require_positive(name: str, value: int) -> int:

@@ -116,6 +116,11 @@ class Span:
     began: int
     ended: int
 
+    def shifted(self, nanoseconds: int) -> Span:
+        """The same on a clock that is ahead by so much."""
+        moments = (each + nanoseconds for each in (self.waited, self.began, self.ended))
+        return Span(self.action, *moments)
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:

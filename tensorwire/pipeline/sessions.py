@@ -6,8 +6,10 @@ pipeline's session; one that is not known here belongs to an earlier life of thi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 import rpc
 from rpc import extend
-from tensorwire.pipeline import letters
+from tensorwire.pipeline import clocks, letters
 from tensorwire.pipeline.actions import Action
 from tensorwire.pipeline.errors import StepAbortedError
 from tensorwire.pipeline.plan import Plan, Progress, Rows, Span, StepOrder, StepReport
@@ -138,6 +140,11 @@ def parameter_names(module: rpc.RRef[nn.Module]) -> list[str]:
     return [name for name, _ in module.local_value().named_parameters()]
 
 
+def state_names(module: rpc.RRef[nn.Module]) -> list[str]:
+    """The names of a module's parameters and buffers."""
+    return list(module.local_value().state_dict())
+
+
 def read_parameters(session: str, stage: int, names: tuple[str, ...]) -> list[torch.Tensor]:
     """The values of some parameters and buffers of a stage, on the CPU."""
     state: dict[str, Any] = Sessions.here().find(session).stages[stage].module.state_dict()
@@ -152,3 +159,18 @@ def set_parameters(
     with torch.no_grad():
         for name, value in zip(names, values, strict=True):
             state[name].copy_(value)
+
+
+def read_clock() -> clocks.Reading:
+    """What this worker's clock shows."""
+    return clocks.read()
+
+
+def memory(session: str) -> int:
+    """How many bytes this worker's stages take: of their GPU, or else all of the process."""
+    stages = Sessions.here().find(session).stages.values()
+    gpus = {stage.device for stage in stages if stage.device.type == "cuda"}
+    if gpus:
+        return sum(torch.cuda.memory_allocated(each) for each in gpus)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from tensorwire.pipeline.randomness import RandomState, recorded, replayed, seed_of, seeded
 from tensorwire.pipeline.split_backward import Gradients, SplitBackward, run_backward
@@ -198,6 +199,8 @@ class Stage:
                 around.enter_context(seeded(seed, self.device))
             if self._settings.autocast is not None:
                 around.enter_context(torch.autocast(self.device.type, self._settings.autocast))
+            if isinstance(self.module, DistributedDataParallel):
+                around.enter_context(self.module.no_sync())  # summed when the step ends
             return self.module(*arguments)
 
     def _run(

@@ -104,10 +104,7 @@ class Steps:
         for microbatch, each in enumerate(given):
             for stage in range(wiring.stages):
                 if names := wiring.keywords(stage):
-                    values = {
-                        name: each.positional if not name else (each.keywords[name],)
-                        for name in names
-                    }
+                    values = {name: _argument(name, each) for name in names}
                     self._post(order, Content.ACTIVATION, stage, microbatch, values)
             if order.rows.trains:
                 self._post(order, Content.TARGET, last, microbatch, each.target)
@@ -178,6 +175,13 @@ class Steps:
 
     def _stages_of(self, worker: str) -> list[int]:
         return [stage for stage, owners in enumerate(self._plan.owners) if worker in owners]
+
+
+def _argument(name: str, given: Given) -> tuple[Any, ...]:
+    """What :class:`~tensorwire.pipeline.wiring.FromStep` of a name stands for."""
+    if not name:
+        return given.positional
+    return (given.positional[int(name)] if name.isdigit() else given.keywords[name],)
 
 
 def _lost_worker(worker: str, error: BaseException) -> str | None:

@@ -26,7 +26,11 @@ class FromStage:
 
 @dataclass(frozen=True, slots=True)
 class FromStep:
-    """What ``train_step`` was given: a keyword argument, or with "" all positional ones."""
+    """What ``train_step`` was given.
+
+    Args:
+        name: of a keyword argument; digits for one positional argument; "" for all of these.
+    """
 
     name: str = ""
 
