@@ -70,9 +70,10 @@ class Inbox:
 
     def fail(self, step: int, reason: str) -> None:
         """Says that the step that runs has failed."""
+        self.abort(step, reason)
         with self._changed:
             self._is_running = False
-        self.abort(step, reason)
+            self._changed.notify_all()
 
     def end(self, step: int) -> None:
         """Says that a step is done, and forgets what came for it."""
@@ -91,6 +92,11 @@ class Inbox:
             self._turn = max(self._turn, step + 1)
             self._letters = {at: each for at, each in self._letters.items() if at.step > step}
             self._changed.notify_all()
+
+    def wait_until_idle(self, seconds: float) -> bool:
+        """Waits until no step runs here, at most so long; returns True if none does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_running, seconds)
 
     def arrived(self, step: int) -> frozenset[Address]:
         """Which letters have come for a step that did not end well."""

@@ -35,6 +35,8 @@ from tensorwire.pipeline.trees import map_tensors
 
 CHANNEL: Final = "tensorwire.pipeline/letters"
 _NEVER: Final = 2**62
+_SECONDS_TO_UNWIND: Final = 5.0
+"""Less than the driver waits for an answer."""
 
 
 class Outbox:
@@ -143,10 +145,14 @@ class StageWorker:
     def abort(self, step: int, last: int, reason: str) -> Progress:
         """Calls off all steps from ``step`` to ``last``, also if they are done here.
 
+        Returns when gradients are as they were before. Only if a stage computes for long, they
+        will be when it is done.
+
         Returns:
             How far this worker got in ``step``.
         """
         self.inbox.abort(last, reason)
+        self.inbox.wait_until_idle(_SECONDS_TO_UNWIND)
         with self._ending:
             if self._ended is not None and step <= self._ended.step:
                 self._ended.gradients.drop()
