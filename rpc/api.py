@@ -40,7 +40,9 @@ from rpc.errors import RpcError
 from rpc.functions import is_async_execution
 from rpc.group.environment import find_place
 from rpc.group.events import MembershipEvent
+from rpc.group.keys import read_group_key
 from rpc.group.opening import open_store
+from rpc.group.seats import refuse_former_life
 from rpc.internal import (
     PythonUDF,
     _internal_rpc_pickler,
@@ -128,8 +130,10 @@ def init_rpc(
     world_size = None if world_size is None else _whole_number("world_size", world_size)
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or construct_rpc_backend_options(chosen)
+    life = 0
     if name is None:
         place = find_place(os.environ)
+        life = place.life
         name = place.name
         rank = place.rank if rank < 0 else rank
         world_size = place.world_size if world_size in (None, -1) else world_size
@@ -144,6 +148,8 @@ def init_rpc(
             options.bind_address,
         )
         keep_store(found.store)
+        if life:
+            refuse_former_life(found.store, read_group_key(os.environ), name, life)
         _init_rpc_backend(chosen, found.store, name, found.rank, found.world_size, options)
 
 

@@ -47,6 +47,7 @@ class Place:
         rank: its id.
         world_size: number of workers; None in a dynamic group.
         init_method: URL of the store at which the group meets.
+        life: under rpcrun, which start of its seat this process is, from 1; else 0.
     """
 
     launcher: Launcher
@@ -54,6 +55,7 @@ class Place:
     rank: int
     world_size: int | None
     init_method: str
+    life: int = 0
 
 
 def find_place(variables: Variables) -> Place:
@@ -79,7 +81,8 @@ def _rpcrun(variables: Variables) -> Place:
         ask.text("MASTER_ADDR"), ask.number("MASTER_PORT")
     )
     name, rank = ask.text("RPC_WORKER_NAME"), ask.number("RPC_WORKER_ID")
-    return Place(Launcher.RPCRUN, name, rank, None, meeting)
+    life = ask.number("TORCHELASTIC_RESTART_COUNT") + 1
+    return Place(Launcher.RPCRUN, name, rank, None, meeting, life)
 
 
 def _torchrun(variables: Variables) -> Place:

@@ -26,6 +26,7 @@ from typing import Final
 from torch._C._distributed_c10d import Store
 
 from rpc.errors import BringUpError
+from rpc.group.key_values import KeyValueStore
 from rpc.group.records import DYNAMIC, PREFIX, Record, disagreements, set_mode
 from rpc.group.signed_store import SignedStore
 from rpc.worker_info import WorkerInfo
@@ -368,9 +369,18 @@ class MemberList:
     """
 
     def __init__(self, store: Store, group_key: bytes = b"", author: str = "the launcher") -> None:
-        self._table = MemberTable(SignedStore(store, group_key, PREFIX))
+        self._store = SignedStore(store, group_key, PREFIX)
+        self._table = MemberTable(self._store)
         self._author = author
         self._seen = self._table.changes()
+
+    def key_values(self, namespace: str) -> KeyValueStore:
+        """The group's key-value store, as :func:`rpc.extend.store` gives it to workers.
+
+        Args:
+            namespace: the name of your package.
+        """
+        return KeyValueStore(self._store, namespace)
 
     def members(self) -> list[Member]:
         """All members, in the order in which their names first joined."""

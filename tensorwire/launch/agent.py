@@ -330,7 +330,7 @@ class RoleAgent(SimpleElasticAgent):
         if seat.life > 1:
             _logger.warning("%s starts again, as life %d", seat.name, seat.life)
         try:
-            self._group().begins(seat.name)
+            self._group().begins(seat.name, seat.life)
             process = self._process(seat, role, local, plan)
         except Exception as error:
             _logger.exception("%s could not be started", seat.name)

@@ -13,7 +13,25 @@ from collections.abc import Iterable, Iterator
 from torch._C._distributed_c10d import Store
 
 from rpc.errors import RpcError
-from rpc.extend import Member, MemberList
+from rpc.extend import KeyValueStore, Member, MemberList
+
+
+class FormerLifeError(Exception):
+    """A process was about to start whose seat is another process's by now."""
+
+
+def note_life(lives: KeyValueStore, name: str, life: int) -> None:
+    """Says in the group's store that a life of a seat begins, and that earlier ones are over.
+
+    Raises:
+        FormerLifeError: a later one was begun.
+    """
+    key, mine = f"life/{name}", str(life).encode()
+    found = lives.compare_and_set(key, None, mine)
+    while found != mine:
+        if int(found or b"0") > life:
+            raise FormerLifeError(f"{name} was started for the {int(found or 0)}. time elsewhere")
+        found = lives.compare_and_set(key, found, mine)
 
 
 class GroupMembers:
@@ -27,6 +45,7 @@ class GroupMembers:
 
     def __init__(self, store: Store, group_key: bytes, author: str) -> None:
         self._list = MemberList(store, group_key, author)
+        self._lives = self._list.key_values("rpcrun")
         self._host = socket.gethostname()
         self._joined: dict[str, Member] = {}
         """This agent's workers that were seen as members, by name."""
@@ -50,9 +69,18 @@ class GroupMembers:
             if (member.host, member.pid) == (self._host, process):
                 self.strike_off(member, reason)
 
-    def begins(self, name: str) -> None:
-        """Strikes off whoever is listed under a name that another process takes now."""
+    def begins(self, name: str, life: int) -> None:
+        """A life of a seat begins: whoever is listed under its name is struck off.
+
+        From now on ``init_rpc`` refuses processes of earlier lives, whose agents were taken for
+        dead.
+
+        Raises:
+            FormerLifeError: a later life was begun: it is this agent that was taken for dead.
+        """
         self._joined.pop(name, None)
+        with contextlib.suppress(RpcError):
+            note_life(self._lives, name, life)
         for member in self.find([name]):
             self.strike_off(member, "its agent is gone, and another one took its seat over")
 

@@ -288,6 +288,7 @@ def test_init_rpc_without_arguments_takes_the_seat_that_rpcrun_gave(
         monkeypatch.setattr(current._Process, kept, getattr(current._Process, kept))
     monkeypatch.setenv("RPC_WORKER_NAME", "trainer:3")
     monkeypatch.setenv("RPC_WORKER_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("RPC_INIT_METHOD", f"tcp://127.0.0.1:{store.port}")
     monkeypatch.setenv("RPC_BACKEND", "TENSORWIRE")
     monkeypatch.setenv("WORLD_SIZE", "9")  # of all seats, which need not be taken

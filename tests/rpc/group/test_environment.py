@@ -7,7 +7,12 @@ import pytest
 from rpc.group.environment import Launcher, Place, find_place, hosts_of
 
 ADDRESS = {"MASTER_ADDR": "head", "MASTER_PORT": "29400"}
-RPCRUN = {"RPC_WORKER_NAME": "trainer:3", "RPC_WORKER_ID": "7", **ADDRESS}
+RPCRUN = {
+    "RPC_WORKER_NAME": "trainer:3",
+    "RPC_WORKER_ID": "7",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    **ADDRESS,
+}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "ROLE_NAME": "default", "ROLE_RANK": "1", **ADDRESS}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -26,16 +31,16 @@ SLURM = {
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        (RPCRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400")),
+        (RPCRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2)),
         (
             RPCRUN | {"RPC_INIT_METHOD": "tcp://store:1"},
-            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://store:1"),
+            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://store:1", 2),
         ),
         (
             RPCRUN | {"MASTER_ADDR": "::1"},
-            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://[::1]:29400"),
+            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://[::1]:29400", 2),
         ),
-        (RPCRUN | TORCHRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400")),
+        (RPCRUN | TORCHRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2)),
         (TORCHRUN, Place(Launcher.TORCHRUN, "worker:1", 1, 4, "env://")),
         (
             TORCHRUN | {"ROLE_NAME": "reader", "ROLE_RANK": "0"},
@@ -61,6 +66,7 @@ def test_a_process_finds_its_place(variables: dict[str, str], place: Place) -> N
     ("variables", "missing"),
     [
         (RPCRUN, "RPC_WORKER_ID"),
+        (RPCRUN, "TORCHELASTIC_RESTART_COUNT"),
         (RPCRUN, "MASTER_ADDR"),
         (RPCRUN, "MASTER_PORT"),
         (TORCHRUN, "MASTER_ADDR"),
