@@ -190,8 +190,8 @@ class Agent(process_forks.Member):
             return
         try:
             self.liveness = self.watch.start()
-        except (OSError, RuntimeError) as error:
-            _logger.warning("frozen workers will not be noticed: no store can be run: %s", error)
+        except OSError as error:
+            _logger.warning("frozen workers will not be noticed: %s", error)
 
     def _beat(self, now: float) -> float | None:
         """What the pulse does; returns when to do it again."""

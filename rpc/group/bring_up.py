@@ -20,7 +20,7 @@ from rpc.group import rendezvous
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
 from rpc.group.opening import client_of, opened_for_good
-from rpc.group.probes import StoreProber
+from rpc.group.probes import DatagramProber
 from rpc.group.records import LIVENESS, NONCE, PREFIX, Record, next_incarnation
 from rpc.group.signed_store import SignedStore
 from rpc.options import RpcBackendOptions
@@ -62,7 +62,8 @@ def form_group(
     info, store = WorkerInfo(name, rank), client_of(store, options.bring_up_timeout)
     signed = SignedStore(store, group_key, PREFIX)
     incarnation = next_incarnation(signed, name, rank)
-    prober = StoreProber(address_towards(options.init_method)) if options.liveness_timeout else None
+    host = address_towards(options.init_method)
+    prober = DatagramProber(host, group_key) if options.liveness_timeout else None
     agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
     agent.store = signed
     try:

@@ -1,49 +1,48 @@
 """How workers give each other signs of life without help from the interpreter.
 
-Every worker runs a c10d ``TCPStore`` server, whose C++ thread answers even while a
-handler holds the interpreter lock, and falls silent when the process is stopped.
-To ask for a sign of life is to ask a peer's server whether it holds a *note* that
-the asker was declared lost, so that a worker which was silent for a while, and
-wakes, learns what became of it. The note also lies in its own server.
+Beside every worker runs a small process that answers for it (``liveness_process``), also
+while a handler holds the interpreter lock, and falls silent when the worker is stopped. To
+ask for a sign of life is to send it a datagram. The answer also says whether the worker
+declared the asker lost; besides, a *note* is sent to a worker that was declared lost. So one
+that was silent for a while, and wakes, learns what became of it.
 
-Keys contain a worker's random token, which only those know who can read the
-group's store. Decides nothing: ``liveness`` does, and ``watch`` carries it out.
+All datagrams are authenticated with the group's key and begin with a cookie that strangers
+do not know; the kernel drops those that do not, before they take room in a buffer. Decides
+nothing: ``liveness`` does, and ``watch`` carries it out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import json
-import logging
 import secrets
 import socket
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Final, Protocol, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Final, Protocol
 
-import torch
-from torch._C._distributed_c10d import TCPStore
-
+from rpc.group import liveness_process
+from rpc.group.answerer import Answerer
+from rpc.group.datagram_sockets import datagram_socket, family_of
+from rpc.group.liveness_process import (
+    ANSWER,
+    EXPELS,
+    MOST_BYTES,
+    MOST_NOTE_BYTES,
+    NONCE_BYTES,
+    NOTE,
+    QUESTION,
+    RECEIPT,
+    TOKEN_BYTES,
+    Datagram,
+)
 from rpc.ids import Life
-from rpc.runtime.store_visits import ProcessEndsError, visit
 
-T = TypeVar("T")
-
-_log = logging.getLogger("rpc")
-
-_BACKLOG = 1024
-_OWN_SERVER_SECONDS = 10.0
-_RECEIVE_BYTES = 256
-_LOOKS_WHILE_PARTING = 50
-_LOOPBACK = "127.0.0.1"
-
-# The store's protocol, as torch's own clients speak it: little endian, keys begin with a slash.
-_HELLO: Final = struct.pack("<BI", 0, 0x3C85F7CE)
-_SET: Final = 1
-_CHECK: Final = 5
-_HELD: Final = 0
-_LENGTH: Final = struct.Struct("<Q")
+_MOST_AT_ONCE: Final = 1000
+_LOOKS_FOR_A_RECEIPT: Final = 50
+_LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,225 +89,166 @@ class Prober(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a worker's server listens, and its token."""
+    """Where a worker's process for signs of life listens, and the worker's token."""
 
     host: str
     port: int
-    token: str
+    token: bytes
 
     def encode(self) -> str:
-        return json.dumps([self.host, self.port, self.token])
+        return json.dumps([self.host, self.port, self.token.hex()])
 
     @classmethod
     def decode(cls, text: str) -> _Address:
         host, port, token = json.loads(text)
-        return cls(str(host), int(port), str(token))
+        ip_address(host)  # a name would have to be looked up
+        return cls(host, int(port), bytes.fromhex(token))
 
 
-class StoreProber:
-    """Signs of life through c10d stores; see the module's docstring.
+@dataclass(slots=True)
+class _Peer:
+    """Somebody who is asked."""
+
+    address: _Address
+    owed: bytes = b""
+    """The nonce of the question that is not answered yet."""
+
+
+@dataclass(slots=True)
+class _Note:
+    """A note until its receipt comes."""
+
+    address: _Address
+    datagram: Datagram
+    looks: int = _LOOKS_FOR_A_RECEIPT
+
+
+class DatagramProber:
+    """Signs of life by datagrams; see the module's docstring.
 
     Args:
         host: this worker's address on the network of the group; default the loopback
             interface.
+        group_key: the group's secret; empty if it has none.
     """
 
-    def __init__(self, host: str | None = None) -> None:
+    def __init__(self, host: str | None = None, group_key: bytes = b"") -> None:
         self._host = host or _LOOPBACK
-        self._server: TCPStore | None = None
-        self._client: TCPStore | None = None
-        self._token = secrets.token_hex(16)
-        self._lines: dict[Life, _Line] = {}
-        self._parting: list[_Line] = []
+        self._key = hmac.digest(group_key, b"tensorwire liveness", "sha256")
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._cookie = liveness_process.cookie(self._key, self._token)
+        self._answerer: Answerer | None = None
+        self._asking: dict[int, socket.socket] = {}
+        self._peers: dict[Life, _Peer] = {}
+        self._owing: dict[bytes, Life] = {}
+        self._notes: dict[bytes, _Note] = {}
 
     def start(self, me: Life) -> str:
-        """Starts the server; see :class:`Prober`.
+        """Binds a socket; the process that answers there starts with the first question.
 
         Raises:
             OSError: there is no such address here.
-            RuntimeError: torch cannot start its server.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((self._host, 0))
-            listener.listen(_BACKLOG)
-            port: int = listener.getsockname()[1]
-            self._server = _serve(self._host, port, listener.detach())
-        self._client = self._server
-        self._client.set(_life_key(self._token), "")
-        return _Address(self._host, port, self._token).encode()
+        answering = datagram_socket(self._host, self._cookie)
+        self._answerer = Answerer(str(me), answering, self._key, self._token)
+        address = _Address(self._host, answering.getsockname()[1], self._token)
+        return address.encode()
 
     def ask(self, life: Life, address: str) -> None:
-        """Sends a question; the answer comes with a later :meth:`collect`."""
-        line = self._lines.get(life)
-        if line is None:
-            line = self._lines[life] = _Line(_Address.decode(address))
-        if not line.owes:
-            line.say(_check(_note_key(self._token)))
-            line.owes += 1
-        line.flush()
+        """Sends a question, the same one until it is answered; see :class:`Prober`."""
+        self._serve()
+        peer = self._peers.get(life)
+        if peer is None:
+            peer = self._peers[life] = _Peer(_Address.decode(address))
+        if not peer.owed:
+            peer.owed = secrets.token_bytes(NONCE_BYTES)
+            self._owing[peer.owed] = life
+        self._send(Datagram(QUESTION, self._token, peer.owed, b" "), peer.address)
 
     def collect(self) -> list[Answer]:
         """Reads what came."""
-        self._parting = [line for line in self._parting if not line.parted()]
+        if self._peers:
+            self._serve()
         answers: list[Answer] = []
-        for life, line in list(self._lines.items()):
-            for held in line.answers():
-                answers.append(Answer(life, held))
-            if line.broken:
-                self.forget(life)
+        for received in self._received():
+            if received.kind == RECEIPT:
+                self._notes.pop(received.nonce, None)
+                continue
+            life = self._owing.get(received.nonce)
+            peer = None if life is None else self._peers.get(life)
+            if received.kind != ANSWER or life is None or peer is None:
+                continue
+            if received.sender == peer.address.token:
+                del self._owing[received.nonce]
+                peer.owed = b""
+                answers.append(Answer(life, received.body == EXPELS))
+        self._send_notes()
         return answers
 
     def forget(self, life: Life) -> None:
-        """Hangs up."""
-        line = self._lines.pop(life, None)
-        if line is not None:
-            line.close()
+        """Takes no answer from a peer any more."""
+        peer = self._peers.pop(life, None)
+        if peer is not None:
+            self._owing.pop(peer.owed, None)
 
     def condemn(self, address: str, reason: str) -> None:
-        """Leaves a note here and at the worker itself, which reads it when it can."""
+        """Tells the process that answers here, and the worker itself, which reads it when it can.
+
+        Raises:
+            OSError: this worker lacks something for it, such as a file descriptor.
+        """
         place = _Address.decode(address)
-        self._ask_own(lambda store: store.set(f"expelled/{place.token}", reason))
-        known = [life for life, line in self._lines.items() if line.address == place]
-        line = self._lines.pop(known[0]) if known else _Line(place)
-        line.say(_set(_note_key(place.token), reason))
-        line.flush()
-        self._parting.append(line)
+        if self._answerer is not None:
+            self._answerer.condemn(place.token)
+        text = reason.encode()[:MOST_NOTE_BYTES]
+        datagram = Datagram(NOTE, self._token, secrets.token_bytes(NONCE_BYTES), text)
+        self._send(datagram, place)
+        self._notes[datagram.nonce] = _Note(place, datagram)
 
     def verdict(self) -> str | None:
-        """Looks into this worker's own server."""
-        key = f"expelled/{self._token}"
-        return self._ask_own(lambda s: s.get(key).decode() if s.check([key]) else None)
+        """The latest note for this worker."""
+        return None if self._answerer is None else self._answerer.note()
 
     def close(self) -> None:
-        """Hangs up everywhere and stops the server."""
-        for line in [*self._lines.values(), *self._parting]:
-            line.close()
-        self._lines.clear()
-        self._parting.clear()
-        self._server = self._client = None
+        """Ends the process that answers, and closes the sockets."""
+        for asking in self._asking.values():
+            asking.close()
+        self._asking.clear()
+        self._peers.clear()
+        self._owing.clear()
+        self._notes.clear()
+        if self._answerer is not None:
+            self._answerer.close()
 
-    def _ask_own(self, ask: Callable[[TCPStore], T]) -> T | None:
-        """Asks this worker's own server, which must be connected to anew if that broke."""
-        server, client = self._server, self._client
-        if server is None or client is None:
-            return None
-        try:
-            with visit():
-                return self._ask_either(ask, server, client)
-        except ProcessEndsError:
-            return None
+    def _serve(self) -> None:
+        if self._answerer is not None:
+            self._answerer.serve()
 
-    def _ask_either(
-        self, ask: Callable[[TCPStore], T], server: TCPStore, client: TCPStore
-    ) -> T | None:
-        try:
-            return ask(client)
-        except RuntimeError:
-            wait = timedelta(seconds=_OWN_SERVER_SECONDS)
-        try:
-            self._client = TCPStore(self._host, server.port, None, False, wait)
-            return ask(self._client)
-        except RuntimeError as error:
-            _log.error("this worker cannot reach its own server for signs of life: %s", error)
-            return None
+    def _send(self, datagram: Datagram, to: _Address) -> None:
+        """Sends a datagram, which may be lost on its way, and so it may be here."""
+        family = family_of(to.host)
+        asking = self._asking.get(family)
+        if asking is None:
+            host = self._host if family == family_of(self._host) else ""
+            asking = self._asking[family] = datagram_socket(host, self._cookie, family)
+        with contextlib.suppress(OSError):
+            asking.sendto(datagram.sealed(self._key, to.token), (to.host, to.port))
 
+    def _send_notes(self) -> None:
+        for nonce, note in list(self._notes.items()):
+            note.looks -= 1
+            if note.looks <= 0:
+                del self._notes[nonce]
+            else:
+                self._send(note.datagram, note.address)
 
-def _serve(host: str, port: int, descriptor: int) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=_OWN_SERVER_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-        use_libuv=torch.__version__ >= "2.8",  # before, that server takes no descriptor
-    )
-
-
-@dataclass(slots=True)
-class _Line:
-    """A connection to a peer's server. Never waits."""
-
-    address: _Address
-    owes: int = 1
-    patience: int = _LOOKS_WHILE_PARTING
-    broken: bool = False
-    _known: bool = False
-    _unsent: bytes = b""
-    _socket: socket.socket = field(init=False)
-
-    def __post_init__(self) -> None:
-        family = socket.AF_INET6 if ":" in self.address.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._socket.connect_ex((self.address.host, self.address.port))
-        self.say(_HELLO + _check(_life_key(self.address.token, raw=True)))
-
-    def say(self, message: bytes) -> None:
-        self._unsent += message
-
-    def flush(self) -> None:
-        """Sends what it can; connecting counts as not yet."""
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            self.broken = True
-
-    def answers(self) -> Iterator[bool]:
-        """Whether the peer holds what it was asked for, for each answer that came."""
-        self.flush()
-        try:
-            received = self._socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        self.broken = self.broken or not received
-        for answer in received:
-            self.owes -= 1
-            if self._known:
-                yield answer == _HELD
-            elif answer == _HELD:
-                self._known = True
-                yield False
-            else:  # another process listens there now
-                self.broken = True
-                return
-
-    def parted(self) -> bool:
-        """Hangs up once everything is said, which the kernel then delivers; True if it did."""
-        self.flush()
-        self.patience -= 1
-        if self._unsent and not self.broken and self.patience:
-            return False
-        self.close()
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def _life_key(token: str, *, raw: bool = False) -> str:
-    return f"{'/' if raw else ''}life/{token}"
-
-
-def _note_key(token: str) -> str:
-    return f"/expelled/{token}"
-
-
-def _text(value: str) -> bytes:
-    encoded = value.encode()
-    return _LENGTH.pack(len(encoded)) + encoded
-
-
-def _check(key: str) -> bytes:
-    return struct.pack("<BQ", _CHECK, 1) + _text(key)
-
-
-def _set(key: str, value: str) -> bytes:
-    return struct.pack("<B", _SET) + _text(key) + _text(value)
+    def _received(self) -> Iterator[Datagram]:
+        for asking in self._asking.values():
+            for _ in range(_MOST_AT_ONCE):
+                try:
+                    data = asking.recv(MOST_BYTES)
+                except OSError:
+                    break
+                received = liveness_process.opened(self._key, self._token, data)
+                if received is not None:
+                    yield received

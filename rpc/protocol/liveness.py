@@ -25,6 +25,8 @@ from rpc.ids import Life
 
 _TICKS_PER_BOUND = 5
 _PATIENCE = 0.6
+_TICKS_WHEN_LATE = 4
+"""Instead of one, while an answer is late: the question may have been lost on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class Liveness:
         for life in sorted(watched):
             effects.append(self._look_at(life, now))
         earliest = min(self._asked.values(), default=now)
-        self._due = min(now + self._period, earliest + self._patience)
+        is_late = now - earliest >= self._period
+        pause = self._period / _TICKS_WHEN_LATE if is_late else self._period
+        self._due = min(now + pause, earliest + self._patience)
         return effects
 
     def _look_at(self, life: Life, now: float) -> Ask | Silent:

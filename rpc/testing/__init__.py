@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rpc.agent import Agent, AgentOptions
 from rpc.current import enter_agent, leave_agent
-from rpc.group.probes import Prober, StoreProber
+from rpc.group.probes import DatagramProber, Prober
 from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
 from rpc.runtime.clock import Clock, VirtualClock
@@ -82,7 +82,7 @@ def connect(
         raise TypeError(f"options={options!r} are a {type(options).__name__}, not AgentOptions")
     hub = hub or MemoryHub(clock)
     make = transport or hub.transport
-    make_prober: Callable[[], Prober] = StoreProber if transport else hub.prober
+    make_prober: Callable[[], Prober] = DatagramProber if transport else hub.prober
     store = SignedStore(HashStore(), b"", PREFIX)
     agents: list[Agent] = []
     peers: list[Peer] = []

@@ -1,25 +1,31 @@
-"""Signs of life between c10d stores of this process."""
+"""Signs of life between two workers of this process."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from chaos.worker import cut_off
-from rpc.group.probes import Answer, StoreProber
+from rpc.group.probes import Answer, DatagramProber
 from rpc.ids import Life
 from tests.waiting import until
+
+SO_MEMINFO = 55
 
 ALICE, BOB = Life(0, 1), Life(1, 1)
 
 
 class Pair:
     def __init__(self) -> None:
-        self.alice, self.bob = StoreProber(), StoreProber()
+        self.alice, self.bob = DatagramProber(), DatagramProber()
         self.addresses = self.alice.start(ALICE), self.bob.start(BOB)
+        self.bob.ask(ALICE, self.addresses[0])  # which starts the process that answers
 
     def answers(self, address: str, wanted: int = 1) -> list[Answer]:
         """What bob answers alice, who asks until she has enough."""
@@ -27,10 +33,26 @@ class Pair:
         deadline = time.monotonic() + 20
         while len(found) < wanted:
             assert time.monotonic() < deadline
+            self.bob.collect()  # which starts that process again, if it ended
             self.alice.ask(BOB, address)
             found += self.alice.collect()
             time.sleep(0.002)
         return found
+
+    def end_process_of_bob(self) -> None:
+        answerer = self.bob._answerer
+        assert answerer is not None
+        assert answerer._process is not None
+        answerer._process.kill()
+        answerer._process.wait()
+
+
+def waiting_bytes(prober: DatagramProber) -> int:
+    """What lies in the kernel's buffer, unread."""
+    answerer = prober._answerer
+    assert answerer is not None
+    room = answerer._datagrams.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 36)
+    return int.from_bytes(room[:4], sys.byteorder)
 
 
 @pytest.fixture
@@ -66,14 +88,14 @@ def test_one_that_ended_does_not_answer(pair: Pair) -> None:
 
 def test_another_process_at_its_address_does_not_count(pair: Pair) -> None:
     host, port, _ = json.loads(pair.addresses[1])
-    elsewhere = json.dumps([host, port, "another token"])
+    elsewhere = json.dumps([host, port, "00" * 16])
     deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
         pair.alice.ask(BOB, elsewhere)
         assert pair.alice.collect() == []
 
 
-def test_it_answers_again_after_the_connection_broke(pair: Pair) -> None:
+def test_it_answers_again_after_it_was_forgotten(pair: Pair) -> None:
     pair.answers(pair.addresses[1])
     pair.alice.forget(BOB)
     assert pair.answers(pair.addresses[1])
@@ -91,11 +113,18 @@ def test_it_also_hears_it_from_those_it_asks(pair: Pair) -> None:
     assert pair.answers(pair.addresses[1], 3)[-1] == Answer(BOB, expelled=True)
 
 
+def test_a_note_is_sent_until_its_receipt_comes(pair: Pair) -> None:
+    pair.alice.condemn(pair.addresses[1], "too silent")
+    until(lambda: pair.bob.verdict() == "too silent")
+    until(lambda: not (pair.alice.collect() or pair.alice._notes))
+
+
 def test_a_note_for_one_that_is_gone_holds_nothing_up(pair: Pair) -> None:
     pair.bob.close()
     pair.alice.condemn(pair.addresses[1], "too silent")
-    pair.alice.collect()
-    assert not pair.alice._parting
+    for _ in range(100):
+        pair.alice.collect()
+    assert not pair.alice._notes
 
 
 def test_it_finds_its_note_after_all_its_connections_broke(pair: Pair) -> None:
@@ -104,3 +133,46 @@ def test_it_finds_its_note_after_all_its_connections_broke(pair: Pair) -> None:
     cut_off()
     assert pair.bob.verdict() == "too silent"
     assert pair.answers(pair.addresses[1])
+
+
+def test_its_process_starts_again_and_knows_who_was_condemned(pair: Pair) -> None:
+    pair.bob.condemn(pair.addresses[0], "too silent")
+    assert pair.answers(pair.addresses[1])[-1].expelled
+    pair.end_process_of_bob()
+    assert pair.answers(pair.addresses[1], 2)[-1].expelled
+
+
+def test_a_worker_without_an_interpreter_to_start_answers_itself(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    pair.end_process_of_bob()
+    assert pair.answers(pair.addresses[1], 3)
+    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.bob.collect()
+    assert pair.bob.verdict() == "too silent"
+    assert "if a call holds the interpreter lock" in caplog.text
+
+
+def test_what_strangers_send_takes_no_room(pair: Pair) -> None:
+    """What has not the cookie of the one it is for is dropped by the kernel."""
+    place = json.loads(pair.addresses[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(5000):
+            stranger.sendto(os.urandom(1400), (place[0], place[1]))
+    assert waiting_bytes(pair.bob) == 0
+    assert pair.answers(pair.addresses[1])
+
+
+def test_a_group_with_another_key_is_not_answered(pair: Pair) -> None:
+    stranger = DatagramProber(group_key=b"another key of another group")
+    stranger.start(ALICE)
+    stranger.condemn(pair.addresses[1], "for no reason")
+    try:
+        for _ in range(30):
+            stranger.ask(BOB, pair.addresses[1])
+            assert pair.answers(pair.addresses[1])
+            assert stranger.collect() == []
+    finally:
+        stranger.close()
+    assert pair.bob.verdict() is None

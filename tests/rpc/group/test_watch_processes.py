@@ -28,12 +28,13 @@ def hold_the_interpreter(seconds: int) -> int:
     return os.getpid()
 
 
-def shares_used(workers: list[WorkerProcess], seconds: float) -> list[float]:
-    """How much of a processor's time each worker uses."""
-    before = [worker.do(time.process_time) for worker in workers]
-    time.sleep(seconds)
-    after = [worker.do(time.process_time) for worker in workers]
-    return [(late - early) / seconds for early, late in zip(before, after, strict=True)]
+def rests() -> int:
+    """How often the threads of this process have begun to wait for something so far."""
+    total = 0
+    for thread in os.listdir("/proc/self/task"):
+        status = Path(f"/proc/self/task/{thread}/status").read_text()
+        total += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return total
 
 
 until = partial(waiting.until, seconds=SECONDS_TO_ACT, pause=0.05)
@@ -100,9 +101,12 @@ class TestAGroupThatWatches:
         bob.do(leave)
         alice.do(leave)
 
-    def test_an_idle_worker_uses_next_to_no_processor_time(
-        self, workers: list[WorkerProcess]
-    ) -> None:
-        # 0.25 to 0.4 % where nothing else runs. What a wake-up costs grows with the load of the
-        # machine, so one of them in one of several stretches is enough.
-        assert any(min(shares_used(workers, 8)) < 0.005 for _ in range(4))
+    def test_an_idle_worker_rarely_wakes_up(self, workers: list[WorkerProcess]) -> None:
+        """It looks at the group's list, and at its neighbour's answers, five times a second."""
+        before, began = [worker.do(rests) for worker in workers], time.monotonic()
+        time.sleep(4)
+        after, took = [worker.do(rests) for worker in workers], time.monotonic() - began
+        assert all(late - early < 60 * took for early, late in zip(before, after, strict=True)), (
+            before,
+            after,
+        )

@@ -79,9 +79,20 @@ class TestSilence:
         liveness = Liveness(BOUND)
         liveness.tick(0, {B})
         liveness.tick(3.5, {B, C})
-        assert liveness.due(3.5) == 5.5
-        liveness.tick(5.5, {B, C})
-        assert liveness.due(5.5) == 6.0
+        liveness.tick(5.8, {B, C})
+        assert liveness.due(5.8) == 6.0
+
+    def test_while_an_answer_is_late_the_question_is_repeated_more_often(self) -> None:
+        """Questions are datagrams, some of which are lost; hardly all of nine are."""
+        liveness = Liveness(BOUND)
+        liveness.tick(0, {B, C})
+        liveness.answered(C)
+        asked, now = 0, 0.0
+        while Ask(B) in liveness.tick(now := liveness.due(now), {B, C}):
+            liveness.answered(C)
+            asked += 1
+        assert (asked, now) == (8, 6.0)
+        assert liveness.due(6.0) == 8.0
 
     def test_the_time_in_which_this_worker_slept_does_not_count(self) -> None:
         liveness = Liveness(BOUND)
