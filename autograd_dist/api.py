@@ -17,7 +17,7 @@ from autograd_dist.contexts import (
 from autograd_dist.extension import AutogradExtension
 from autograd_dist.grad_fields import GradFields
 from autograd_dist.wire import EXTENSION_NAME
-from rpc.current import current_agent
+from rpc import extend
 from rpc.errors import RpcError
 
 
@@ -165,7 +165,7 @@ def grad_fields() -> GradFields:
 
 
 def _extension() -> AutogradExtension:
-    extension: AutogradExtension = current_agent().extensions.load(EXTENSION_NAME)  # type: ignore[assignment]
+    extension: AutogradExtension = extend.call_extension(EXTENSION_NAME)
     return extension
 
 

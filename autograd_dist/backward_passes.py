@@ -1,6 +1,6 @@
 """The backward passes that one worker takes part in, started here or elsewhere.
 
-Finds or makes the driver of a pass, moves its requests over the agent, and
+Finds or makes the driver of a pass, moves its requests over the worker, and
 forgets passes that are over: each request of a root says which is its oldest
 pass that is not.
 """
@@ -39,8 +39,7 @@ from rpc.outcomes.slot import Slot
 from rpc.runtime import deadlines
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
-    from rpc.extensions import Answer
+    from rpc.extend import Answer, Worker
     from rpc.outcomes.futures import Future
 
 
@@ -74,19 +73,19 @@ class BackwardPasses:
     """The passes of one worker.
 
     Args:
-        agent: sends.
+        worker: sends.
         contexts: of this worker.
         grad_fields: of this worker.
     """
 
     def __init__(
         self,
-        agent: Agent,
+        worker: Worker,
         contexts: ContextTable,
         grad_fields: GradFields,
     ) -> None:
-        self._agent = agent
-        self._me = agent.info.id
+        self._worker = worker
+        self._me = worker.info.id
         self._contexts = contexts
         self._grad_fields = grad_fields
         self._numbers = itertools.count(1)
@@ -106,7 +105,7 @@ class BackwardPasses:
         """
         context = self._contexts.find(context_id)
         pass_id: PassId = new_tuple(PassId, (context_id, self._me, next(self._numbers)))
-        home: Home[Failure | None] = Home(self._agent.transport)
+        home: Home[Failure | None] = Home(self._worker)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home
         forget = deadlines.when_cancelled(lambda: driver.failed(_GIVEN_UP))
@@ -145,7 +144,7 @@ class BackwardPasses:
         if token.done():
             answer: Answer = token.value()
             return answer
-        future: Future[Answer] = self._agent.caller.future("an acknowledgement of gradients")
+        future: Future[Answer] = self._worker.future("an acknowledgement of gradients")
         token.when_done(lambda done: future.set_result(done.value()))
         return future
 
@@ -188,11 +187,9 @@ class BackwardPasses:
             message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
             for gradient in tensors:
                 if not gradient.is_cpu:
-                    tensors = sendable(tensors, self._agent.device_map(to))
+                    tensors = sendable(tensors, self._worker.device_map(to))
                     break
-            self._agent.ask_extension(
-                to, EXTENSION_NAME, message, tensors, partial(self._answered, driver)
-            )
+            self._worker.ask(to, EXTENSION_NAME, message, tensors, partial(self._answered, driver))
         except BaseException as error:  # whoever waits for the pass need not be on this thread
             driver.raised(error, f"gradients for worker {to} cannot be sent: ")
 
@@ -213,7 +210,7 @@ class BackwardPasses:
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
-        self._agent.completions.run_on_delivery(work)
+        self._worker.run_soon(work)
 
     def _answered(self, driver: Driver, answer: Answer, error: Exception | None) -> None:
         try:

@@ -14,8 +14,8 @@ from autograd_dist.contexts import (
     make_current,
 )
 from autograd_dist.errors import UnknownContextError
-from rpc.current import find_agent
 from rpc.errors import RpcError
+from rpc.extend import find_worker
 
 
 def _init(worker_id: int) -> None:
@@ -71,6 +71,6 @@ def _get_max_id() -> int:
 
 def _get_debug_info() -> dict[str, str]:
     """How many contexts and backward passes there are on this worker."""
-    if find_agent() is None:
+    if find_worker() is None:
         return {}
     return {name: str(count) for name, count in _extension().debug_info().items()}

@@ -71,14 +71,14 @@ class AutogradExtension:
     name: ClassVar[str] = EXTENSION_NAME
 
     def __init__(self, worker: Worker) -> None:
-        self._agent = agent = worker._agent
-        self._me = agent.info.id
-        self.contexts = ContextTable(self._me, agent.life.incarnation, self._creator_lives)
-        self.grad_fields = GradFields(partial(agent.timeout_of, 0.0))
-        self._passes = BackwardPasses(agent, self.contexts, self.grad_fields)
+        self._worker = worker
+        self._me = worker.info.id
+        self.contexts = ContextTable(self._me, worker.life.incarnation, self._creator_lives)
+        self.grad_fields = GradFields(worker.time_left)
+        self._passes = BackwardPasses(worker, self.contexts, self.grad_fields)
         self.backward = self._passes.run
         self._closed = False
-        self._releases = Releases(f"rpc-{agent.info.name}-releases", self._tell)
+        self._releases = Releases(f"rpc-{worker.info.name}-releases", self._tell)
 
     @property
     def worker_id(self) -> int:
@@ -127,7 +127,9 @@ class AutogradExtension:
             # Its context ended before the call arrived: no gradient will be asked for.
             return tensors, nullcontext()
         context.add_worker(sender)
-        if not self._agent.group.lives(sender):  # it was lost before that: nobody else noticed
+        if (
+            self._worker.why_lost(sender) is not None
+        ):  # it was lost before that: nobody else noticed
             self._lost_a_neighbour([context], sender)
         scope = entered if received.grad_enabled else entered_without_grad
         return _attach_received(context, received, sender, tensors), scope(context.context_id)
@@ -171,7 +173,7 @@ class AutogradExtension:
         for context in contexts:
             if creator_of(context.context_id) == worker_id:
                 self.contexts.release(context.context_id)
-                error = self._agent.group.lost_error(worker_id)
+                error = self._worker.why_lost(worker_id)
                 self._passes.drop(context.context_id, error or RpcError(reason))
         self._passes.root_lost(worker_id)
         self._lost_a_neighbour(contexts, worker_id)
@@ -189,7 +191,7 @@ class AutogradExtension:
     def _inquire(self, creator: int, context_ids: Sequence[int]) -> None:
         body = Inquiry(tuple(context_ids)).encode()
         try:
-            future = self._agent.send_extension_message(creator, self.name, body, timeout=0)
+            future = self._worker.message(creator, self.name, body, timeout=0)
         except _GONE:
             return  # and its contexts with it
         except Exception:  # there are others to be asked
@@ -236,17 +238,17 @@ class AutogradExtension:
             WorkerLostError: that life of its creator is over.
         """
         if not self._creator_lives(context_id):
-            error = self._agent.group.lost_error(creator_of(context_id))
+            error = self._worker.why_lost(creator_of(context_id))
             raise error or UnknownContextError(context_id)
 
     def _creator_lives(self, context_id: int) -> bool:
         """False if that life of the creator is over; one that is not known yet may not be."""
-        creator, group = creator_of(context_id), self._agent.group
-        latest = group.latest(creator)
+        creator = creator_of(context_id)
+        latest = self._worker.latest_life(creator)
         if latest is None:
             return True
         later = lives_after(context_id, latest.incarnation)
-        return later > 0 or (later == 0 and group.lives(creator))
+        return later > 0 or (later == 0 and self._worker.is_living(latest))
 
     def debug_info(self) -> dict[str, int]:
         """How many contexts and passes there are."""
@@ -268,7 +270,7 @@ class AutogradExtension:
         """Tells a worker that contexts are over; raises RpcError if it does not get to know."""
         body = Release(tuple(context_ids)).encode()
         try:
-            future = self._agent.send_extension_message(worker, self.name, body)
+            future = self._worker.message(worker, self.name, body)
         except _GONE:
             return  # and the contexts with it
         future.add_done_callback(partial(_note_refusal, worker, context_ids))

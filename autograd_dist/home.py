@@ -13,9 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rpc.outcomes.futures import wait_in_usual_modes
-from rpc.runtime.executor import blocking
-from rpc.transports.base import Transport
+from rpc.extend import Worker
 
 R = TypeVar("R")
 
@@ -26,11 +24,11 @@ class Home(Generic[R]):
     """Has work done by the thread that made this, until there is a result.
 
     Args:
-        transport: how that thread waits.
+        worker: how that thread waits.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._thread = threading.get_ident()
         self._work: deque[Work | None] = deque()
         self._woken: SimpleQueue[None] = SimpleQueue()
@@ -53,15 +51,14 @@ class Home(Generic[R]):
         self._work.append(work)
         self._woken.put(None)
         if threading.get_ident() != self._thread:
-            self._transport.wake()
+            self._worker.wake()
 
     def work(self) -> R:
         """Does what there is to do until the end; returns the result."""
         is_due: Any = self._work.__len__
         while True:
             while not self._work:  # it may be woken for what it did already
-                with blocking():
-                    wait_in_usual_modes(self._transport.wait, is_due, self._woken.get)
+                self._worker.wait(is_due, self._woken.get)
             work = self._work.popleft()
             if work is None:
                 return self._results[0]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,16 +21,18 @@ from rpc.calls.callee import Callee
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels
 from rpc.calls.control_channel import ControlChannel
+from rpc.calls.early_frames import EarlyFrames
 from rpc.calls.extension_set import ExtensionSet
 from rpc.calls.gathering import Gatherings
 from rpc.calls.inbound import Inbound
-from rpc.calls.pending_joins import CallToCome
-from rpc.calls.retrying import RetriedCall, Retries
+from rpc.calls.shared import Shared
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.current import context_of, forked_from
-from rpc.debug import agent_debug_info
-from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.debug import gil_wait_seconds
+from rpc.errors import WorkerLostError
 from rpc.extend import Worker
+from rpc.extensions import CallExtension
+from rpc.group.directory import Destination, Directory
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.loss_reports import LossReports
 from rpc.group.members import Group
@@ -39,32 +41,24 @@ from rpc.group.shutdown import GroupShutdown, Work
 from rpc.group.watch import Watch
 from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
-from rpc.observe import profiling
 from rpc.observe.metrics import Snapshot
-from rpc.observe.names import method_name
 from rpc.outcomes.completions import Completions
-from rpc.outcomes.futures import Future
-from rpc.outcomes.sinks import Answered, AnswerSink, FutureSink, WaitingCaller
 from rpc.protocol.liveness import Evidence
-from rpc.protocol.retry import Retry
 from rpc.rrefs.keeper import ReferenceKeeper
-from rpc.rrefs.rref import RRef
 from rpc.runtime import deadlines, finalizers, signals
 from rpc.runtime import exit as process_end
 from rpc.runtime import forks as process_forks
 from rpc.runtime.clock import Clock, MonotonicClock
+from rpc.runtime.deadlines import Timeouts
 from rpc.runtime.event_loop import EventLoop
 from rpc.runtime.executor import SECONDS_TO_END, Executor
 from rpc.runtime.pulse import Pulse
-from rpc.runtime.signals import restore, shut_out
 from rpc.runtime.states import States
 from rpc.runtime.timers import Timers
-from rpc.transports.base import Announces, MapsDevices, Peer, Transport
+from rpc.transports.base import MapsDevices, Peer, Transport
 from rpc.transports.inherited import InheritedTransport
-from rpc.wire.callables import require_call
-from rpc.wire.control import ControlMessage, Leaving, encode_passed
-from rpc.wire.remote_errors import raisable
-from rpc.worker_info import WorkerInfo, may_exist
+from rpc.wire.control import ControlMessage, Leaving
+from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.group.member_list import Departure
@@ -77,8 +71,6 @@ _SYSTEM_THREADS = 4
 _SECONDS_BETWEEN_STARTS = 1.0
 _SECONDS_IN_HASTE = 0.3
 """What handlers get to end in when they are not waited for."""
-
-Destination = WorkerInfo | str | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,44 +117,131 @@ class Agent(process_forks.Member):
         self.options = options or AgentOptions()
         self.info = info
         self.life = Life(info.id, incarnation)
-        self.transport = transport
-        self.announce = transport.announce if isinstance(transport, Announces) else None
-        self.host_moves = transport.host_moves if isinstance(transport, MapsDevices) else ()
         self.clock = clock or MonotonicClock()
-        self.rpc_timeout = self.options.rpc_timeout
+        self.timeouts = Timeouts(deadlines.limit_of(self.options.rpc_timeout), self.clock.now)
         self.group = Group()
-        context = context_of(self)
-        name = f"rpc-{info.name}"
+        self.directory = Directory(self.group, self.timeouts)
+        self.store: SignedStore | None = None  # kept, for one worker may be the host of it
+        self.is_expelled = False
+        self.liveness = ""
+        self.gil_profiling = False
+        self._at_process_end: weakref.finalize[[], Agent] | None = None
+        self._make_threads(transport)
+        self._make_calls(transport)
+        bound = self.options.liveness_timeout
+        self.watch = Watch(self, bound, prober) if bound and prober is not None else None
+        self.loss_reports = LossReports(self, bound)
+
+    def _make_threads(self, transport: Transport) -> None:
+        context, name = context_of(self), f"rpc-{self.info.name}"
         short, threads = self._short_of_threads, self.options.num_worker_threads
         self.executor = Executor(name, threads, context, short)
         self.system_executor = Executor(f"{name}-system", _SYSTEM_THREADS, context, short)
-        self.completions = Completions(self.system_executor, transport, self.activity_changed)
         self.event_loop = EventLoop(f"{name}-asyncio", self.executor)
-        self.control = ControlChannel(self)
-        self.references = ReferenceKeeper(self, self.life)
-        self.channels = Channels(self)
-        self.states = States()
-        self.worker = Worker(self)
-        self.extensions = ExtensionSet(self)
-        self.caller = Caller(self)
-        self.callee = Callee(self)
-        self.group_shutdown = GroupShutdown(self)
-        self.events = MembershipEvents(self.completions.submit)
-        self.worker_loss: WorkerLoss = WorkerLoss(self)
-        self.membership: Membership | None = None
-        self.store: SignedStore | None = None  # kept, for one worker may be the host of it
-        self.gatherings = Gatherings(self)
-        self.gil_profiling = False
-        self.inbound = Inbound(self)
-        bound = self.options.liveness_timeout
-        self.watch = Watch(self, bound, prober) if bound and prober is not None else None
-        self.liveness = ""
-        self.is_expelled = False
         self.pulse = Pulse(f"{name}-pulse", self.clock, self._beat)
+        self.completions = Completions(self.system_executor, transport, self.activity_changed)
         self.timers = Timers(self.pulse.wake, self.completions.submit)
-        self.retries = Retries(self)
-        self.loss_reports = LossReports(self, bound)
-        self._at_process_end: weakref.finalize[[], Agent] | None = None
+        self.events = MembershipEvents(self.completions.submit)
+        self.states = States()
+
+    def _make_calls(self, transport: Transport) -> None:
+        self.control = ControlChannel(self.group, transport)
+        self.references = ReferenceKeeper(
+            self.info,
+            self.life,
+            self.group,
+            self.timeouts,
+            self.control,
+            self.completions,
+            self.activity_changed,
+        )
+        self.extensions = ExtensionSet(self.info.name, lambda kind: kind(self.worker))
+        self.group_shutdown = GroupShutdown(self)
+        self.worker_loss: WorkerLoss = WorkerLoss(self)
+        self._shared = shared = Shared(
+            self.info,
+            self.group,
+            self.clock,
+            self.timeouts,
+            transport,
+            transport.host_moves if isinstance(transport, MapsDevices) else frozenset(),
+            self.control,
+            self.references,
+            self.extensions,
+            self.completions,
+            self.timers,
+            self.group_shutdown,
+        )
+        early = EarlyFrames()
+        self.caller = Caller(shared, self.directory, self.pulse.wake)
+        self.references.calls = self.caller
+        self.callee = Callee(
+            shared,
+            self.executor,
+            self.system_executor,
+            self.event_loop,
+            early,
+            self.worker_loss.refused,
+        )
+        self.channels = Channels(shared, self.executor)
+        self.inbound = Inbound(
+            shared, early, self.caller, self.callee, self.channels, self.worker_loss
+        )
+        self.worker = Worker(
+            self.life,
+            shared,
+            self.caller,
+            self.channels,
+            self.events,
+            self.states,
+            lambda: self.store,
+        )
+        self.retries = self.caller.retries
+        self.gatherings = Gatherings(
+            self.info,
+            self.group,
+            self.completions,
+            self.caller,
+            self.directory,
+            self.timeouts,
+        )
+        # What users call is the caller's own; there is no need to pass here.
+        self.rpc_sync, self.rpc_async = self.caller.rpc_sync, self.caller.rpc_async
+        self.remote, self.later = self.caller.remote, self.caller.later
+        self.send_extension_message = self.caller.send_extension_message
+        self.ask_extension = self.caller.ask_extension
+
+    @property
+    def transport(self) -> Transport:
+        """Moves its frames."""
+        return self._shared.transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._shared.transport = self.control.transport = transport
+
+    @property
+    def host_moves(self) -> Set[tuple[int, bool]]:
+        """See ``transports.base.MapsDevices``."""
+        return self._shared.host_moves
+
+    @property
+    def membership(self) -> Membership | None:
+        """Its place in a dynamic group."""
+        return self.directory.membership
+
+    @membership.setter
+    def membership(self, membership: Membership | None) -> None:
+        self.directory.membership = membership
+
+    @property
+    def rpc_timeout(self) -> float:
+        """The default timeout of its calls in seconds, 0 for none."""
+        return self.timeouts.default
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self.timeouts.default = seconds
 
     # --- Life
 
@@ -294,151 +373,26 @@ class Agent(process_forks.Member):
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
         process_forks.keep_for_good(self)
         self.transport = InheritedTransport(self.info.name, self.transport)
-        self.announce = None
         forked_from(self)
 
     # --- What user programs ask
-
-    def rpc_sync(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> Any:
-        """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
-        require_call(func, args, kwargs)
-        finalizers.refuse("rpc_sync")
-        if retry is not None:
-            return self.retries.sync(
-                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
-            )
-        if profiling.wanted():
-            return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
-        sink = WaitingCaller()
-        peer = self.find(to, timeout)
-        before = shut_out()
-        try:
-            self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
-            return self.caller.sync(sink)
-        finally:
-            restore(before)
-
-    def rpc_async(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> Future[Any]:
-        """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
-        require_call(func, args, kwargs)
-        if finalizers.running():
-            return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
-        if retry is not None:
-            return self.retries.future(
-                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
-            )
-        if profiling.wanted():
-            return profiling.rpc_async(self, to, func, args, kwargs, timeout)
-        whom = to.name if isinstance(to, WorkerInfo) else to
-        future = self.caller.future(f"the call of {method_name(func, args or ())} on {whom}")
-        try:
-            sink = FutureSink(future, self.completions)
-            membership = self.membership
-            if membership is not None and self._may_join(to):
-                call = partial(self.caller.call, func=func, args=args or (), kwargs=kwargs or {})
-                CallToCome(self, membership, to, sink, call).wait(self.timeout_of(timeout))
-                return future
-            peer = self.group.find(to)
-            before = shut_out()
-            try:
-                self.caller.call(peer, func, args or (), kwargs or {}, timeout, sink)
-            finally:
-                restore(before)
-        except (WorkerLostError, RpcTimeoutError) as error:
-            future.set_exception(error)
-        return future
-
-    def remote(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = UNSET_RPC_TIMEOUT,
-        retry: Retry | None = None,
-    ) -> RRef[Any]:
-        """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
-        require_call(func, args, kwargs)
-        finalizers.refuse("remote")
-        if retry is not None:
-            tried = RetriedCall(to, func, args or (), kwargs or {})
-            return self.retries.create(tried, timeout, retry)
-        if profiling.wanted():
-            return profiling.remote(self, to, func, args, kwargs, timeout)
-        owner = self.find(to, timeout)
-        before = shut_out()
-        try:
-            rref, passed, sink = self.references.create(owner, func, self.timeout_of(timeout))
-            target = encode_passed((passed,))
-            try:
-                sent = self.caller.call(
-                    owner, func, args or (), kwargs or {}, timeout, sink, target
-                )
-            except BaseException as error:
-                self.references.creation_not_sent(rref, passed, error)
-                raise
-            if not sent:
-                self.references.creation_given_up(passed)
-            return rref
-        finally:
-            restore(before)
-
-    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
-        """The outcome of a call that is made soon, on another thread; safe in finalizers."""
-        future = self.caller.future("a call made by a finalizer")
-
-        def begin() -> None:
-            try:
-                call = start()
-            except BaseException as error:  # such as a SystemExit of somebody's pickling
-                future.set_exception(raisable(error))
-            else:
-                call.add_done_callback(lambda done: future.complete_from(done.value))
-
-        self.references.do_later(lambda: self.completions.submit(begin))
-        return future
 
     def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
         """The worker meant by a name, an id or a ``WorkerInfo``.
 
         In a dynamic group, one that has not joined yet is waited for.
         """
-        membership = self.membership
-        if membership is not None and self._may_join(to):
-            membership.wait_for(to, self.timeout_of(timeout))
-        return self.group.find(to)
-
-    def _may_join(self, to: Destination) -> TypeGuard[str | int]:
-        """True if, in a dynamic group, a worker that was never a member may be meant."""
-        return isinstance(to, str | int) and not self.group.knows(to) and may_exist(to)
+        return self.directory.find(to, timeout)
 
     def find_now(self, to: Destination) -> WorkerInfo:
         """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
-        return self.group.find(to.name if isinstance(to, WorkerInfo) else to)
+        return self.directory.find_now(to)
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         """A worker that is in the group now, by name or id; this one without an argument."""
         if worker is None:
             return self.info
-        if self.membership is not None and self._may_join(worker):
-            self.membership.look_again(self.timeout_of(UNSET_RPC_TIMEOUT))
-        return self.group.find(worker)
+        return self.directory.look_up(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """The workers that are not lost, by id."""
@@ -456,53 +410,7 @@ class Agent(process_forks.Member):
 
     def timeout_of(self, timeout: float) -> float:
         """Seconds left to an operation that was given ``timeout``; 0 for no limit."""
-        return deadlines.effective_timeout(timeout, self.rpc_timeout, self.clock.now())
-
-    def send_extension_message(
-        self,
-        to: int,
-        extension: str,
-        body: bytes,
-        timeout: float = UNSET_RPC_TIMEOUT,
-    ) -> Future[bytes]:
-        """Sends an extension's own message to its counterpart on worker ``to``.
-
-        Args:
-            to: its id.
-            extension: the extension's name.
-            body: what the extension makes of it.
-            timeout: seconds until the future fails, -1 for the default, 0 for no limit.
-
-        Returns:
-            A future of what the counterpart's ``on_message`` returned.
-        """
-        info = self.group.peer(to).info
-        future = self.caller.future(f"{extension} message to {info.name}")
-        sink = FutureSink(future, self.completions)
-        self.caller.message(info, extension, body, (), timeout, sink)
-        return future
-
-    def ask_extension(
-        self,
-        to: int,
-        extension: str,
-        body: bytes,
-        tensors: Sequence[torch.Tensor],
-        answered: Answered,
-    ) -> None:
-        """As :meth:`send_extension_message`, with tensors, no limit of time and no future.
-
-        Args:
-            to: its id.
-            extension: the extension's name.
-            body: what the extension makes of it.
-            tensors: sent along.
-            answered: takes what the counterpart's ``on_message`` returned, or the error;
-                called where the reply is delivered, and must not block there.
-        """
-        info = self.group.peer(to).info
-        sink = AnswerSink(answered, self.completions)
-        self.caller.message(info, extension, body, tensors, 0.0, sink)
+        return self.timeouts.of(timeout)
 
     def debug_info(self) -> dict[str, Any]:
         """What this worker waits for, runs and keeps; for people."""
@@ -523,7 +431,42 @@ class Agent(process_forks.Member):
 
     def get_debug_info(self) -> dict[str, str]:
         """Counters under the names that the original gives them; see ``rpc.debug``."""
-        return agent_debug_info(self)
+        threads, serving = self.executor.thread_count(), len(self.callee.serving())
+        outstanding = str(len(self.caller.outstanding()))
+        info = {
+            "agent.thread_pool_size": str(self.options.num_worker_threads),
+            "agent.num_idle_threads": str(max(0, threads - serving)),
+            "agent.num_pending_requests": outstanding,
+            "agent.client_active_calls": outstanding,
+            "agent.server_active_calls": str(serving),
+        }
+        if self.gil_profiling:
+            info["agent.gil_average_wait_time_us"] = f"{gil_wait_seconds() * 1e6:.0f}"
+        return info
+
+    def inventory(self) -> tuple[list[str], list[str]]:
+        """Its values that others hold, and its references to others' values, in words."""
+        return self.references.report.inventory()
+
+    def name_of(self, worker_id: int) -> str:
+        """The name of a worker, also of one that is lost."""
+        return self.group.peer(worker_id).info.name
+
+    def load_extension(self, name: str) -> CallExtension:
+        """Its extension of a module."""
+        return self.extensions.load(name)
+
+    def why_lost(self, worker: WorkerInfo) -> WorkerLostError | None:
+        """Says why a worker is lost; None if it is not."""
+        return self.group.lost_error(worker.id)
+
+    def steps_to_rest(self) -> Iterator[Callable[[float], object]]:
+        """What brings it to rest when its process ends, step by step."""
+        yield lambda _: self.caller.close("the process of this worker ended")
+        yield self.event_loop.close
+        yield partial(self.transport.close, 0.0)
+        yield self.executor.close
+        yield self.system_executor.close
 
     # --- What its components ask of each other by way of it
 

@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, SupportsIndex, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from rpc.agent import Agent, Destination
+from rpc import current
+from rpc.agent import Agent
 from rpc.backend_registry import BackendType, construct_rpc_backend_options, init_backend, ours
 from rpc.builtin_backends import default_backend, register_builtin_backends
 from rpc.calls.gathering import AllGatherStates as AllGatherStates
@@ -28,16 +29,18 @@ from rpc.calls.gathering import barrier as _barrier  # noqa: F401  (programs cal
 from rpc.calls.retrying import require_retriable
 from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpc.current import (
-    current_agent,
+    Process,
     find_agent,
     joined_before,
     joining,
     keep_store,
     leaving,
+    of_context,
     set_process_agent,
 )
 from rpc.errors import RpcError
 from rpc.functions import is_async_execution
+from rpc.group.directory import Destination
 from rpc.group.environment import find_place
 from rpc.group.events import MembershipEvent
 from rpc.group.keys import read_group_key
@@ -66,6 +69,8 @@ from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+current_agent: Callable[[], Agent] = current.current_agent
 
 # What programs of the original set or look at, and so are plain module variables.
 _ignore_rref_leak = True
@@ -271,7 +276,8 @@ def rpc_sync(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs, retry)
-    result: T = current_agent().rpc_sync(to, func, args, kwargs, timeout, retry)
+    agent: Agent = of_context() or Process.agent or current_agent()
+    result: T = agent.rpc_sync(to, func, args, kwargs, timeout, retry)
     return result
 
 
@@ -297,7 +303,8 @@ def rpc_async(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _serialized(func, args, kwargs, retry)
-    future = current_agent().rpc_async(to, func, args, kwargs, timeout, retry)
+    agent: Agent = of_context() or Process.agent or current_agent()
+    future = agent.rpc_async(to, func, args, kwargs, timeout, retry)
     collected: list[torch.futures.Future[Any]] | None = getattr(
         _thread_local_var, "future_list", None
     )

@@ -4,6 +4,9 @@ Owns the one piece of mutable module state: the process's default agent, set by
 ``init_rpc`` and cleared by ``shutdown``, and the store that its group met at.
 Handlers and callbacks of an agent see that agent, whatever the default is, because
 it is in their context.
+
+This lies below all that agents are made of, and so knows nothing of them: who asks for the
+current one says what it takes it for.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextvars
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rpc.errors import NotInitializedError, RpcError
 from rpc.runtime import forks as process_forks
@@ -20,17 +23,15 @@ from rpc.runtime import forks as process_forks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from rpc.agent import Agent
-
-_of_context: contextvars.ContextVar[Agent | None] = contextvars.ContextVar(
-    "rpc_agent", default=None
-)
+_of_context: contextvars.ContextVar[Any] = contextvars.ContextVar("rpc_agent", default=None)
+of_context = _of_context.get
+"""The agent of the running context; None outside of handlers and callbacks."""
 
 
-class _Process:
+class Process:
     """The process-wide default, and what outlives it."""
 
-    agent: Agent | None = None
+    agent: Any = None
     lock = threading.RLock()  # a signal handler may shut down
     joining: bool = False
     """A thread is in ``init_rpc``."""
@@ -42,13 +43,13 @@ class _Process:
     """The last group's store, which others may still need when this process has left."""
 
 
-def find_agent() -> Agent | None:
+def find_agent() -> Any:
     """The agent of the running context, or else the process's; None without either."""
     agent = _of_context.get()
-    return _Process.agent if agent is None else agent
+    return Process.agent if agent is None else agent
 
 
-def current_agent() -> Agent:
+def current_agent() -> Any:
     """The agent of the running context, or else the process's.
 
     Raises:
@@ -56,36 +57,36 @@ def current_agent() -> Agent:
     """
     agent = _of_context.get()
     if agent is None:
-        agent = _Process.agent
+        agent = Process.agent
     if agent is None:
-        raise NotInitializedError(_Process.parent)
+        raise NotInitializedError(Process.parent)
     return agent
 
 
-def set_process_agent(agent: Agent | None) -> None:
+def set_process_agent(agent: Any) -> None:
     """Makes ``agent`` the process's default; None clears it."""
-    _Process.agent = agent
+    Process.agent = agent
 
 
 @contextmanager
-def leaving(agent: Agent) -> Iterator[bool]:
+def leaving(agent: Any) -> Iterator[bool]:
     """Clears the process's agent after the block, until which nobody takes its place.
 
     Yields whether it is ``agent``: if another thread has ended that one's session, this
     process may be in its next by now, which is left alone.
     """
-    with _Process.lock:
-        is_current = _Process.agent is agent
+    with Process.lock:
+        is_current = Process.agent is agent
         yield is_current
         if is_current:
-            _Process.agent = None
+            Process.agent = None
 
 
-def forked_from(agent: Agent) -> None:
+def forked_from(agent: Any) -> None:
     """This process is a forked child of the agent's: here nothing belongs to it any more."""
     _of_context.set(None)
-    if _Process.agent in (agent, None):
-        _Process.agent, _Process.parent = None, agent.info.name
+    if Process.agent in (agent, None):
+        Process.agent, Process.parent = None, agent.info.name
 
 
 class _KeptStore(process_forks.Member):
@@ -93,8 +94,8 @@ class _KeptStore(process_forks.Member):
 
     def after_fork_in_child(self) -> None:
         """It is the parent's, also after the parent has left its group."""
-        process_forks.keep_for_good(_Process.store)
-        _Process.store = None
+        process_forks.keep_for_good(Process.store)
+        Process.store = None
 
 
 _kept_store = _KeptStore()
@@ -106,7 +107,7 @@ def keep_store(store: Store) -> None:
     Its host may leave before the others have, and may meet them there again.
     """
     process_forks.join(_kept_store)
-    _Process.store = store
+    Process.store = store
 
 
 @contextmanager
@@ -116,34 +117,34 @@ def joining() -> Iterator[None]:
     Raises:
         RpcError: it is taken, or another thread joins.
     """
-    with _Process.lock:
+    with Process.lock:
         if find_agent() is not None:
             raise RpcError("RPC is already initialized; call rpc.shutdown() first")
-        if _Process.joining:
+        if Process.joining:
             raise RpcError("RPC is being initialized by another thread; once is enough")
-        _Process.joining = _Process.joined = True
+        Process.joining = Process.joined = True
     try:
         yield
     finally:
-        _Process.joining = False
+        Process.joining = False
 
 
 def joined_before() -> bool:
     """True if ``init_rpc`` was called in this process, however it ended."""
-    return _Process.joined
+    return Process.joined
 
 
-def enter_agent(agent: Agent) -> contextvars.Token[Agent | None]:
+def enter_agent(agent: Any) -> contextvars.Token[Any]:
     """Makes ``agent`` current in the running context; see :func:`leave_agent`."""
     return _of_context.set(agent)
 
 
-def leave_agent(token: contextvars.Token[Agent | None]) -> None:
+def leave_agent(token: contextvars.Token[Any]) -> None:
     """Undoes :func:`enter_agent`."""
     _of_context.reset(token)
 
 
-def context_of(agent: Agent) -> contextvars.Context:
+def context_of(agent: Any) -> contextvars.Context:
     """A fresh context in which ``agent`` is the current one."""
     context = contextvars.Context()
     context.run(_of_context.set, agent)

@@ -7,13 +7,9 @@ original's. Everything is looked up when asked for, nothing is kept up to date.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from rpc.calls.extension_set import AUTOGRAD
 from rpc.current import current_agent
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+from rpc.extensions import AUTOGRAD
 
 _GIL_SAMPLES = 16
 
@@ -50,23 +46,7 @@ def enable_gil_profiling(flag: bool) -> None:
     current_agent().gil_profiling = flag
 
 
-def agent_debug_info(agent: Agent) -> dict[str, str]:
-    """What an agent's threads and calls are doing."""
-    threads = agent.executor.thread_count()
-    serving = len(agent.callee.serving())
-    info = {
-        "agent.thread_pool_size": str(agent.options.num_worker_threads),
-        "agent.num_idle_threads": str(max(0, threads - serving)),
-        "agent.num_pending_requests": str(len(agent.caller.outstanding())),
-        "agent.client_active_calls": str(len(agent.caller.outstanding())),
-        "agent.server_active_calls": str(serving),
-    }
-    if agent.gil_profiling:
-        info["agent.gil_average_wait_time_us"] = f"{_gil_wait_seconds() * 1e6:.0f}"
-    return info
-
-
-def _gil_wait_seconds() -> float:
+def gil_wait_seconds() -> float:
     """How long it takes now to get the interpreter lock back after letting it go."""
     start = time.perf_counter()
     for _ in range(_GIL_SAMPLES):

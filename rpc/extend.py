@@ -25,26 +25,33 @@ which :func:`worker` returns, and whose methods are the same functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from rpc.calls.channels import Handler
-from rpc.current import current_agent
-from rpc.errors import AgentClosedError
+from rpc.calls.caller import Caller
+from rpc.calls.channels import Channels, Handler
+from rpc.calls.shared import Shared
+from rpc.constants import UNSET_RPC_TIMEOUT
+from rpc.current import current_agent, find_agent
+from rpc.errors import AgentClosedError, WorkerLostError
 from rpc.extensions import Answer, CallExtension
-from rpc.group.events import MembershipChange, MembershipEvent
+from rpc.group.directory import Destination
+from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
 from rpc.ids import Life
-from rpc.transports.base import FrameKind, LendsMemory
+from rpc.outcomes.futures import Future, wait_in_usual_modes
+from rpc.runtime.clock import Clock
+from rpc.runtime.deadlines import is_cancelled, when_cancelled
+from rpc.runtime.executor import blocking
+from rpc.runtime.states import States
+from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
 from rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
 
 __all__ = [
     "KEY_DESCRIPTOR",
@@ -60,6 +67,10 @@ __all__ = [
     "MembershipChange",
     "MembershipEvent",
     "Worker",
+    "blocking",
+    "call_extension",
+    "find_worker",
+    "is_cancelled",
     "is_living",
     "life_of",
     "on_membership",
@@ -71,14 +82,12 @@ __all__ = [
     "share_group_key",
     "store",
     "subscribe",
+    "when_cancelled",
     "worker",
     "worker_state",
 ]
 
 T = TypeVar("T")
-
-Destination = WorkerInfo | str | int
-"""A worker: its ``WorkerInfo``, its name or its id."""
 
 
 class Worker:
@@ -88,20 +97,40 @@ class Worker:
     :class:`CallExtension` is given its own.
     """
 
-    __slots__ = ("_agent",)
+    __slots__ = ("_caller", "_channels", "_events", "_life", "_shared", "_states", "_store")
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        life: Life,
+        shared: Shared,
+        caller: Caller,
+        channels: Channels,
+        events: MembershipEvents,
+        states: States,
+        store: Callable[[], Store | None],
+    ) -> None:
+        self._life = life
+        self._shared = shared
+        self._caller = caller
+        self._channels = channels
+        self._events = events
+        self._states = states
+        self._store = store
 
     @property
     def info(self) -> WorkerInfo:
         """Its name and id."""
-        return self._agent.info
+        return self._shared.me
 
     @property
     def life(self) -> Life:
         """Its id and incarnation."""
-        return self._agent.life
+        return self._life
+
+    @property
+    def clock(self) -> Clock:
+        """Its time: the machine's, or a test's virtual one."""
+        return self._shared.clock
 
     def state(
         self,
@@ -110,11 +139,11 @@ class Worker:
         close: Callable[[T], object] | None = None,
     ) -> T:
         """The object that this worker keeps under ``key``; see :func:`worker_state`."""
-        return self._agent.states.get(key, factory, close)
+        return self._states.get(key, factory, close)
 
     def subscribe(self, channel: str, handler: Handler) -> Callable[[], None]:
         """Takes the messages of a channel from now on; see :func:`subscribe`."""
-        return self._agent.channels.subscribe(channel, handler)
+        return self._channels.subscribe(channel, handler)
 
     def post(
         self,
@@ -125,7 +154,7 @@ class Worker:
     ) -> None:
         """Sends a one-way message; see :func:`post`."""
         life = to if isinstance(to, Life) else self.life_of(to)
-        self._agent.channels.post(life, channel, body, tensors)
+        self._channels.post(life, channel, body, tensors)
 
     def send_buffer(
         self, to: Destination, shape: Sequence[int], dtype: torch.dtype = torch.float32
@@ -142,32 +171,133 @@ class Worker:
     def _buffer(
         self, to: Destination, shape: Sequence[int], dtype: torch.dtype, kind: FrameKind
     ) -> torch.Tensor:
-        agent, count = self._agent, math.prod(shape)
-        peer = agent.find_now(to)
-        memory = None
-        if isinstance(agent.transport, LendsMemory):
-            memory = agent.transport.lend_memory(peer.id, kind, count * dtype.itemsize)
+        transport, count = self._shared.transport, math.prod(shape)
+        peer, memory = self._shared.group.find(to), None
+        if isinstance(transport, LendsMemory):
+            memory = transport.lend_memory(peer.id, kind, count * dtype.itemsize)
         if memory is None:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
     def store(self, namespace: str) -> KeyValueStore:
         """The group's key-value store; see :func:`store`."""
-        if self._agent.store is None:
+        found = self._store()
+        if found is None:
             raise AgentClosedError(f"worker {self.info.name!r} has no store, or left its group")
-        return KeyValueStore(self._agent.store, namespace)
+        return KeyValueStore(found, namespace)
 
     def life_of(self, who: Destination) -> Life:
         """The id and incarnation of a living worker; see :func:`life_of`."""
-        return self._agent.group.life(self._agent.find_now(who).id)
+        group = self._shared.group
+        return group.life(group.find(who).id)
 
     def is_living(self, life: Life) -> bool:
         """Tells whether that life is a member's now; see :func:`is_living`."""
-        return self._agent.group.has(life)
+        return self._shared.group.has(life)
+
+    def latest_life(self, worker_id: int) -> Life | None:
+        """The latest life of a worker, living or lost; None if there never was one."""
+        peer = self._shared.group.latest(worker_id)
+        return None if peer is None else peer.life
+
+    def why_lost(self, worker_id: int) -> WorkerLostError | None:
+        """Says why a worker is lost, as an error to raise; None if it is not."""
+        return self._shared.group.lost_error(worker_id)
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
         """Tells ``callback`` of every change from now on; see :func:`rpc.on_membership`."""
-        return self._agent.events.subscribe(callback)
+        return self._events.subscribe(callback)
+
+    # --- For call extensions
+
+    def message(
+        self, to: int, extension: str, body: bytes, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> Future[bytes]:
+        """Sends a message to the extension's counterpart on another worker.
+
+        Args:
+            to: the worker's id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            timeout: seconds until the future fails, -1 for the default, 0 for no limit.
+
+        Returns:
+            A future of what the counterpart's ``on_message`` returned.
+        """
+        return self._caller.send_extension_message(to, extension, body, timeout)
+
+    def ask(
+        self,
+        to: int,
+        extension: str,
+        body: bytes,
+        tensors: Sequence[torch.Tensor],
+        answered: Callable[[Any, Exception | None], None],
+    ) -> None:
+        """As :meth:`message`, with tensors, no limit of time and no future.
+
+        Args:
+            to: the worker's id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            tensors: sent along.
+            answered: takes what the counterpart's ``on_message`` returned, or the error;
+                called where the reply is delivered, and must not block there.
+        """
+        self._caller.ask_extension(to, extension, body, tensors, answered)
+
+    def future(self, description: str) -> Future[Any]:
+        """A future to be completed by its maker, which waits as futures of calls do."""
+        return self._caller.future(description)
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Waits until ``done()``, taking in what arrives meanwhile where that is faster.
+
+        Args:
+            done: asked again and again.
+            block: sleeps until ``done()``; used where this thread has nothing to take in.
+        """
+        with blocking():
+            wait_in_usual_modes(self._shared.transport.wait, done, block)
+
+    def wake(self) -> None:
+        """Has a thread in :meth:`wait` look at its ``done`` again."""
+        self._shared.transport.wake()
+
+    def run_soon(self, task: Callable[[], None]) -> None:
+        """Runs ``task`` on a thread that it may block, maybe here and at once."""
+        self._shared.completions.run_on_delivery(task)
+
+    def run_after(self, seconds: float, task: Callable[[], None]) -> None:
+        """Runs ``task`` after some seconds, on a thread that it may block."""
+        self._shared.timers.at(self.clock.now() + seconds, task)
+
+    def time_left(self, timeout: float = 0.0) -> float:
+        """Seconds left to an operation that was given ``timeout``; 0 for no limit.
+
+        In a handler, the deadline of the call that it serves bounds it.
+
+        Raises:
+            RpcTimeoutError: nothing is left.
+        """
+        return self._shared.timeouts.of(timeout)
+
+    def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
+        """Where tensors on this worker's devices arrive at another; empty without a map."""
+        transport = self._shared.transport
+        return transport.device_map(worker_id) if isinstance(transport, MapsDevices) else {}
+
+
+def find_worker() -> Worker | None:
+    """As :func:`worker`, but None where there is no current worker."""
+    agent = find_agent()
+    found: Worker | None = None if agent is None else agent.worker
+    return found
+
+
+def call_extension(name: str) -> Any:
+    """The current worker's :class:`CallExtension` of a module, loaded if need be."""
+    return current_agent().extensions.load(name)
 
 
 def worker() -> Worker:
@@ -176,7 +306,8 @@ def worker() -> Worker:
     Raises:
         NotInitializedError: there is none.
     """
-    return current_agent().worker
+    found: Worker = current_agent().worker
+    return found
 
 
 def worker_state(

@@ -12,15 +12,24 @@ its ``RPC_EXTENSION`` class, so a server need not import what its clients use.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from rpc.extend import Worker
-    from rpc.outcomes.futures import Future
+from rpc.outcomes.futures import Future
+
+AUTOGRAD = "autograd_dist"
+"""The extension that runs distributed backward passes, loaded by name where one begins."""
+
+
+def run_distributed_backward(
+    context_id: int, roots: list[torch.Tensor], retain_graph: bool
+) -> None:
+    """Runs a distributed backward pass."""
+    importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
 
 
 Answer = bytes | tuple[Any, ...]
@@ -37,7 +46,8 @@ class CallExtension(Protocol):
     name: ClassVar[str]
     """The importable module whose ``RPC_EXTENSION`` is this class."""
 
-    def __init__(self, worker: Worker) -> None: ...
+    def __init__(self, worker: Any) -> None:
+        """Makes it for one worker; ``worker`` is its :class:`rpc.extend.Worker`."""
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Runs at the caller, in the calling thread; None attaches nothing."""

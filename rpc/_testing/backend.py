@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
-from rpc.agent import Agent, Destination
+from rpc.agent import Agent
 from rpc.backend_registry import BackendValue, add_once
 from rpc.constants import (
     DEFAULT_INIT_METHOD,
@@ -19,6 +19,7 @@ from rpc.constants import (
     UNSET_RPC_TIMEOUT,
 )
 from rpc.group.bring_up import address_towards, form_group, prefers_tcp
+from rpc.group.directory import Destination
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.outcomes.futures import Future
 from rpc.protocol.retry import Retry

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from rpc.calls.extension_set import AUTOGRAD
+from rpc.extensions import AUTOGRAD
 from rpc.ids import GlobalId
 from rpc.transports.base import Frame, FrameKind
 from rpc.wire import codec

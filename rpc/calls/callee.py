@@ -8,47 +8,82 @@ is served is ``service``'s.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
+from rpc.calls.early_frames import EarlyFrames
 from rpc.calls.service import Outcome, Service
+from rpc.calls.shared import Shared
+from rpc.errors import FrameError
 from rpc.ids import Life
 from rpc.observe import tracing
-from rpc.observe.metrics import Book, CallMetrics, ErrorKind
-from rpc.observe.names import text_of
+from rpc.observe.metrics import MOST_UNCOUNTED, Book, CallMetrics, ErrorKind
+from rpc.observe.names import UNDECODED, text_of
 from rpc.protocol.cancellation import EarlyCancellations
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
+from rpc.runtime.event_loop import EventLoop
+from rpc.runtime.executor import Executor
 from rpc.transports.base import Frame
-from rpc.wire.messages import Operation, Request
+from rpc.wire import codec
+from rpc.wire.messages import FUNCTION_LENGTH_AT, REQUEST_FIXED_BYTES, Operation, Request
 
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+_logger = logging.getLogger("rpc")
 
+_LENGTH_AT = FUNCTION_LENGTH_AT
+_MOST_HEADERS = 4096
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _SECONDS_TO_LET_GO = 5.0
 
 
 class Callee:
-    """Serves requests for one agent.
+    """Serves requests for one worker.
+
+    Args:
+        shared: with the other parts of the worker's calls.
+        executor: runs user code.
+        system_executor: runs everything else.
+        event_loop: runs ``async def`` handlers.
+        early: keeps requests that come while the group is being made known.
+        refused: told of a life whose request is not served, as it is over or not known.
 
     Attributes:
+        names: in which module, as what, to find the functions that were called by name.
         waking: the lock of who is to be woken when a request is cancelled; of all requests,
             as few handlers wait for anything that can be.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        executor: Executor,
+        system_executor: Executor,
+        event_loop: EventLoop,
+        early: EarlyFrames,
+        refused: Callable[[Life], None],
+    ) -> None:
+        self.shared = shared
+        self.executor = executor
+        self.event_loop = event_loop
+        self._early = early
+        self.names: dict[bytes, tuple[str, str]] = {}
         self.waking = threading.Lock()
-        self._agent = agent
+        self._system_executor = system_executor
+        self._refused = refused
+        self._living = shared.group.living_now
+        self._now = shared.clock.now
         self._lock = threading.Lock()
         self._serving: dict[Service, float] = {}
         self._book = Book()
-        self._early = EarlyCancellations()
+        self._cancelled_early = EarlyCancellations()
         self._once: IdempotencyTable[Service, Outcome] = IdempotencyTable()
+        self._headers: dict[bytes, Request] = {}
         self._lets_go = False
         self._handled = 0
 
-    def request_arrived(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+    def request(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
         """Starts serving a request; called on the transport's thread.
 
         Args:
@@ -57,32 +92,75 @@ class Callee:
             guests: how many handlers may run on threads like this one; the transport
                 decides if None.
         """
-        agent = self._agent
-        request = Request.decode(frame.header)
-        service = Service(agent, self, sender, request, frame)
-        now = agent.clock.now()
+        early = self._early
+        if early.held is None or not early.keep(partial(self.start, sender, frame, 0)):
+            self.start(sender, frame, guests)
+
+    def start(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+        """As :meth:`request`, whether the group is being made known or not."""
+        header = frame[2]
+        try:
+            end = REQUEST_FIXED_BYTES + header[_LENGTH_AT] + (header[_LENGTH_AT + 1] << 8)
+            request, table = self._headers.get(header[:end]), header[end:]
+            if request is None:
+                request, table = self._decode(header, end)
+        except (FrameError, IndexError) as error:
+            _logger.error("dropped a message from %s: %s", sender, error)
+            return
+        service = Service(self, sender, request, table, frame)
+        now = self._now()
         if request.timeout:
             service.deadline = now + request.timeout
         with self._lock:
-            if not agent.group.has(sender):  # nor is it found by ``worker_lost``, if that came
-                return
-            self._serving[service] = now
-            if self._early.noted and self._early.take(sender.worker, frame.correlation):
-                service.cancelled = True
-        user_code = request.operation in _USER_CODE
-        executor = agent.executor if user_code else agent.system_executor
-        inline = agent.transport.inline_handlers if guests is None else guests
+            known = self._living.get(sender[0]) == sender
+            if known:  # else it would not be found by ``worker_lost``, if that came
+                self._serving[service] = now
+                cancelled = self._cancelled_early
+                if cancelled.noted and cancelled.take(sender.worker, frame.correlation):
+                    service.cancelled = True
+        if not known:
+            self._refused(sender)
+            return
+        executor = self.executor if request.operation in _USER_CODE else self._system_executor
+        inline = self.shared.transport.inline_handlers if guests is None else guests
         executor.run_here(service.run, inline)
+
+    def _decode(self, header: bytes, end: int) -> tuple[Request, bytes]:
+        """Reads a header whose beginning, up to ``end``, was not met before; and its table.
+
+        Raises:
+            FrameError: it is none.
+        """
+        request = Request.decode(header)
+        if request.target or request.extensions or request.references:
+            return request, request.tensor_table
+        if len(self._headers) >= _MOST_HEADERS:
+            self._headers.clear()
+        self._headers[header[:end]] = request._replace(tensor_table=b"")
+        return request, request.tensor_table
+
+    def find(self, function: bytes) -> Any:
+        """The function of a name, imported if need be.
+
+        Raises:
+            DecodeError: there is none on this worker.
+        """
+        module, _, attribute = function.decode("utf-8", "replace").partition("\0")
+        found = codec.find(function)
+        if len(self.names) >= _MOST_HEADERS:
+            self.names.clear()
+        self.names[function] = (module, attribute)
+        return found
 
     def cancel(self, caller: Life, correlations: Collection[int]) -> None:
         """Nobody waits for the replies to these requests any more."""
         sender = caller.worker
         with self._lock:
-            if not self._agent.group.has(caller):  # a later life counts its requests anew
+            if self._living.get(sender) != caller:  # a later life counts its requests anew
                 return
             found = [s for s in self._serving if s.is_one_of(sender, correlations)]
             missing = {*correlations} - {service.correlation for service in found}
-            self._early.note(sender, missing)
+            self._cancelled_early.note(sender, missing)
             numbers = {service.number for service in found} - {0}
             if numbers:  # another attempt at one of them may be the one that runs
                 like = [s for s in self._serving if s.sender == sender and s.number in numbers]
@@ -93,7 +171,7 @@ class Callee:
     def worker_lost(self, sender: int) -> None:
         """A worker is gone, and nobody waits for what is served for it."""
         with self._lock:
-            self._early.worker_lost(sender)
+            self._cancelled_early.worker_lost(sender)
             let_go = self._once.worker_lost(sender)
             found = [service for service in self._serving if service.sender == sender]
             for service in found:  # nobody has to wait for them, not even a shutdown
@@ -110,7 +188,7 @@ class Callee:
         """
         let_go: list[Outcome] = []
         with self._lock:
-            now = self._agent.clock.now()
+            now = self._now()
             service.number = request.number
             verdict, outcome, since = Verdict.OVER, None, self._serving.get(service)
             if since is not None:  # else its caller is gone: a later life counts anew
@@ -138,37 +216,42 @@ class Callee:
 
     def _let_go_in_time(self) -> None:
         """Frees the outcomes of such requests that are over, and comes back for the others."""
-        now = self._agent.clock.now()
+        now = self._now()
         with self._lock:
             let_go = self._once.expire(now)
             self._lets_go = len(self._once) > 0
         self._release(let_go)
         if self._lets_go:
-            self._agent.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
+            self.shared.timers.at(now + _SECONDS_TO_LET_GO, self._let_go_in_time)
 
     def _release(self, outcomes: list[Outcome]) -> None:
         """Lets them end where their destructors may make calls; they are no one else's."""
         if not all(outcome.runs_no_code() for outcome in outcomes):
-            self._agent.completions.submit(outcomes.clear)
+            self.shared.completions.submit(outcomes.clear)
 
     def finished(self, service: Service) -> None:
         """The reply to a request was sent, or need not be."""
         service.deadline = 0.0  # what it left running does nothing on the caller's behalf
-        now = self._agent.clock.now()
+        now, name = self._now(), service.method
+        if name is UNDECODED:
+            name = service.name
         with self._lock:
             since = self._serving.pop(service, now)
             self._handled += 1
-            series = self._book[service.name, service.sender]
-            series.ended(now - since, service.sent, service.received)
+            series = self._book[name, service.sender]
+            series.over.append((now - since, service.sent, service.received))
+            if len(series.over) >= MOST_UNCOUNTED:
+                series.count()
             if service.failed:
                 series.failed(ErrorKind.REMOTE)
         if service.request.extensions:
             tracing.served(since, now, service.failed)
-        self._agent.group_shutdown.activity_changed()
+        if self.shared.shutdown.awaits_quiet:
+            self.shared.shutdown.activity_changed()
 
     def leaving(self, service: Service) -> None:
         """The reply to a traced request is about to be sent: its record is complete by then."""
-        now = self._agent.clock.now()
+        now = self._now()
         with self._lock:
             since = self._serving.get(service, now)
         tracing.served(since, now, service.failed)
@@ -184,14 +267,14 @@ class Callee:
 
     def metrics(self) -> tuple[CallMetrics, ...]:
         """The requests served, by method and peer."""
-        peer = self._agent.group.peer
+        peer = self.shared.group.peer
         with self._lock:
             rows = [(self._book[s.name, s.sender], 0) for s in self._serving]
             return self._book.read(rows, lambda i: peer(i).info.name)
 
     def serving(self) -> list[dict[str, Any]]:
         """A dump of the requests being served."""
-        now = self._agent.clock.now()
+        now = self._now()
         with self._lock:
             rows = list(self._serving.items())
         return [

@@ -1,128 +1,249 @@
-"""The calling side of a worker: makes requests, tracks them, hands out their outcome.
+"""The calling side of a worker: makes requests, takes their replies.
 
-Owns the call table and its lock. What a request carries is put together by
-``packing``; where an outcome goes is a sink's business; time comes from the
-agent's pulse.
+The way of a call: :meth:`Caller.rpc_sync` and its siblings find the worker, :meth:`request`
+encodes the value and sends it, :meth:`reply` hands the outcome to the call's sink. What
+travels beside a value is put together by ``packing``; what else may become of a call is in
+``outstanding``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
 
 from rpc.calls import packing
+from rpc.calls.outstanding import Call, OutstandingCalls
+from rpc.calls.packing import NOTHING_BESIDE, Packed
+from rpc.calls.pending_joins import CallToCome
+from rpc.calls.retrying import RetriedCall, Retries
+from rpc.calls.shared import Shared
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import (
     AgentClosedError,
-    CallCancelledError,
     EncodeError,
     RpcTimeoutError,
-    RRefCreationError,
     UnknownWorkerError,
+    WorkerLostError,
 )
-from rpc.ids import GlobalId, new_tuple
-from rpc.observe import tracing
-from rpc.observe.metrics import Book, CallMetrics, ErrorKind, Series, tensor_bytes
+from rpc.group.directory import Destination, Directory
+from rpc.ids import Life, new_tuple
+from rpc.observe import profiling, tracing
+from rpc.observe.metrics import MOST_UNCOUNTED, ErrorKind, tensor_bytes
 from rpc.observe.names import MethodName, method_name, text_of
-from rpc.observe.spans import (
-    WatchedSink,
-    feeds,
-    goes_on,
-    leads_to,
-    profiler_enabled,
-    tell_expired,
-    traced,
-    watching,
-)
+from rpc.observe.spans import WatchedSink, leads_to, profiler_enabled, traced, watching
 from rpc.outcomes.futures import Future
-from rpc.outcomes.sinks import CallFuture, Decode, FutureSink, Sink, WaitingCaller
-from rpc.protocol.calls import CallTable, Ended, Ending
+from rpc.outcomes.sinks import (
+    Answered,
+    AnswerSink,
+    CallFuture,
+    Decode,
+    FutureSink,
+    Sink,
+    WaitingCaller,
+)
+from rpc.protocol.calls import Ending
+from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef, call_method
-from rpc.rrefs.transfer import Loan
 from rpc.runtime import deadlines, finalizers, streams
-from rpc.runtime.signals import restore, shut_out
+from rpc.runtime.signals import here, raise_due, restore, shut_out
 from rpc.runtime.stack_room import require as require_room
 from rpc.transports.base import Frame, FrameKind, Patience, Unreceived
 from rpc.wire import codec
-from rpc.wire.control import Cancel
-from rpc.wire.messages import Extensions, Operation, Reply, Request, Status
-from rpc.wire.remote_errors import decode_error
+from rpc.wire.callables import require_call
+from rpc.wire.control import encode_passed
+from rpc.wire.messages import (
+    BARE_REPLY,
+    BARE_REPLY_HEADER,
+    Operation,
+    Reply,
+    Request,
+    Status,
+    request_prefix,
+)
+from rpc.wire.remote_errors import decode_error, raisable
+from rpc.wire.simple_values import Encoded, encode_simple
 from rpc.wire.tensor_table import pack_tensors
 from rpc.worker_info import WorkerInfo
 
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-
-_REPLY = Ending.REPLY
+_CALL = Operation.CALL
+_REPLIED = Ending.REPLY
 _ERROR = Status.ERROR
-_BARE = Reply(Status.OK)  # nothing comes with the payload
+_REQUEST = FrameKind.REQUEST
+_NAMED_KINDS = (FunctionType, BuiltinFunctionType)
+_MOST_NAMES = 4096
 
 
-@dataclass(slots=True)
-class Call:
-    """One outgoing request, from before it is sent until nothing of it is under way.
+class _Named(NamedTuple):
+    """A function that every worker finds by its name, and where it is found here."""
+
+    module: ModuleType
+    attribute: str
+    name: bytes
+
+
+class Caller(OutstandingCalls):
+    """Makes the calls of one worker.
 
     Args:
-        method: what it is.
-        sink: takes the outcome.
-        timeout: seconds it was given, 0 for none.
-        loan: references lent to it, alive at least as long as this.
-        extensions: the metadata it carried.
-        series: counts it when it is over.
-        sent: bytes of its request.
-        opened_at: when it was sent.
-        to: the worker it was sent to.
-        number: what the call table calls it.
-        patience: of its request, while it is open.
-        through: the user's fork that it was made through, if it needs the value of that.
+        shared: with the other parts of the worker's calls.
+        directory: finds the worker that is meant.
+        hurry: makes :meth:`expire` run soon.
     """
 
-    method: MethodName
-    sink: Sink
-    timeout: float
-    loan: Loan
-    extensions: Extensions
-    series: Series
-    sent: int = 0
-    opened_at: float = 0.0
-    to: int = 0
-    number: int = 0
-    patience: Patience = Patience.WAITS
-    through: GlobalId | None = None
-
-    @property
-    def description(self) -> str:
-        """What it is, for errors and dumps."""
-        return text_of(self.method)
-
-
-class Caller:
-    """Makes this worker's requests."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._lock = threading.Lock()
-        self._table: CallTable[Call] = CallTable()
-        self._book = Book()
-        self._armed: float | None = None
-        self._processing = 0
-        self._sent = 0
-        self._closed: str | None = None
+    def __init__(self, shared: Shared, directory: Directory, hurry: Callable[[], None]) -> None:
+        super().__init__(shared)
+        self._find = directory.find
+        self._directory = directory
+        self._reachable = shared.group.reachable
+        self._hurry = hurry
+        self._named: dict[Any, _Named] = {}
+        self.retries = Retries(shared, directory, self)
         # Made once: what every open call has of its own costs each collection of garbage time.
-        self._waiter, self._waker, self._canceller = self._wait, self._wake, self.cancel
+        self._waiter, self._waker, self._canceller = self.wait, self._wake, self.cancel
+
+    # --- What users call
+
+    def rpc_sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Any:
+        """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
+        name = self._named.get(func) if type(func) in _NAMED_KINDS else None
+        if name is None or kwargs is not None or type(args) is not tuple:
+            require_call(func, args, kwargs)
+        if finalizers.collecting:
+            finalizers.refuse("rpc_sync")
+        if retry is not None:
+            return self.retries.sync(
+                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
+            )
+        if profiling.collector() is not None and profiling.wanted():
+            return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
+        sink = WaitingCaller()
+        peer = self._reachable.get(to) if type(to) is str else None
+        if peer is None:
+            peer = self._find(to, timeout)
+        held, here.held = here.held, True
+        try:
+            self.call(peer, func, args or (), kwargs or {}, timeout, sink)
+            return self.sync(sink)
+        finally:
+            here.held = held
+            if here.due and not held:
+                raise_due()
+
+    def rpc_async(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[Any]:
+        """Runs ``func`` on ``to``; see ``rpc.rpc_async``."""
+        require_call(func, args, kwargs)
+        if finalizers.collecting and finalizers.running():
+            return self.later(lambda: self.rpc_async(to, func, args, kwargs, timeout, retry))
+        if retry is not None:
+            return self.retries.future(
+                RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
+            )
+        if profiling.collector() is not None and profiling.wanted():
+            return profiling.rpc_async(self, to, func, args, kwargs, timeout)
+        whom = to.name if isinstance(to, WorkerInfo) else to
+        future = self.future(f"the call of {method_name(func, args or ())} on {whom}")
+        sink = FutureSink(future, self._shared.completions)
+        try:
+            peer = self._reachable.get(to) if type(to) is str else None
+            if peer is None:
+                membership = self._directory.membership_of(to)
+                if membership is not None and isinstance(to, str | int):
+                    call = partial(self.call, func=func, args=args or (), kwargs=kwargs or {})
+                    waits = CallToCome(self._shared, self, membership, to, sink, call)
+                    waits.wait(self._shared.timeouts.of(timeout))
+                    return future
+                peer = self._shared.group.find(to)
+            held, here.held = here.held, True
+            try:
+                self.call(peer, func, args or (), kwargs or {}, timeout, sink)
+            finally:
+                here.held = held
+                if here.due and not held:
+                    raise_due()
+        except (WorkerLostError, RpcTimeoutError) as error:
+            future.set_exception(error)
+        return future
+
+    def remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[Any]:
+        """Runs ``func`` on ``to``, which keeps the result; see ``rpc.remote``."""
+        require_call(func, args, kwargs)
+        if finalizers.collecting:
+            finalizers.refuse("remote")
+        if retry is not None:
+            tried = RetriedCall(to, func, args or (), kwargs or {})
+            return self.retries.create(tried, timeout, retry)
+        if profiling.collector() is not None and profiling.wanted():
+            return profiling.remote(self, to, func, args, kwargs, timeout)
+        owner = self._find(to, timeout)
+        references = self._shared.references
+        before = shut_out()
+        try:
+            limit = self._shared.timeouts.of(timeout)
+            rref, passed, sink = references.create(owner, func, limit)
+            target = encode_passed((passed,))
+            try:
+                sent = self.call(owner, func, args or (), kwargs or {}, timeout, sink, target)
+            except BaseException as error:
+                references.creation_not_sent(rref, passed, error)
+                raise
+            if not sent:
+                references.creation_given_up(passed)
+            return rref
+        finally:
+            restore(before)
+
+    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
+        """The outcome of a call that is made soon, on another thread; safe in finalizers."""
+        future = self.future("a call made by a finalizer")
+
+        def begin() -> None:
+            try:
+                call = start()
+            except BaseException as error:  # such as a SystemExit of somebody's pickling
+                future.set_exception(raisable(error))
+            else:
+                call.add_done_callback(lambda done: future.complete_from(done.value))
+
+        completions = self._shared.completions
+        self._shared.references.do_later(lambda: completions.submit(begin))
+        return future
+
+    # --- From a function to a request
 
     def call(
         self,
         to: WorkerInfo,
-        func: object,
+        func: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         timeout: float,
@@ -135,22 +256,36 @@ class Caller:
         With ``once``, a packed ``RequestId``, it runs once however often this comes. False if
         the call ended before it was sent.
         """
-        operation = Operation.CALL if target is None else Operation.CREATE
+        operation = _CALL if target is None else Operation.CREATE
         target = target or once
         try:
-            if func is call_method and not target and to.id != self._agent.info.id:
+            if func is call_method and not target and to.id != self._shared.me.id:
                 return self._call_method(to, args, kwargs, timeout, sink)
-            function = b"" if kwargs else codec.name_of(func) or b""
-            by_name = function and func is not call_method
-            name = function if by_name else method_name(func, args)
-            value = tuple(args) if function else (func, args, kwargs)
+            function = b""
+            if not kwargs and type(func) in _NAMED_KINDS:
+                known = self._named.get(func)
+                if known is None or getattr(known.module, known.attribute, None) is not func:
+                    known = self._learn_name(func)
+                if known is not None:
+                    function = known.name
+            if function and func is not call_method:
+                name: MethodName = function
+            else:
+                name = method_name(func, args)
+            value = tuple(args) if function else (func, args, kwargs)  # itself, if it is one
             return self.request(operation, to, value, timeout, sink, target, name, function)
         except EncodeError as error:
-            name = method_name(func, args)
-            if func is call_method:
-                args = args[2:]
-            detail = codec.describe_unpicklable(text_of(name), func, args, kwargs, error)
-            raise EncodeError(detail) from error
+            raise _described(func, args, kwargs, error) from error
+
+    def _learn_name(self, func: Any) -> _Named | None:
+        name = codec.name_of(func)
+        if name is None:
+            return None
+        if len(self._named) >= _MOST_NAMES:
+            self._named.clear()
+        known = _Named(sys.modules[func.__module__ or ""], func.__name__, name)
+        self._named[func] = known
+        return known
 
     def _call_method(
         self,
@@ -162,10 +297,10 @@ class Caller:
     ) -> bool:
         """Calls a method of a value at its owner, which needs no handle of its own for that."""
         rref, method, *rest = args
-        name, function = method_name(call_method, args), method.encode()
         value = [tuple(rest), kwargs] if kwargs else tuple(rest)
+        name = f"RRef.{method}"
         return self.request(
-            Operation.METHOD, to, value, timeout, sink, b"", name, function, through=rref
+            Operation.METHOD, to, value, timeout, sink, b"", name, method.encode(), rref
         )
 
     def request(
@@ -189,45 +324,190 @@ class Caller:
             RecursionError: too little is left of the stack.
         """
         require_room()
-        agent = self._agent
-        extended = agent.extensions.used
+        shared = self._shared
+        extended = shared.extensions.used
         if (
             profiler._is_profiler_enabled or profiler_enabled() or (extended and traced())
         ) and type(sink) is not WatchedSink:
-            with watching(agent, operation, to, text_of(name), sink) as watched:
+            with watching(shared.me, operation, to, text_of(name), sink) as watched:
                 return self.request(
                     operation, to, value, timeout, watched, target, name, function, through
                 )
-        limit = deadlines.effective_timeout(timeout, agent.rpc_timeout, agent.clock.now())
-        peer = to.id
-        attach = agent.extensions.attach_request(peer) if extended else None
-        if agent.announce is not None and (attach is not None or packing.takes_long(value)):
-            agent.announce(peer, FrameKind.REQUEST)
-        packed = packing.pack(value, peer, agent.references, attach, borrow=True)
-        loan = packed.loan
+        timeouts, peer = shared.timeouts, to.id
+        if type(timeout) is float and timeout == UNSET_RPC_TIMEOUT and deadlines.scope() is None:
+            limit = timeouts.default
+        else:
+            limit = timeouts.of(timeout)
+        encoded = encode_simple(value) or codec.encode_any(value)
+        payload, tensors, references, plain, _ = encoded
+        beside = NOTHING_BESIDE
+        if tensors or references or extended:
+            beside = self._pack(encoded, peer, extended)
+        extensions, loan, table, slots = beside
         if through is not None:
-            target, loan = agent.references.lend_through(through, peer, loan)
+            target, loan = shared.references.lend_through(through, peer, loan)
+        if target or extensions or loan.table:
+            header = self._header(
+                Request(operation, plain, limit, target, extensions, loan.table, table, function),
+                loan,
+            )
+        else:
+            header = request_prefix(operation, function, limit, plain) + table
         series = self._book[name, peer]
-        call = Call(name, sink, limit, loan, packed.extensions, series)
-        payload, plain, extensions, _, table, slots = packed
-        header: Request = new_tuple(
-            Request, (operation, plain, limit, target, extensions, loan.table, table, function)
-        )
-        try:
-            encoded = header.encode()
-        except EncodeError as error:
-            agent.references.unsent(loan, str(error))
-            raise
+        call = Call(name, sink, limit, loan, extensions, series, peer)
         if through is None:
-            return self._send(call, to, encoded, payload, slots)
+            return self._send(call, header, payload, slots)
+        return self._send_through(through, call, header, payload, slots)
+
+    def _pack(self, encoded: Encoded, peer: int, extended: bool) -> Packed:
+        shared = self._shared
+        attach = shared.extensions.attach_request(peer) if extended else None
+        return packing.pack(
+            encoded, peer, shared.references, shared.host_moves, attach, borrow=True
+        )
+
+    def _header(self, request: Request, loan: Any) -> bytes:
+        try:
+            return request.encode()
+        except EncodeError as error:
+            self._shared.references.unsent(loan, str(error))
+            raise
+
+    def _send_through(
+        self,
+        through: RRef[Any],
+        call: Call,
+        header: bytes,
+        payload: bytes,
+        slots: tuple[torch.Tensor, ...],
+    ) -> bool:
+        """Sends a request that needs the value of a reference, which may never be made."""
         holding = through._holding
         call.through, holding.called_through = holding.fork, True
-        sent = self._send(call, to, encoded, payload, slots)
+        sent = self._send(call, header, payload, slots)
         creation = holding.creation
         reason = None if creation is None else creation.error()
         if reason is not None and call.through is not None:  # maybe before the call was open
             self.creation_gone(call.through, reason)
         return sent
+
+    def _send(
+        self, call: Call, header: bytes, payload: bytes, slots: tuple[torch.Tensor, ...]
+    ) -> bool:
+        """Opens a call and sends its request; False if it ended before that was sent."""
+        call.sent = len(header) + len(payload)
+        if slots:
+            call.sent += tensor_bytes(slots)
+            streams.leave_tensors(slots)  # another thread may send, or send again
+        to, timeout, sink, rearm = call.to, call.timeout, call.sink, False
+        with self._lock:
+            if self._closed is None:
+                call.opened_at = now = self._now()
+                call.number = number = self._table.open(call, to, now, timeout)
+                self._sent += 1
+                if timeout > 0:  # the pulse must perhaps run earlier than it would
+                    rearm = self._armed is None or now + timeout < self._armed
+                    if rearm:
+                        self._armed = now + timeout
+        if not call.number:
+            raise self._refusal(call)
+        if rearm:
+            self._hurry()
+        if type(sink) is FutureSink and type(sink.future) is CallFuture:
+            sink.future.number = number
+        try:
+            frame = new_tuple(Frame, (_REQUEST, number, header, payload, slots))
+            self._shared.transport.send(to, frame)
+        except BaseException as error:
+            if self._take_back(call, error):
+                raise
+            return False
+        return True
+
+    def _refusal(self, call: Call) -> AgentClosedError:
+        error = AgentClosedError(f"{call.description}: {self._closed}")
+        self._shared.references.unsent(call.loan, str(error))
+        return error
+
+    def _take_back(self, call: Call, error: BaseException) -> bool:
+        """Forgets a call whose request could not be sent; False if it has ended meanwhile.
+
+        Raises:
+            WorkerLostError: that is why.
+        """
+        shared = self._shared
+        with self._lock:
+            withdrawn = self._table.withdraw(call.number)
+            if withdrawn:
+                self._count_failures((call,), ErrorKind.OTHER)
+        shared.references.unsent(call.loan, str(error))
+        shared.shutdown.activity_changed()
+        lost = shared.group.lost_error(call.to)
+        if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
+            raise lost from None  # the transport was told to forget it
+        return withdrawn or not isinstance(error, Exception)
+
+    # --- Recording
+
+    def name_of(self, to: Destination) -> str:
+        """The name of a worker, as far as it is known without waiting."""
+        try:
+            return self._shared.group.find(to).name
+        except (UnknownWorkerError, WorkerLostError):
+            return str(to)
+
+    def await_name(self, to: Destination, timeout: float) -> str:
+        """The name of a worker, waited for if it has not joined yet."""
+        return self._find(to, timeout).name
+
+    def follow(self, extension: str) -> WorkerInfo:
+        """Loads an extension; returns this worker."""
+        self._shared.extensions.load(extension)
+        return self._shared.me
+
+    # --- Messages of extensions
+
+    def send_extension_message(
+        self, to: int, extension: str, body: bytes, timeout: float = UNSET_RPC_TIMEOUT
+    ) -> Future[bytes]:
+        """Sends an extension's own message to its counterpart on worker ``to``.
+
+        Args:
+            to: its id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            timeout: seconds until the future fails, -1 for the default, 0 for no limit.
+
+        Returns:
+            A future of what the counterpart's ``on_message`` returned.
+        """
+        info = self._shared.group.peer(to).info
+        future = self.future(f"{extension} message to {info.name}")
+        sink = FutureSink(future, self._shared.completions)
+        self.message(info, extension, body, (), timeout, sink)
+        return future
+
+    def ask_extension(
+        self,
+        to: int,
+        extension: str,
+        body: bytes,
+        tensors: Sequence[torch.Tensor],
+        answered: Answered,
+    ) -> None:
+        """As :meth:`send_extension_message`, with tensors, no limit of time and no future.
+
+        Args:
+            to: its id.
+            extension: the extension's name.
+            body: what the extension makes of it.
+            tensors: sent along.
+            answered: takes what the counterpart's ``on_message`` returned, or the error;
+                called where the reply is delivered, and must not block there.
+        """
+        info = self._shared.group.peer(to).info
+        sink = AnswerSink(answered, self._shared.completions)
+        self.message(info, extension, body, tensors, 0.0, sink)
 
     def message(
         self,
@@ -240,7 +520,7 @@ class Caller:
     ) -> None:
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
         if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self._agent.rpc_timeout
+            timeout = self._shared.timeouts.default
         timeout = deadlines.limit_of(timeout)
         before = shut_out()
         try:
@@ -248,7 +528,7 @@ class Caller:
                 self._message(to, extension, (body, *tensors), timeout, sink)
             else:
                 name = f"{extension} message"
-                with watching(self._agent, Operation.EXTENSION, to, name, sink) as watched:
+                with watching(self._shared.me, Operation.EXTENSION, to, name, sink) as watched:
                     self._message(to, extension, (body, *tensors), timeout, watched)
         finally:
             restore(before)
@@ -257,26 +537,35 @@ class Caller:
         self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
     ) -> None:
         require_room()
-        announce = self._agent.announce
-        if announce is not None:
-            announce(to.id, FrameKind.REQUEST)
-        packed = packing.pack(
-            value, to.id, self._agent.references, None, borrow=True, lower=pack_tensors
-        )
+        shared = self._shared
+        encoded = codec.encode(value)
+        beside = NOTHING_BESIDE
+        if encoded.tensors or encoded.references:
+            beside = packing.pack(
+                encoded,
+                to.id,
+                shared.references,
+                shared.host_moves,
+                None,
+                borrow=True,
+                lower=pack_tensors,
+            )
         riding = tracing.riding()
         name = f"{extension} message"
-        call = Call(name, sink, timeout, packed.loan, riding, self._book[name, to.id])
+        call = Call(name, sink, timeout, beside.loan, riding, self._book[name, to.id], to.id)
         call.patience = Patience.HURRIES  # user code waits for what waits for this
         header = Request(
             Operation.EXTENSION,
-            packed.plain,
+            encoded.plain,
             timeout,
             extension.encode(),
             riding,
-            packed.loan.table,
-            packed.tensor_table,
+            beside.loan.table,
+            beside.tensor_table,
         ).encode()
-        self._send(call, to, header, packed.payload, packed.slots)
+        self._send(call, header, encoded.payload, beside.slots)
+
+    # --- Waiting
 
     def future(self, description: str) -> Future[Any]:
         """A future that waits the way this worker's transport likes it."""
@@ -289,284 +578,91 @@ class Caller:
         future.number = 0
         return future
 
-    def _wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Waits as the transport likes it."""
         require_room()  # what arrives meanwhile must not be taken in by half
-        self._agent.transport.wait(done, block)  # another one's in a forked child
+        self._shared.transport.wait(done, block)  # another one's in a forked child
 
     def _wake(self) -> None:
-        self._agent.transport.wake()
-
-    def cancel(self, future: Future[Any]) -> bool:
-        """Gives up the call whose outcome ``future`` waits for; False if it is over.
-
-        In a finalizer that is not known yet: it is done later.
-        """
-        if finalizers.running():
-            self._agent.references.do_later(partial(self.cancel, future))
-            return True
-        number = future.number if type(future) is CallFuture else 0
-        before = shut_out()
-        try:
-            return self._cancel(number, lambda sink: feeds(sink, future))
-        finally:
-            restore(before)
-
-    def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
-        """Gives up the call whose sink is wanted; False if there is none."""
-        return self._cancel(0, wanted)
-
-    def _cancel(self, number: int, wanted: Callable[[Sink], bool]) -> bool:
-        """The same, with the number that the call likely has, so as not to look at all."""
-        with self._lock:
-            likely = self._table.find(number)
-            found: int | None = number
-            if likely is None or not wanted(likely.sink):
-                found = self._table.find_first(lambda call: wanted(call.sink))
-            ended = None if found is None else self._table.cancel(found)
-            if ended is not None:
-                _count_failures((ended.call,), self._agent.clock.now(), ErrorKind.OTHER)
-        if ended is None:
-            return False
-        call = ended.call
-        call.sink.failed(CallCancelledError(f"{call.description} was cancelled by its caller"))
-        self._agent.transport.look_again(call.to)
-        self.tell_cancelled([call])
-        return True
-
-    def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
-        """``remote()`` failed: what waits for its value through ``fork`` does so, too."""
-        with self._lock:
-            found = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
-            calls = [ended.call for each in found if (ended := self._table.cancel(each))]
-            _count_failures(calls, self._agent.clock.now(), ErrorKind.OTHER)
-        for call in calls:
-            call.sink.failed(RRefCreationError(f"RRef creation failed: {reason}"))
-        if calls:
-            self._agent.transport.wake()
-            self._look_again({call.to for call in calls})
-            self._agent.completions.submit(lambda: self.tell_cancelled(calls))
-
-    def tell_cancelled(self, calls: Iterable[Call]) -> None:
-        """Lets those who serve the calls know that nobody waits any more."""
-        agent = self._agent
-        numbers: defaultdict[int, list[int]] = defaultdict(list)
-        for call in calls:
-            numbers[call.to].append(call.number)
-        for to, theirs in numbers.items():
-            agent.control.tell(agent.group.life(to), Cancel(tuple(theirs)))
+        self._shared.transport.wake()
 
     def sync(self, sink: WaitingCaller) -> Any:
         """Waits for a sink's outcome; gives the call up if something ends the wait itself."""
         try:
-            return sink.result(self._agent.transport.wait)
+            return sink.result(self._shared.transport.wait)
         except BaseException:
             if sink.is_waiting and not self.cancel_where(lambda each: leads_to(each, sink)):
-                sink.abandon(self._agent.references.adopt)
+                sink.abandon(self._shared.references.adopt)
             raise
 
-    def patience(self, number: int) -> Patience:
-        """See :meth:`rpc.transports.base.Receiver.patience`."""
-        with self._lock:
-            call = self._table.find(number)
-        return Patience.OVER if call is None else call.patience
+    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
+        """Asks the owner of a value for a copy, and waits."""
+        sink = WaitingCaller()
+        held, here.held = here.held, True
+        try:
+            self.request(Operation.FETCH, owner, (), timeout, sink, b"", "to_here", through=rref)
+            return self.sync(sink)
+        finally:
+            here.held = held
+            if here.due and not held:
+                raise_due()
 
-    def reply_arrived(self, sender: int, frame: Frame) -> None:
+    # --- Replies
+
+    def reply(self, sender: Life, frame: Frame) -> None:
         """Matches a reply to its call and hands it to the call's sink."""
-        reply = Reply.decode(frame.header)
-        size = len(frame.header) + len(frame.payload)
-        if frame.tensors:
-            size += tensor_bytes(frame.tensors)
-        now = self._agent.clock.now()
+        _, number, header, payload, tensors = frame
+        reply = BARE_REPLY if header == BARE_REPLY_HEADER else Reply.decode(header)
+        size = len(header) + len(payload)
+        if tensors:
+            size += tensor_bytes(tensors)
         with self._lock:
-            ended = self._table.close(frame.correlation, sender)
+            ended = self._table.close(number, sender.worker)
             self._processing += 1
             if ended is not None:
-                call = ended.call
-                if ended.ending is _REPLY:
-                    call.series.ended(now - call.opened_at, call.sent, size)
+                ending, call = ended
+                series = call.series
+                if ending is _REPLIED:
+                    series.over.append((self._now() - call.opened_at, call.sent, size))
+                    if len(series.over) >= MOST_UNCOUNTED:
+                        series.count()
                     if reply.status is _ERROR:
-                        call.series.failed(ErrorKind.REMOTE)
+                        series.failed(ErrorKind.REMOTE)
                 else:
-                    call.series.received_late(size)
+                    series.received_late(size)
+        shared = self._shared
         try:
             if ended is not None:
-                self._dispatch(ended, sender, reply, frame)
+                if call.loan.passed:
+                    shared.references.call_ended(call.loan)
+                if ending is _REPLIED:
+                    call.sink.replied(reply, frame, partial(self._unpack, call))
+                elif reply.references:
+                    shared.references.adopt(reply.references)
         finally:
             with self._lock:
                 self._processing -= 1
-            self._agent.group_shutdown.activity_changed()
+            if shared.shutdown.awaits_quiet:
+                shared.shutdown.activity_changed()
 
-    def expire(self, now: float) -> float | None:
-        """Ends calls past their deadline; returns when to come back."""
-        with self._lock:
-            ended = self._table.expire(now)
-            _count_failures((e.call for e in ended), now, ErrorKind.TIMEOUT)
-            expiry = self._table.next_expiry()
-            if expiry is not None or (self._armed is not None and self._armed <= now):
-                self._armed = expiry
-            armed = self._armed  # kept when idle, so that a lone call need not wake the pulse
-        for item in ended:
-            tell_expired(item.call.sink, item.call)
-            limit = f"{item.call.timeout * 1000:g}"
-            item.call.sink.failed(
-                RpcTimeoutError(
-                    f"RPC ran for more than set timeout ({limit} ms) and will now be marked "
-                    f"with an error: {item.call.description}"
-                )
-            )
-        if ended:
-            self._agent.transport.wake()
-            self._look_again({item.call.to for item in ended})
-            expired = [item.call for item in ended if not goes_on(item.call.sink)]
-            self._agent.completions.submit(lambda: self.tell_cancelled(expired))
-        return armed
-
-    def worker_lost(self, worker_id: int, error: Exception) -> None:
-        """Fails every call that waits for a worker which is gone."""
-        now = self._agent.clock.now()
-        with self._lock:
-            ended = self._table.lose(worker_id)
-            lost = (e.call for e in ended if e.ending is Ending.LOST)
-            _count_failures(lost, now, ErrorKind.LOST)
-        for item in ended:
-            self._agent.references.call_ended(item.call.loan)
-            if item.ending is Ending.LOST:
-                item.call.sink.failed(copy(error))  # who raises it adds frames to it
-        self._agent.transport.wake()
-        self._agent.activity_changed()
-
-    def close(self, reason: str) -> None:
-        """Fails whatever is outstanding and refuses new calls."""
-        with self._lock:
-            self._closed = reason
-            destinations = {row.to for row in self._table.outstanding()}
-            ended = [e for to in sorted(destinations) for e in self._table.lose(to)]
-            open_calls = (e.call for e in ended if e.ending is Ending.LOST)
-            _count_failures(open_calls, self._agent.clock.now(), ErrorKind.OTHER)
-        for item in ended:
-            if item.ending is Ending.LOST:
-                item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
-        self._agent.transport.wake()
-        self._look_again(destinations)
-
-    def _look_again(self, destinations: Iterable[int]) -> None:
-        """Calls to these workers ended; if their requests still wait, they are not sent."""
-        for to in destinations:
-            self._agent.transport.look_again(to)
-
-    def quiet(self) -> bool:
-        """True if no request is under way and no outcome is being handed out."""
-        with self._lock:
-            return not self._table and not self._processing
-
-    def sent(self) -> int:
-        """Requests sent so far."""
-        return self._sent
-
-    def outstanding(self) -> list[dict[str, Any]]:
-        """A dump of the outstanding calls, oldest first."""
-        now = self._agent.clock.now()
-        with self._lock:
-            rows = [*self._table.outstanding()]
-        return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
-
-    def destinations(self) -> set[int]:
-        """The workers that a reply is expected from."""
-        with self._lock:
-            return self._table.destinations()
-
-    def metrics(self) -> tuple[CallMetrics, ...]:
-        """The calls made, by method and peer."""
-        peer = self._agent.group.peer
-        with self._lock:
-            rows = [row.call for row in self._table.outstanding()]
-            return self._book.read(
-                ((call.series, call.sent) for call in rows), lambda i: peer(i).info.name
-            )
-
-    def _send(
-        self,
-        call: Call,
-        to: WorkerInfo,
-        header: bytes,
-        payload: bytes,
-        slots: tuple[torch.Tensor, ...],
-    ) -> bool:
-        """False if the call ended before it was sent."""
-        agent = self._agent
-        call.sent = len(header) + len(payload)
-        if slots:
-            call.sent += tensor_bytes(slots)
-            streams.leave_tensors(slots)  # another thread may send, or send again
-        try:
-            with self._lock:
-                if self._closed is not None:
-                    raise AgentClosedError(f"{call.description}: {self._closed}")
-                call.opened_at = now = agent.clock.now()
-                call.to = to.id
-                call.number = call_id = self._table.open(call, to.id, now, call.timeout)
-                self._sent += 1
-                expiry = now + call.timeout
-                rearm = call.timeout > 0 and (self._armed is None or expiry < self._armed)
-                if rearm:  # the pulse must run earlier than it would
-                    self._armed = expiry
-        except AgentClosedError as error:
-            agent.references.unsent(call.loan, str(error))
-            raise
-        if rearm:
-            agent.pulse.wake()
-        sink = call.sink
-        if type(sink) is FutureSink and type(sink.future) is CallFuture:
-            sink.future.number = call_id
-        try:
-            frame = new_tuple(Frame, (FrameKind.REQUEST, call_id, header, payload, slots))
-            agent.transport.send(to.id, frame)
-        except BaseException as error:
-            with self._lock:
-                withdrawn = self._table.withdraw(call_id)
-                if withdrawn:
-                    _count_failures((call,), now, ErrorKind.OTHER)
-            agent.references.unsent(call.loan, str(error))
-            agent.activity_changed()
-            lost = agent.group.lost_error(to.id)
-            if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
-                raise lost from None  # the transport was told to forget it
-            if withdrawn or not isinstance(error, Exception):
-                raise
-            return False
-        return True
-
-    def _dispatch(self, ended: Ended[Call], sender: int, reply: Reply, frame: Frame) -> None:
-        call = ended.call
-        if call.loan.passed:
-            self._agent.references.call_ended(call.loan)
-        if ended.ending is Ending.LATE_REPLY:
-            if reply.references:
-                self._agent.references.adopt(reply.references)
-            return
-
-        def unpack(reply: Reply, frame: Frame, decode: Decode) -> Any:
-            if reply == _BARE and type(frame.payload) is not Unreceived:
-                return decode(frame.payload, (), ())
-            return self._unpack(call, sender, reply, frame, decode)
-
-        call.sink.replied(reply, frame, unpack)
-
-    def _unpack(self, call: Call, sender: int, reply: Reply, frame: Frame, decode: Decode) -> Any:
-        if reply.status is Status.ERROR and type(frame.payload) is not Unreceived:
-            raise decode_error(bytes(frame.payload))
-        references, replace = self._agent.references, None
+    def _unpack(self, call: Call, reply: Reply, frame: Frame, decode: Decode) -> Any:
+        payload, tensors = frame.payload, frame.tensors
+        if reply.status is _ERROR and type(payload) is not Unreceived:
+            raise decode_error(bytes(payload))
+        references, replace = self._shared.references, None
         adopted = references.nothing_adopted
         if reply.references:
             adopted = references.adopt(reply.references)
         if reply.extensions:
-            replace = self._agent.extensions.on_reply(sender, call.extensions, reply.extensions)
-        return packing.unpack(
-            frame.payload, reply.tensor_table, frame.tensors, adopted, replace, decode
-        )
+            replace = self._shared.extensions.on_reply(call.to, call.extensions, reply.extensions)
+        return packing.unpack(payload, reply.tensor_table, tensors, adopted, replace, decode)
 
 
-def _count_failures(calls: Iterable[Call], now: float, kind: ErrorKind) -> None:
-    for call in calls:
-        call.series.ended(now - call.opened_at, call.sent, 0)
-        call.series.failed(kind)
+def _described(
+    func: object, args: Sequence[Any], kwargs: dict[str, Any], error: EncodeError
+) -> EncodeError:
+    """The same error, which says what part of the call cannot be sent."""
+    name = text_of(method_name(func, args))
+    if func is call_method:
+        args = args[2:]
+    return EncodeError(codec.describe_unpicklable(name, func, args, kwargs, error))

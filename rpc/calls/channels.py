@@ -11,21 +11,19 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from rpc.calls.shared import Shared
 from rpc.errors import FrameError, WorkerLostError
 from rpc.ids import Life
 from rpc.runtime import finalizers, streams
+from rpc.runtime.executor import Executor
 from rpc.runtime.signals import restore, shut_out
 from rpc.runtime.stack_room import require as require_room
 from rpc.transports.base import Frame, FrameKind
 from rpc.wire.callables import require_callable
 from rpc.wire.tensor_table import INLINE_LIMIT, pack_tensors, unpack_tensors
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
 
 Handler = Callable[[Life, bytes, list[torch.Tensor]], object]
 """Takes one message: its sender, its body and its tensors."""
@@ -38,10 +36,16 @@ _logger = logging.getLogger("rpc")
 
 
 class Channels:
-    """The channels of one agent."""
+    """The channels of one worker.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        shared: with the other parts of the worker's calls.
+        executor: runs handlers.
+    """
+
+    def __init__(self, shared: Shared, executor: Executor) -> None:
+        self._shared = shared
+        self._executor = executor
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._dropped: set[str] = set()
@@ -82,7 +86,7 @@ class Channels:
                 raise TypeError(f"of tensors={tensors!r}, {each!r} is a {type(each).__name__}")
         name = _encoded(channel)
         if finalizers.running():
-            self._agent.references.do_later(partial(self._send, to, name, body, tuple(tensors)))
+            self._shared.references.do_later(partial(self._send, to, name, body, tuple(tensors)))
             return
         before = shut_out()
         try:
@@ -92,23 +96,23 @@ class Channels:
 
     def _send(self, to: Life, name: bytes, body: bytes, tensors: Sequence[torch.Tensor]) -> None:
         require_room()
-        agent = self._agent
-        if not agent.group.has(to):
-            peer = agent.group.peer(to.worker)
+        shared = self._shared
+        if not shared.group.has(to):
+            peer = shared.group.peer(to.worker)
             raise WorkerLostError(peer.info.name, to.incarnation, "that life of it is over")
         table: bytes = b""
         slots: tuple[torch.Tensor, ...] = ()
         if tensors:
-            inline = -1 if (to.worker, True) in agent.host_moves else INLINE_LIMIT
+            inline = -1 if (to.worker, True) in shared.host_moves else INLINE_LIMIT
             table, slots = pack_tensors(tensors, inline)
             streams.leave_tensors(slots)
         header = bytes((_VERSION, len(name))) + name + table
-        agent.control.post_begins(to.worker)
+        shared.control.post_begins(to.worker)
         try:
-            agent.transport.send(to.worker, Frame(FrameKind.NOTICE, 0, header, body, slots))
+            shared.transport.send(to.worker, Frame(FrameKind.NOTICE, 0, header, body, slots))
         except BaseException:
-            agent.control.post_failed(to.worker)
-            agent.activity_changed()
+            shared.control.post_failed(to.worker)
+            shared.shutdown.activity_changed()
             raise
 
     def arrived(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
@@ -128,9 +132,8 @@ class Channels:
         if handler is None:
             self._drop(sender, channel)
             return
-        agent = self._agent
-        inline = agent.transport.inline_handlers if guests is None else guests
-        agent.executor.run_here(partial(self._handle, handler, sender, frame, table), inline)
+        inline = self._shared.transport.inline_handlers if guests is None else guests
+        self._executor.run_here(partial(self._handle, handler, sender, frame, table), inline)
 
     def _handle(self, handler: Handler, sender: Life, frame: Frame, table: bytes) -> None:
         try:
@@ -144,11 +147,11 @@ class Channels:
             channel, _ = _decode(frame.header)
             _logger.exception("a handler of channel %r failed for %s", channel, sender)
         finally:
-            self._agent.control.post_handled(sender)
-            self._agent.activity_changed()
+            self._shared.control.post_handled(sender)
+            self._shared.shutdown.activity_changed()
 
     def _drop(self, sender: Life, channel: str) -> None:
-        self._agent.control.post_handled(sender)
+        self._shared.control.post_handled(sender)
         with self._lock:
             is_first = channel not in self._dropped
             self._dropped.add(channel)

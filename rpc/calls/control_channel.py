@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 from rpc.errors import RpcError
+from rpc.group.members import Group
 from rpc.ids import Life
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Transport
 from rpc.wire.control import (
     Cancel,
     ControlMessage,
@@ -26,17 +26,20 @@ from rpc.wire.control import (
     encode_batch,
 )
 
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-
 UNCOUNTED = (Ready, Probe, Quiet, Leaving, Lost, Cancel)
 
 
 class ControlChannel:
-    """The control traffic of one agent."""
+    """The control traffic of one worker.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        group: the workers that are there.
+        transport: carries frames; another one takes its place in a forked child.
+    """
+
+    def __init__(self, group: Group, transport: Transport) -> None:
+        self._group = group
+        self.transport = transport
         self._lock = threading.Lock()
         self._queued: dict[Life, list[ControlMessage]] = {}
         self._early: dict[Life, list[ControlMessage]] = {}  # to lives not known here yet
@@ -93,12 +96,11 @@ class ControlChannel:
 
     def _send(self, to: Life, sequence: int, messages: list[ControlMessage]) -> bool:
         """False if the peer is gone; whoever needs to know hears of it as a lost worker."""
-        agent = self._agent
         try:
-            if agent.group.life(to.worker) != to:
+            if self._group.life(to.worker) != to:
                 return False
             frame = Frame(FrameKind.NOTICE, 0, b"", encode_batch(sequence, messages))
-            agent.transport.send(to.worker, frame)
+            self.transport.send(to.worker, frame)
         except RpcError:
             return False
         return True

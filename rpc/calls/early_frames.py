@@ -11,41 +11,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from rpc.ids import Life
-from rpc.transports.base import Frame
-
-Deliver = Callable[[Life, Frame], None]
-Lose = Callable[[Life, str], None]
+Arrival = Callable[[], None]
+"""Takes what arrived; runs no handler on its thread, which might wait for what comes next."""
 
 
 class EarlyFrames:
     """The frames, and the losses, that have to wait, if any have to.
 
-    Args:
-        deliver: takes a frame when its time has come.
-        lose: likewise a loss.
-
     Attributes:
         held: what waits; None while nothing has to.
     """
 
-    def __init__(self, deliver: Deliver, lose: Lose) -> None:
-        self._deliver = deliver
-        self._lose = lose
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.held: list[Callable[[], None]] | None = None
+        self.held: list[Arrival] | None = None
 
-    def keep(self, sender: Life, frame: Frame) -> bool:
-        """Keeps a frame for later; False if it need not wait."""
-        return self._append(partial(self._deliver, sender, frame))
-
-    def keep_loss(self, life: Life, reason: str) -> bool:
-        """Likewise the news that a worker cannot be reached."""
-        return self._append(partial(self._lose, life, reason))
-
-    def _append(self, arrival: Callable[[], None]) -> bool:
+    def keep(self, arrival: Arrival) -> bool:
+        """Keeps something for later; False if it need not wait."""
         with self._lock:
             if self.held is None:
                 return False
@@ -64,7 +47,7 @@ class EarlyFrames:
                 for arrival in held:
                     arrival()
 
-    def _take(self) -> list[Callable[[], None]]:
+    def _take(self) -> list[Arrival]:
         with self._lock:
             held = self.held or []
             self.held = [] if held else None

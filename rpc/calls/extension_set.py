@@ -8,22 +8,17 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 
 from rpc.calls.packing import Attach, Replace
 from rpc.errors import AgentClosedError, DecodeError, EncodeError
-from rpc.extensions import CallExtension
+from rpc.extensions import AUTOGRAD, CallExtension
 from rpc.runtime.text import text_of
 from rpc.wire.messages import Extensions
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-
-AUTOGRAD = "autograd_dist"
 
 _logger = logging.getLogger("rpc")
 
@@ -35,13 +30,15 @@ class ExtensionSet:
     """The extensions of one agent.
 
     Args:
-        agent: theirs.
+        name: of their worker.
+        make: makes an extension of a class, for their worker.
     """
 
-    __slots__ = ("_agent", "_closed", "_loaded", "_lock", "used")
+    __slots__ = ("_closed", "_loaded", "_lock", "_make", "_name", "used")
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, name: str, make: Callable[[Any], CallExtension]) -> None:
+        self._name = name
+        self._make = make
         self._lock = threading.Lock()
         self._loaded: dict[str, CallExtension] = {}
         self._closed = False
@@ -63,18 +60,14 @@ class ExtensionSet:
         except (ImportError, AttributeError) as error:
             raise DecodeError(
                 f"the message needs the extension {name!r}, which worker "
-                f"{self._agent.info.name!r} cannot import: {error}"
+                f"{self._name!r} cannot import: {error}"
             ) from error
-        made = cast(CallExtension, kind(self._agent.worker))
+        made = self._make(kind)
         with self._lock:
             if self._closed:
                 raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")
             self.used = True
             return self._loaded.setdefault(name, made)
-
-    def backward(self, context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
-        """Runs a distributed backward pass, with the module that does it loaded by name."""
-        importlib.import_module(AUTOGRAD).backward(context_id, roots, retain_graph=retain_graph)
 
     def close(self) -> None:
         """Closes those that are loaded, whatever one of them raises; no other will be."""

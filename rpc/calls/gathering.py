@@ -1,6 +1,6 @@
 """Every worker gives an object, every worker gets all of them; and barriers, which give none.
 
-Owns which gatherings are under way on one agent. The worker whose name sorts
+Owns which gatherings are under way on one worker. The worker whose name sorts
 first collects: the others bring it their objects and it brings them the
 result, or says why there is none. Successive gatherings of the same lives of
 the same workers are told apart by a number that each worker counts for itself.
@@ -19,8 +19,9 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rpc.calls.caller import Caller
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import current_agent
 from rpc.errors import (
@@ -30,12 +31,14 @@ from rpc.errors import (
     RpcTimeoutError,
     WorkerLostError,
 )
+from rpc.group.directory import Directory
+from rpc.group.members import Group
 from rpc.ids import Life
+from rpc.outcomes.completions import Completions
 from rpc.runtime import deadlines
+from rpc.runtime.deadlines import Timeouts
 from rpc.runtime.executor import blocking
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
+from rpc.worker_info import WorkerInfo
 
 Members = tuple[tuple[str, Life], ...]
 """Who takes part, sorted by name."""
@@ -75,10 +78,32 @@ class AllGatherStates:
 
 
 class Gatherings:
-    """The gatherings under way on one worker."""
+    """The gatherings under way on one worker.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        me: the worker.
+        group: the workers that it knows.
+        completions: runs what may take long.
+        caller: makes the calls.
+        directory: finds the workers that are named.
+        timeouts: how long all may take.
+    """
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        group: Group,
+        completions: Completions,
+        caller: Caller,
+        directory: Directory,
+        timeouts: Timeouts,
+    ) -> None:
+        self._me = me
+        self._group = group
+        self._completions = completions
+        self._caller = caller
+        self._directory = directory
+        self._timeouts = timeouts
         self._lock = threading.Lock()
         self._numbers: defaultdict[Members, int] = defaultdict(int)
         self._open: defaultdict[GatheringId, AllGatherStates] = defaultdict(AllGatherStates)
@@ -86,6 +111,64 @@ class Gatherings:
         self._wanted: defaultdict[Members, dict[str, int]] = defaultdict(dict)
         """At the leader: the oldest gathering that each still takes part in."""
         self._closed: RpcError | None = None
+
+    def all_gather(
+        self, obj: Any, worker_names: Collection[str] | None, timeout: float
+    ) -> dict[str, Any]:
+        """Gives ``obj`` and returns what every worker gave; see :func:`all_gather`."""
+        members = self._members(worker_names, timeout)
+        limit, patience = timeout, timeout
+        if timeout == UNSET_RPC_TIMEOUT:
+            limit, patience = self._timeouts.default, 0.0
+        patience = self._timeouts.of(patience)
+        me = self._me.name
+        which, gathering = self.begin(members)
+        try:
+            if me == which.leader:
+                self.bring(which, me, obj)
+            else:
+                brought = (which, me, obj, self.oldest(which))
+                self._caller.rpc_sync(which.leader, take_object, brought, None, limit)
+            objects = self.wait(which, gathering, patience)
+            if me == which.leader:
+                self._distribute(which, objects, limit)
+        finally:
+            self.over(which)
+        return objects
+
+    def _members(self, worker_names: Collection[str] | None, timeout: float) -> Members:
+        if isinstance(worker_names, str):
+            raise TypeError(
+                f"worker_names={worker_names!r} is one name; give a collection of names"
+            )
+        if worker_names:
+            names = sorted(set(worker_names))
+            who = [self._directory.find(name, timeout) for name in names]
+        else:
+            who = sorted(self._group.living(), key=lambda worker: worker.name)
+        if self._me not in who:
+            raise ValueError(
+                f"worker_names={[worker.name for worker in who]} lacks {self._me.name!r}, which "
+                "calls this: all the workers named have to call it, and no others"
+            )
+        return tuple((worker.name, self._group.life(worker.id)) for worker in who)
+
+    def _distribute(self, which: GatheringId, objects: dict[str, Any], timeout: float) -> None:
+        answers = {
+            name: self._caller.rpc_async(name, take_objects, (which, objects), None, timeout)
+            for name in which.names[1:]
+        }
+        errors: dict[str, Exception] = {}
+        for name, answer in answers.items():
+            try:
+                answer.wait()
+            except RuntimeError as error:
+                errors[name] = error
+        if errors:
+            first = next(iter(errors.values()))
+            if isinstance(first, RpcTimeoutError):
+                raise _followers_timed_out(list(errors), timeout, str(first)) from first
+            raise first
 
     def begin(self, members: Members) -> tuple[GatheringId, AllGatherStates]:
         """This worker takes part in the next gathering of these; :meth:`over` must follow."""
@@ -138,7 +221,7 @@ class Gatherings:
         """
         with self._lock:
             if which not in self._open:
-                raise RpcError(f"{self._agent.info.name!r} gave the _all_gather up before that")
+                raise RpcError(f"{self._me.name!r} gave the _all_gather up before that")
             gathering = self._open[which]
             gathering.gathered_objects = objects
             gathering.proceed_signal.set()
@@ -175,7 +258,7 @@ class Gatherings:
             self._open.pop(which)
             gathering.error = error
             gathering.proceed_signal.set()
-            me = self._agent.info.name
+            me = self._me.name
             if which.leader != me:
                 return
             told = error
@@ -184,7 +267,7 @@ class Gatherings:
             self._failures[which.members] = told
             came = [name for name in gathering.gathered_objects if name != me]
         if came:
-            self._agent.completions.submit(lambda: self._tell(which, came, told))
+            self._completions.submit(lambda: self._tell(which, came, told))
 
     def over(self, which: GatheringId) -> None:
         """This worker has left a gathering, whatever came of it."""
@@ -194,7 +277,7 @@ class Gatherings:
 
     def worker_lost(self, life: Life, error: WorkerLostError) -> None:
         """A life of a worker is over: what would wait for it fails."""
-        me = self._agent.info.name
+        me = self._me.name
         with self._lock:
             failed = [
                 which
@@ -223,7 +306,7 @@ class Gatherings:
     def _tell(self, which: GatheringId, names: list[str], error: RpcError) -> None:
         for name in names:
             with suppress(RpcError):  # of who is gone, or as this worker is closing
-                self._agent.rpc_async(name, take_failure, (which, error))
+                self._caller.rpc_async(name, take_failure, (which, error))
 
     def _given_up(self, members: Members, name: str, oldest: int) -> Iterator[Any]:
         """Notes which gatherings a worker has left; takes back what it gave to those not begun.
@@ -259,7 +342,7 @@ class Gatherings:
     def _lost_before_they_came(
         self, which: GatheringId, gathering: AllGatherStates
     ) -> RpcError | None:
-        group = self._agent.group
+        group = self._group
         for name, life in which.members:
             if name not in gathering.gathered_objects and not group.has(life):
                 lost = group.lost_error(life.worker)
@@ -282,7 +365,7 @@ class Gatherings:
     def _timed_out(
         self, which: GatheringId, gathering: AllGatherStates, timeout: float
     ) -> RpcTimeoutError:
-        if which.leader != self._agent.info.name:
+        if which.leader != self._me.name:
             return RpcTimeoutError(
                 f"_all_gather: the leader {which.leader!r} did not bring the result within "
                 f"{timeout:.2f} seconds; it does when every one of {which.names} has come"
@@ -311,24 +394,7 @@ def all_gather(
         UnknownWorkerError: there is no worker of one of the names.
         ValueError: this worker's name is not among those given.
     """
-    agent = current_agent()
-    members = _members(agent, worker_names, timeout)
-    limit = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
-    patience = agent.timeout_of(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout)
-    gatherings, me = agent.gatherings, agent.info.name
-    which, gathering = gatherings.begin(members)
-    try:
-        if me == which.leader:
-            gatherings.bring(which, me, obj)
-        else:
-            brought = (which, me, obj, gatherings.oldest(which))
-            agent.rpc_sync(which.leader, take_object, brought, None, limit)
-        objects = gatherings.wait(which, gathering, patience)
-        if me == which.leader:
-            _distribute(agent, which, objects, limit)
-    finally:
-        gatherings.over(which)
-    return objects
+    return _here().all_gather(obj, worker_names, timeout)
 
 
 def barrier(worker_names: Collection[str]) -> None:
@@ -336,38 +402,9 @@ def barrier(worker_names: Collection[str]) -> None:
     all_gather(None, worker_names)
 
 
-def _members(agent: Agent, worker_names: Collection[str] | None, timeout: float) -> Members:
-    if isinstance(worker_names, str):
-        raise TypeError(f"worker_names={worker_names!r} is one name; give a collection of names")
-    if worker_names:
-        who = [agent.find(name, timeout) for name in sorted(set(worker_names))]
-    else:
-        who = sorted(agent.get_worker_infos(), key=lambda worker: worker.name)
-    if agent.info not in who:
-        names = [worker.name for worker in who]
-        raise ValueError(
-            f"worker_names={names} lacks {agent.info.name!r}, which calls this: all the workers "
-            "named have to call it, and no others"
-        )
-    return tuple((worker.name, agent.group.life(worker.id)) for worker in who)
-
-
-def _distribute(agent: Agent, which: GatheringId, objects: dict[str, Any], timeout: float) -> None:
-    answers = {
-        name: agent.rpc_async(name, take_objects, (which, objects), None, timeout)
-        for name in which.names[1:]
-    }
-    errors: dict[str, Exception] = {}
-    for name, answer in answers.items():
-        try:
-            answer.wait()
-        except RuntimeError as error:
-            errors[name] = error
-    if errors:
-        first = next(iter(errors.values()))
-        if isinstance(first, RpcTimeoutError):
-            raise _followers_timed_out(list(errors), timeout, str(first)) from first
-        raise first
+def _here() -> Gatherings:
+    gatherings: Gatherings = current_agent().gatherings
+    return gatherings
 
 
 def _followers_timed_out(names: list[str], timeout: float, reason: str) -> RpcTimeoutError:
@@ -378,14 +415,14 @@ def _followers_timed_out(names: list[str], timeout: float, reason: str) -> RpcTi
 
 def take_object(which: GatheringId, name: str, obj: Any, oldest: int) -> None:
     """At the leader: takes another worker's object."""
-    current_agent().gatherings.bring(which, name, obj, oldest)
+    _here().bring(which, name, obj, oldest)
 
 
 def take_objects(which: GatheringId, objects: dict[str, Any]) -> None:
     """At the others: takes the result."""
-    current_agent().gatherings.complete(which, objects)
+    _here().complete(which, objects)
 
 
 def take_failure(which: GatheringId, error: RpcError) -> None:
     """At the others: the leader gave up."""
-    current_agent().gatherings.fail(which, error)
+    _here().fail(which, error)

@@ -1,89 +1,101 @@
-"""What a worker's transport tells it: takes each frame, and each loss, to whom it concerns.
+"""Takes what a worker's transport delivers, each frame and each loss, to whom it concerns.
 
-What a request, a reply or a control message means is decided where it is taken to; what
-has to wait, by ``early_frames``.
+What a request, a reply or a message means is decided where it is taken to.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from functools import partial
 
+from rpc.calls.callee import Callee
+from rpc.calls.caller import Caller
+from rpc.calls.channels import Channels
 from rpc.calls.early_frames import EarlyFrames
+from rpc.calls.shared import Shared
 from rpc.errors import FrameError, UnknownWorkerError
+from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
-from rpc.transports.base import Frame, FrameKind, Patience
+from rpc.transports.base import Frame, FrameKind
 from rpc.wire.control import Cancel, Leaving, Lost
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
 
 _logger = logging.getLogger("rpc")
 
 
 class Inbound:
-    """The ``transports.base.Receiver`` of one agent.
+    """The ``transports.base.SortingReceiver`` of one worker.
 
-    Attributes:
-        early: what has to wait while the group, or a newcomer, is being made known.
+    Args:
+        shared: with the other parts of the worker's calls.
+        early: keeps what comes while the group is being made known.
+        caller: takes replies.
+        callee: takes requests.
+        channels: take messages.
+        losses: takes the news that a worker is lost or leaves.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.early = EarlyFrames(self._take_early, agent.worker_loss.reported)
+    def __init__(
+        self,
+        shared: Shared,
+        early: EarlyFrames,
+        caller: Caller,
+        callee: Callee,
+        channels: Channels,
+        losses: WorkerLoss,
+    ) -> None:
+        self._shared = shared
+        self.early = early
+        self._channels = channels
+        self._callee = callee
+        self._losses = losses
+        # What every call passes is taken directly to whom it concerns.
+        self.request = callee.request
+        self.reply = caller.reply
+        self.patience = caller.patience
 
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``."""
         early = self.early
-        if early.held is not None and early.keep(sender, frame):
+        if early.held is not None and early.keep(partial(self._take, sender, frame, 0)):
             return
         if in_batch:
-            with self._agent.completions.elsewhere():
+            with self._shared.completions.elsewhere():
                 self._take(sender, frame, 0)
         else:
             self._take(sender, frame)
 
     def peer_lost(self, life: Life, reason: str) -> None:
         """Takes the transport's word that a worker cannot be reached any more."""
-        if not self.early.keep_loss(life, reason):
-            self._agent.worker_loss.reported(life, reason)
-
-    def patience(self, correlation: int) -> Patience:
-        """Whether a request that finds no room may wait; see ``transports.base.Receiver``."""
-        return self._agent.caller.patience(correlation)
-
-    def _take_early(self, sender: Life, frame: Frame) -> None:
-        """Runs no handler here: it might wait for what is delivered next."""
-        self._take(sender, frame, 0)
+        if not self.early.keep(partial(self._losses.reported, life, reason)):
+            self._losses.reported(life, reason)
 
     def _take(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
-        agent = self._agent
-        if not agent.group.has(sender):
-            agent.worker_loss.refused(sender)
+        if not self._shared.group.has(sender):
+            self._losses.refused(sender)
             return
         try:
             if frame.kind is FrameKind.REQUEST:
-                agent.callee.request_arrived(sender, frame, guests)
+                self._callee.start(sender, frame, guests)
             elif frame.kind is FrameKind.REPLY:
-                agent.caller.reply_arrived(sender.worker, frame)
+                self.reply(sender, frame)
             elif frame.header:
-                agent.channels.arrived(sender, frame, guests)
+                self._channels.arrived(sender, frame, guests)
             else:
                 self._control_arrived(sender, frame)
         except (FrameError, UnknownWorkerError) as error:
             _logger.error("dropped a message from %s: %s", sender, error)
 
     def _control_arrived(self, sender: Life, frame: Frame) -> None:
-        agent = self._agent
-        messages = agent.control.arrived(sender, frame)
+        shared, losses = self._shared, self._losses
+        messages = shared.control.arrived(sender, frame)
         for message in messages:
             if isinstance(message, Leaving) and not message.phase:
-                agent.worker_loss.left(sender)
+                losses.left(sender)
             elif isinstance(message, Cancel):
-                agent.callee.cancel(sender, message.correlations)
+                self._callee.cancel(sender, message.correlations)
             elif isinstance(message, Lost):
-                agent.worker_loss.told(Life(message.worker, message.incarnation), message.reason)
-            elif not agent.group_shutdown.control_arrived(sender.worker, message):
-                agent.references.control_arrived(sender, message)
-        agent.control.acted_upon(sender, messages)
-        agent.activity_changed()
+                losses.told(Life(message.worker, message.incarnation), message.reason)
+            elif not shared.shutdown.control_arrived(sender.worker, message):
+                shared.references.control_arrived(sender, message)
+        shared.control.acted_upon(sender, messages)
+        shared.shutdown.activity_changed()

@@ -1,14 +1,14 @@
 """Turns a value into a message and back: codec, references, extensions, tensors in order.
 
 The one place that knows in which order they must run. Sending: encode the value,
-let extensions see its tensors, lend its references, lower its tensors. Receiving:
-adopt the references (even if the value turns out not to be decodable, so that
+let extensions see its tensors, pass on its references, lower its tensors. Receiving:
+take in the references (even if the value turns out not to be decodable, so that
 nothing leaks), raise the tensors, let extensions replace them, decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,9 @@ from rpc.runtime import streams
 from rpc.transports.base import Unreceived
 from rpc.wire import codec, tensor_table
 from rpc.wire.messages import Extensions
+from rpc.wire.simple_values import Encoded
 
 _NONE_INLINE = -1
-_MANY = tensor_table.INLINE_LIMIT // 4
-"""Elements of a tensor that is unlikely to travel inside a header."""
 
 Attach = Callable[[Sequence[torch.Tensor], type[torch.Tensor] | None], Extensions]
 Lower = Callable[[Sequence[torch.Tensor], int], tuple[bytes, tuple[torch.Tensor, ...]]]
@@ -32,31 +31,34 @@ Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Packed(NamedTuple):
-    """A value ready to travel."""
+    """What travels beside the payload of a value."""
 
-    payload: bytes
-    plain: bool
     extensions: Extensions
     loan: Loan
     tensor_table: bytes
     slots: tuple[torch.Tensor, ...]
 
 
+NOTHING_BESIDE = Packed((), NOTHING_LENT, b"", ())
+
+
 def pack(
-    value: object,
+    encoded: Encoded,
     to: int,
-    keeper: ReferenceKeeper,
+    references: ReferenceKeeper,
+    host_moves: Set[tuple[int, bool]],
     attach: Attach | None,
     *,
     borrow: bool,
     lower: Lower = tensor_table.pack_tied_tensors,
 ) -> Packed:
-    """Prepares ``value`` for worker ``to``.
+    """Prepares what was encoded for worker ``to``.
 
     Args:
-        value: anything picklable.
+        encoded: from the codec.
         to: the receiver's id.
-        keeper: lends the references in the value.
+        references: pass on those in the value.
+        host_moves: see ``transports.base.MapsDevices``.
         attach: runs the extensions over the value's tensors, told the type of one that was
             cut off from its graph; None when there are none.
         borrow: the sender keeps references alive until the reply comes, so that
@@ -65,29 +67,18 @@ def pack(
             whatever memory it shares here.
 
     Raises:
-        EncodeError: the value cannot be serialized.
-        RRefError: it holds a reference that must not be shared any more.
+        EncodeError: a tensor cannot be sent.
+        RRefError: the value holds a reference that must not be shared any more.
     """
-    payload, tensors, references, plain, severed = codec.encode(value)
+    _, tensors, found, _, severed = encoded
     extensions = attach(tensors, severed) if attach is not None else ()
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
     if tensors:
-        moves = keeper.agent.host_moves
-        limit = _NONE_INLINE if moves and (to, borrow) in moves else tensor_table.INLINE_LIMIT
-        table, slots = lower(tensors, limit)
-    loan = keeper.lend(references, to, borrow=borrow) if references else NOTHING_LENT
-    return new_tuple(Packed, (payload, plain, extensions, loan, table, slots))
-
-
-def takes_long(value: object) -> bool:
-    """Whether ``value`` is a large tensor, or a tuple with one; a guess, but a quick one."""
-    if type(value) is not tuple:
-        return type(value) is torch.Tensor and value.numel() > _MANY
-    for each in value:  # noqa: SIM110 - a generator would take longer than this does
-        if type(each) is torch.Tensor and each.numel() > _MANY:
-            return True
-    return False
+        is_moved = host_moves and (to, borrow) in host_moves
+        table, slots = lower(tensors, _NONE_INLINE if is_moved else tensor_table.INLINE_LIMIT)
+    loan = references.lend(found, to, borrow=borrow) if found else NOTHING_LENT
+    return new_tuple(Packed, (extensions, loan, table, slots))
 
 
 def unpack(

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextvars
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from rpc.calls.outstanding import OutstandingCalls
+from rpc.calls.shared import Shared
 from rpc.errors import CallCancelledError
+from rpc.group.membership import Membership
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import FutureSink, Sink
 from rpc.runtime import finalizers
 from rpc.runtime.signals import restore, shut_out
 from rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-    from rpc.group.membership import Membership
 
 _LEAST_SECONDS = 1e-6
 
@@ -35,7 +34,8 @@ class CallToCome:
     """A call to a worker that is waited for.
 
     Args:
-        agent: makes the call.
+        shared: with the other parts of the worker's calls.
+        caller: makes the call.
         membership: learns who joins.
         to: the worker, by name or id.
         sink: takes the outcome.
@@ -44,13 +44,15 @@ class CallToCome:
 
     def __init__(
         self,
-        agent: Agent,
+        shared: Shared,
+        caller: OutstandingCalls,
         membership: Membership,
         to: str | int,
         sink: FutureSink,
         call: MakeCall,
     ) -> None:
-        self._agent = agent
+        self._shared = shared
+        self._caller = caller
         self._membership = membership
         self._to = to
         self._sink = sink
@@ -62,37 +64,37 @@ class CallToCome:
 
     def wait(self, seconds: float) -> None:
         """Begins to wait; for worker and call together there are ``seconds``, 0 for no limit."""
-        agent = self._agent
+        shared = self._shared
         before = shut_out()
         try:
-            self._deadline = agent.clock.now() + seconds if seconds else 0.0
+            self._deadline = shared.clock.now() + seconds if seconds else 0.0
             self._sink.future.canceller = self._cancel
             self._number = self._membership.when_joined(self._to, self._over)
             if seconds:
-                agent.timers.at(self._deadline, partial(self._membership.hurry, self._number))
+                shared.timers.at(self._deadline, partial(self._membership.hurry, self._number))
         finally:
             restore(before)
 
     def _over(self) -> None:
-        self._agent.completions.submit(lambda: self._context.run(self._go_on))
+        self._shared.completions.submit(lambda: self._context.run(self._go_on))
 
     def _cancel(self, future: Future[Any]) -> bool:
         """Gives up, whether the call was made meanwhile or not."""
         if finalizers.running():
-            self._agent.references.do_later(lambda: self._cancel(future))
+            self._shared.references.do_later(lambda: self._cancel(future))
             return True
         before = shut_out()
         try:
             self._cancelled = True
             self._membership.hurry(self._number)
-            self._agent.caller.cancel(future)
+            self._caller.cancel(future)
             return True
         finally:
             restore(before)
 
     def _go_on(self) -> None:
         """The wait is over: makes the call if the worker is there, or says why not."""
-        future, caller = self._sink.future, self._agent.caller
+        future, caller = self._sink.future, self._caller
         try:
             self._make()
         except BaseException as error:
@@ -105,6 +107,6 @@ class CallToCome:
         if self._cancelled:
             raise CallCancelledError(f"the call on {self._to} was cancelled by its caller")
         self._membership.refuse(self._to)
-        worker = self._agent.group.find(self._to)
-        left = self._deadline and max(self._deadline - self._agent.clock.now(), _LEAST_SECONDS)
+        worker = self._shared.group.find(self._to)
+        left = self._deadline and max(self._deadline - self._shared.clock.now(), _LEAST_SECONDS)
         self._call(worker, timeout=left, sink=self._sink)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rpc.calls.shared import Shared
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
@@ -20,12 +21,15 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.functions import is_idempotent
+from rpc.group.directory import Directory
 from rpc.ids import Life
 from rpc.observe.names import method_name, text_of
 from rpc.observe.spans import leads_to
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import FutureSink, Sink, Unpack, WaitingCaller
 from rpc.protocol.retry import Attempts, RequestId, Retry
+from rpc.rrefs.keeper import ReferenceKeeper
+from rpc.rrefs.rref import RRef
 from rpc.runtime.signals import restore, shut_out
 from rpc.transports.base import Frame
 from rpc.wire.control import encode_passed
@@ -33,9 +37,8 @@ from rpc.wire.messages import Reply
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
-    from rpc.calls.caller import Call
-    from rpc.rrefs.rref import RRef
+    from rpc.calls.caller import Caller
+    from rpc.calls.outstanding import Call
 
 _TRANSIENT = (RpcTimeoutError, WorkerLostError, UnknownWorkerError)
 
@@ -96,10 +99,18 @@ class Pause:
 
 
 class Retries:
-    """One agent's calls that may be tried again."""
+    """One worker's calls that may be tried again.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Args:
+        shared: with the other parts of the worker's calls.
+        directory: finds the worker that is meant.
+        caller: makes the attempts.
+    """
+
+    def __init__(self, shared: Shared, directory: Directory, caller: Caller) -> None:
+        self.shared = shared
+        self.directory = directory
+        self.caller = caller
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, RetriedSink] = {}
@@ -135,7 +146,7 @@ class Retries:
         try:
             tried = self.start(call, timeout, retry, waiting)
             try:
-                return self._agent.caller.sync(waiting)
+                return self.caller.sync(waiting)
             except BaseException:
                 if waiting.is_waiting:
                     tried.give_up()
@@ -144,11 +155,11 @@ class Retries:
             restore(before)
 
     def _new(self, call: RetriedCall, timeout: float, retry: Retry, sink: Sink) -> RetriedSink:
-        limit = self._agent.timeout_of(timeout)
-        attempts = Attempts(retry, self._agent.clock.now(), limit)
+        limit = self.shared.timeouts.of(timeout)
+        attempts = Attempts(retry, self.shared.clock.now(), limit)
         with self._lock:
             number = next(self._numbers)
-            tried = self._open[number] = RetriedSink(self._agent, call, number, attempts, sink)
+            tried = self._open[number] = RetriedSink(self, call, number, attempts, sink)
         return tried
 
     def create(self, call: RetriedCall, timeout: float, retry: Retry) -> RRef[Any]:
@@ -158,19 +169,19 @@ class Retries:
             RpcError: the first request could not be sent.
         """
         require_retriable(call.func, retry)
-        agent = self._agent
-        owner = agent.find(call.to, timeout)
-        limit = agent.timeout_of(timeout)
+        references = self.shared.references
+        owner = self.directory.find(call.to, timeout)
+        limit = self.shared.timeouts.of(timeout)
         before = shut_out()
         try:
-            rref, passed, sink = agent.references.create(owner, call.func, limit)
+            rref, passed, sink = references.create(owner, call.func, limit)
             creation = Creation(passed.reference.owner, encode_passed((passed,)))
             tried = self._new(replace(call, to=owner, creation=creation), timeout, retry, sink)
             try:
                 tried.send()
             except BaseException as error:
                 tried.abandon()
-                agent.references.creation_not_sent(rref, passed, error)
+                references.creation_not_sent(rref, passed, error)
                 raise
             return rref
         finally:
@@ -178,12 +189,11 @@ class Retries:
 
     def future(self, call: RetriedCall, timeout: float, retry: Retry) -> Future[Any]:
         """As :meth:`start`, with a future for the outcome."""
-        agent = self._agent
         whom = call.to.name if isinstance(call.to, WorkerInfo) else call.to
-        future = agent.caller.future(f"the call of {call.name} on {whom}")
+        future = self.caller.future(f"the call of {call.name} on {whom}")
         before = shut_out()
         try:
-            tried = self.start(call, timeout, retry, FutureSink(future, agent.completions))
+            tried = self.start(call, timeout, retry, FutureSink(future, self.shared.completions))
         finally:
             restore(before)
         future.canceller = lambda _: tried.give_up()
@@ -204,7 +214,7 @@ class Retries:
 
     def paused(self) -> list[dict[str, Any]]:
         """A dump of the calls between two attempts; ``again_in`` is in seconds."""
-        now = self._agent.clock.now()
+        now = self.shared.clock.now()
         with self._lock:
             waiting = [(tried, tried.pause) for tried in self._open.values()]
         return [
@@ -228,12 +238,12 @@ class RetriedSink:
     """Takes the outcome of each attempt, and makes the next or passes it on."""
 
     __slots__ = (
-        "_agent",
         "_attempts",
         "_cancelled",
         "_context",
         "_grad_enabled",
         "_number",
+        "_retries",
         "_sink",
         "call",
         "expired",
@@ -243,9 +253,9 @@ class RetriedSink:
     )
 
     def __init__(
-        self, agent: Agent, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
+        self, retries: Retries, call: RetriedCall, number: int, attempts: Attempts, sink: Sink
     ) -> None:
-        self._agent = agent
+        self._retries = retries
         self.call = call
         self._number = number
         self._attempts = attempts
@@ -275,12 +285,12 @@ class RetriedSink:
     def _give_up_if_cancelled(self) -> None:
         """That may come while a request is encoded, when there is nothing to give up yet."""
         if self._cancelled:
-            self._agent.caller.cancel_where(lambda sink: leads_to(sink, self))
+            self._retries.caller.cancel_where(lambda sink: leads_to(sink, self))
 
     def send(self) -> None:
         """Begins an attempt; raises what keeps its request from leaving."""
-        agent, call = self._agent, self.call
-        now = agent.clock.now()
+        retries, call = self._retries, self.call
+        now = retries.shared.clock.now()
         self.pause = None
         timeout = self._attempts.begin(now)
         try:
@@ -289,14 +299,14 @@ class RetriedSink:
             self._attempts.not_sent()
             raise
         left = self._attempts.seconds_left(now)
-        once = RequestId(self._number, agent.retries.oldest(), left).encode()
+        once = RequestId(self._number, retries.oldest(), left).encode()
         target = None if call.creation is None else call.creation.target + once
-        agent.caller.call(worker, call.func, call.args, call.kwargs, timeout, self, target, once)
+        retries.caller.call(worker, call.func, call.args, call.kwargs, timeout, self, target, once)
 
     def _destination(self) -> WorkerInfo:
-        call, group = self.call, self._agent.group
+        call, group = self.call, self._retries.shared.group
         if call.creation is None:
-            return self._agent.find_now(call.to)
+            return self._retries.directory.find_now(call.to)
         owner = group.find(call.to)
         if group.life(owner.id) != call.creation.owner:
             raise WorkerLostError(owner.name, call.creation.owner.incarnation, "it was replaced")
@@ -304,7 +314,7 @@ class RetriedSink:
 
     def abandon(self) -> None:
         """There will be no further attempt, and nobody waits for the outcome."""
-        self._agent.retries.over(self._number)
+        self._retries.over(self._number)
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """An attempt succeeded, or the function raised, which no further one would change."""
@@ -313,15 +323,15 @@ class RetriedSink:
     def failed(self, error: Exception) -> None:
         """An attempt failed."""
         following = None
-        again = not (self._cancelled or self._agent.retries.closed)
+        again = not (self._cancelled or self._retries.closed)
         if again and self.call.may_succeed_after(error):
-            following = self._attempts.next_after(self._agent.clock.now())
+            following = self._attempts.next_after(self._retries.shared.clock.now())
         if following is None:
             self._last().failed(error)
         else:
             self.goes_on = True
             self.pause = Pause(following, f"{type(error).__name__}: {error}")
-            self._agent.timers.at(following, self._attempt_again)
+            self._retries.shared.timers.at(following, self._attempt_again)
 
     def _attempt_again(self) -> None:
         try:
@@ -340,15 +350,15 @@ class RetriedSink:
         """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
         self.goes_on = False
         self.expired = None
-        if not self._agent.retries.over(self._number):
-            return _Nobody(self._agent)
-        sink, self._sink = self._sink, _Nobody(self._agent)
+        if not self._retries.over(self._number):
+            return _Nobody(self._retries.shared.references)
+        sink, self._sink = self._sink, _Nobody(self._retries.shared.references)
         return sink
 
     def give_up(self) -> bool:
         """Cancels, also between two attempts; False if the call is over."""
         self._cancelled = True
-        caller, expired = self._agent.caller, self.expired
+        caller, expired = self._retries.caller, self.expired
         if caller.cancel_where(lambda sink: leads_to(sink, self)):
             return True
         if not self.end(CallCancelledError("the call was cancelled by its caller")):
@@ -377,13 +387,13 @@ def require_retriable(func: object, retry: object) -> None:
 class _Nobody:
     """Takes what comes after the outcome."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, references: ReferenceKeeper) -> None:
+        self._references = references
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Drops it, and lets go of its references."""
         if reply.references:
-            self._agent.references.adopt(reply.references)
+            self._references.adopt(reply.references)
 
     def failed(self, error: Exception) -> None:
         """Drops it."""

@@ -39,21 +39,34 @@ from rpc.observe.spans import profiler_enabled, run_handler, traced
 from rpc.outcomes.slot import Slot
 from rpc.protocol.retry import RequestId
 from rpc.rrefs.rref import call_method
-from rpc.rrefs.transfer import Adopted
+from rpc.rrefs.transfer import NOTHING_LENT, Adopted
 from rpc.runtime import deadlines, streams
 from rpc.runtime.text import repr_of
-from rpc.transports.base import Frame, FrameKind
+from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.wire import codec
 from rpc.wire.control import PASSED_BYTES
 from rpc.wire.kept_errors import keep
-from rpc.wire.messages import Extensions, Operation, Reply, Request, Status
+from rpc.wire.messages import (
+    BARE_REPLY,
+    BARE_REPLY_HEADER,
+    Extensions,
+    Operation,
+    Reply,
+    Request,
+    Status,
+)
 from rpc.wire.remote_errors import encode_error, raisable, refuse_as_torch_does
-from rpc.wire.simple_values import encode_constant
+from rpc.wire.simple_values import (
+    NOT_SIMPLE,
+    Encoded,
+    decode_simple,
+    encode_constant,
+    encode_simple,
+)
 from rpc.wire.tensor_table import pack_tensors, pack_tied_tensors
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
     from rpc.calls.callee import Callee
 
 _logger = logging.getLogger("rpc")
@@ -61,6 +74,9 @@ _logger = logging.getLogger("rpc")
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
+_CALL = Operation.CALL
+_REPLY = FrameKind.REPLY
+_NOWHERE = ("", "")
 _WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
@@ -78,15 +94,23 @@ class Outcome:
 
 
 class Service:
-    """One request, from its arrival to its reply."""
+    """One request, from its arrival to its reply.
+
+    Args:
+        callee: serves it.
+        caller: the life of a worker that asks.
+        request: its header.
+        table: the table of its tensors.
+        frame: the rest of it.
+    """
 
     __slots__ = (
-        "_agent",
         "_callee",
         "_caller",
         "_creates",
         "_payload",
         "_stop",
+        "_table",
         "_tensors",
         "_waking",
         "cancelled",
@@ -103,13 +127,13 @@ class Service:
     )
 
     def __init__(
-        self, agent: Agent, callee: Callee, caller: Life, request: Request, frame: Frame
+        self, callee: Callee, caller: Life, request: Request, table: bytes, frame: Frame
     ) -> None:
-        self._agent = agent
         self._callee = callee
         _, self.correlation, header, payload, tensors = frame
         self._payload = payload
         self._tensors = tensors
+        self._table = table
         self._creates: GlobalId | None = None
         self._caller = caller
         self.sender = caller.worker
@@ -164,8 +188,10 @@ class Service:
 
     def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
-        request = self.request
-        references = self._agent.references
+        request, references = self.request, self._callee.shared.references
+        if request.operation is _CALL and not request.references:
+            self._serve(references.nothing_adopted)
+            return
         if request.operation is Operation.CREATE:
             self._creates = references.creation_arrived(self._caller, request.target)
         adopted = references.nothing_adopted
@@ -175,18 +201,21 @@ class Service:
             self._serve(adopted)
             return
         context = contextvars.copy_context()
-        executor = self._agent.executor
+        submit = self._callee.executor.submit
 
         def go_on() -> None:
-            executor.submit(lambda: context.run(self._serve, adopted))
+            submit(lambda: context.run(self._serve, adopted))
 
         adopted.when_confirmed(go_on)
 
     def _serve(self, adopted: Adopted) -> None:
-        operation = self.request.operation
+        operation, extensions = self.request.operation, self.request.extensions
         try:
-            if not self.request.extensions:
-                self._serve_in(None, adopted)
+            if not extensions:
+                if operation is _CALL and not self.request.target:
+                    self._call(adopted, None, None)
+                else:
+                    self._serve_in(None, adopted)
                 return
             scopes: Scopes = []
             try:
@@ -209,7 +238,8 @@ class Service:
         except BaseException:
             with suppress(BaseException):  # where the log goes may be broken, too
                 _logger.exception("%s failed, and so did telling why", text_of(self.name))
-            told = RemoteError(f"the call failed on {self._agent.info}, and so did telling why")
+            me = self._callee.shared.me
+            told = RemoteError(f"the call failed on {me}, and so did telling why")
             if self.number:
                 self._callee.ended_once(self, Outcome(self.method, None, told))
             else:
@@ -251,25 +281,45 @@ class Service:
             self._reply_error(error)
 
     def _unpack(self, adopted: Adopted, scopes: Scopes | None) -> Any:
-        request, payload, tensors = self.request, self._payload, self._tensors
+        payload, table, tensors = self._payload, self._table, self._tensors
+        bare = not table and not self.request.references and scopes is None
+        if bare and type(payload) is not Unreceived:
+            value = decode_simple(payload, (), ())
+            if value is not NOT_SIMPLE:
+                self._payload = b""
+                return value
         replace = None
         if scopes is not None:
-            replace = self._agent.extensions.on_request(self.sender, request.extensions, scopes)
-        value = packing.unpack(payload, request.tensor_table, tensors, adopted, replace)
+            extensions = self._callee.shared.extensions
+            replace = extensions.on_request(self.sender, self.request.extensions, scopes)
+        value = packing.unpack(payload, table, tensors, adopted, replace)
         self._payload, self._tensors = b"", ()  # the handler owns them now
         return value
 
     def _call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> None:
         deadlines.enter(self)
-        if deadlines.is_over(self, self._agent.clock.now()):
+        callee, given_up = self._callee, self.cancelled
+        if given_up or 0.0 < self.deadline <= callee.shared.clock.now():
             self.give_up()
             return
-        func, args, kwargs = self._what_to_call(adopted, scopes, value)
+        function = self.request.function
+        if value is None and function:
+            module, attribute = callee.names.get(function, _NOWHERE)
+            func = getattr(sys.modules.get(module), attribute, None) or callee.find(function)
+            args, kwargs = self._unpack(adopted, scopes), {}
+            self.method = function
+        elif value is None:
+            func, args, kwargs = self._unpack(adopted, scopes)
+            self.method = method_name(func, args)
+        else:
+            func, args, kwargs = self._method_of(value, adopted, scopes)
+        if func is call_method:
+            self.method = method_name(func, args)
+            func, args, kwargs = call_method(*args, **kwargs)
         del adopted, value
         try:
             if profiler._is_profiler_enabled or profiler_enabled() or traced() is not None:
-                name = text_of(self.method)
-                result = run_handler(self._agent, self.sender, name, func, args, kwargs)
+                result = self._run_observed(func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
         except TypeError as error:
@@ -278,32 +328,27 @@ class Service:
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:
-            self._stop = self._agent.event_loop.run(result, self._succeed, self._fail)
+            self._stop = callee.event_loop.run(result, self._succeed, self._fail)
             if self.cancelled:
                 self._stop()
         else:
             del args, kwargs
             self._succeed(result)
 
-    def _what_to_call(self, adopted: Adopted, scopes: Scopes | None, value: Slot | None) -> Any:
-        """The function, or the method of a value, its arguments, and those it takes by name."""
-        request = self.request
-        if value is not None:
-            args, kwargs = self._unpack(adopted, scopes), {}
-            if type(args) is list:
-                args, kwargs = args
-            name = request.function.decode()
-            self.method = f"RRef.{name}"
-            return getattr(value.value(), name), args, kwargs
-        if request.function:
-            func, args, kwargs = codec.find(request.function), self._unpack(adopted, scopes), {}
-        else:
-            func, args, kwargs = self._unpack(adopted, scopes)
-        self.method = request.function or method_name(func, args)
-        if func is not call_method:
-            return func, args, kwargs
-        self.method = method_name(func, args)
-        return call_method(*args, **kwargs)
+    def _method_of(self, value: Slot, adopted: Adopted, scopes: Scopes | None) -> Any:
+        """The method of a value that is called, its arguments, and those it takes by name."""
+        args, kwargs = self._unpack(adopted, scopes), {}
+        if type(args) is list:
+            args, kwargs = args
+        name = self.request.function.decode()
+        self.method = f"RRef.{name}"
+        return getattr(value.value(), name), args, kwargs
+
+    def _run_observed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        shared = self._callee.shared
+        caller = shared.group.peer(self.sender).info.name
+        name = text_of(self.method)
+        return run_handler(shared.clock.now, caller, shared.me.name, name, func, args, kwargs)
 
     def _finish_with_future(self, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -317,11 +362,11 @@ class Service:
 
     def _place(self) -> Slot:
         """Where the value is, or will be, that the request asks for or a method of."""
-        return self._agent.references.place_of(self.request.target)
+        return self._callee.shared.references.place_of(self.request.target)
 
     def _later(self, go_on: Callable[[Any], None]) -> Callable[[Any], object]:
         """``go_on`` as a callback that leaves it to a handler thread, in this context."""
-        context, submit = contextvars.copy_context(), self._agent.executor.submit
+        context, submit = contextvars.copy_context(), self._callee.executor.submit
         return lambda done: submit(lambda: context.run(go_on, done))
 
     def _at_once(self, fail: Callable[[BaseException], None]) -> Callable[[Any], object]:
@@ -376,7 +421,7 @@ class Service:
     def _fetch(self, scopes: Scopes | None) -> None:
         self.method = "to_here"
         if scopes is not None:
-            extensions = self._agent.extensions
+            extensions = self._callee.shared.extensions
             extensions.on_request(self.sender, self.request.extensions, scopes)([])
         slot = self._place()
         if slot.done():
@@ -389,9 +434,9 @@ class Service:
         request = self.request
         self.method = f"{request.target.decode()} message"
         if scopes is not None:
-            self._agent.extensions.on_request(self.sender, request.extensions, scopes)([])
+            self._callee.shared.extensions.on_request(self.sender, request.extensions, scopes)([])
         body, *tensors = self._unpack(adopted, None)
-        extension = self._agent.extensions.load(request.target.decode())
+        extension = self._callee.shared.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, tensors)
         require_answer(extension.name, answer)
         if isinstance(answer, bytes | tuple):
@@ -402,7 +447,7 @@ class Service:
     def _succeed(self, result: object) -> None:
         try:
             if self._creates is not None:
-                self._agent.references.created(self._creates, result)
+                self._callee.shared.references.created(self._creates, result)
                 result = encode_constant(result)  # all that outlives the reference
             if self.number:
                 self._callee.ended_once(self, Outcome(self.method, result, None))
@@ -427,7 +472,7 @@ class Service:
         extensions = self.request.extensions
         if not extensions:
             return ()
-        return self._agent.extensions.attach_reply(self.sender, extensions)(tensors, None)
+        return self._callee.shared.extensions.attach_reply(self.sender, extensions)(tensors, None)
 
     def _reply(self, result: object) -> None:
         if self.orphaned:  # a later life of the caller must not get it
@@ -436,31 +481,35 @@ class Service:
         if self.cancelled and not self.number:  # the caller only wants to hear that it is over
             self._send_quietly(Reply(Status.OK))
             return
-        agent = self._agent
-        attach = None
-        if self.request.extensions:
-            attach = agent.extensions.attach_reply(self.sender, self.request.extensions)
-        if agent.announce is not None and (
-            attach is not None
-            or self.request.operation is Operation.EXTENSION
-            or packing.takes_long(result)
-        ):
-            agent.announce(self.sender, FrameKind.REPLY)
-        lower = pack_tied_tensors
-        if self.request.operation is Operation.EXTENSION:
-            lower = pack_tensors  # gradients: each is its receiver's own
-        packed = packing.pack(
-            result, self.sender, agent.references, attach, borrow=False, lower=lower
-        )
-        payload, plain, extensions, loan, table, slots = packed
-        reply: Reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
+        encoded = encode_simple(result) or codec.encode_any(result)
+        payload, tensors, references, plain, _ = encoded
+        reply, loan = BARE_REPLY, NOTHING_LENT
+        slots: tuple[torch.Tensor, ...] = ()
+        if tensors or references or not plain or self.request.extensions:
+            extensions, loan, table, slots = self._pack(encoded)
+            reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
         try:
             self._send(reply, payload, slots)
         except BaseException as error:
-            agent.references.unsent(loan, str(error))
+            self._callee.shared.references.unsent(loan, str(error))
             if not isinstance(error, _NOBODY_THERE):
                 raise
             self._drop_reply(error)
+
+    def _pack(self, encoded: Encoded) -> packing.Packed:
+        shared, request, attach = self._callee.shared, self.request, None
+        if request.extensions:
+            attach = shared.extensions.attach_reply(self.sender, request.extensions)
+        return packing.pack(
+            encoded,
+            self.sender,
+            shared.references,
+            shared.host_moves,
+            attach,
+            borrow=False,
+            # Of gradients, each is its receiver's own.
+            lower=pack_tensors if request.operation is Operation.EXTENSION else pack_tied_tensors,
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""
@@ -469,11 +518,11 @@ class Service:
             return
         self.failed = True
         if not self._ended_by_shutdown(error):
-            _print_traceback(error, self._agent.info)
+            _print_traceback(error, self._callee.shared.me)
         if self._creates is not None or self.number:
             keep(error)
         if self._creates is not None:
-            self._agent.references.creation_raised(self._creates, raisable(error))
+            self._callee.shared.references.creation_raised(self._creates, raisable(error))
             if self.number:
                 self._callee.ended_once(self, Outcome(self.method, b"", None))
             else:
@@ -487,7 +536,7 @@ class Service:
         """Ends a request that nobody waits for any more, and of which nothing runs."""
         error = self._why_given_up()
         if self._creates is not None:
-            self._agent.references.creation_raised(self._creates, error)
+            self._callee.shared.references.creation_raised(self._creates, error)
         if self.number:
             self._callee.ended_once(self, Outcome(self.method, None, error))
         else:
@@ -505,14 +554,16 @@ class Service:
     def _ended_by_shutdown(self, error: BaseException) -> bool:
         """Whether it says only that this worker closes: the caller is to learn that as a loss."""
         # Of its type: an error's class may answer for its attributes, or raise.
-        return issubclass(type(error), AgentClosedError) and self._agent.group_shutdown.is_closing
+        return issubclass(type(error), AgentClosedError) and self._callee.shared.shutdown.is_closing
 
     def _reply_error(self, error: BaseException) -> None:
         self.failed = True
         if self._ended_by_shutdown(error):
             self._drop_reply(error)
             return
-        self._send_quietly(Reply(Status.ERROR, plain=False), encode_error(error, self._agent.info))
+        self._send_quietly(
+            Reply(Status.ERROR, plain=False), encode_error(error, self._callee.shared.me)
+        )
 
     def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
         """Sends what must not fail again; a caller that is gone needs no reply."""
@@ -525,7 +576,7 @@ class Service:
 
     def _send_in_short(self, failure: BaseException) -> None:
         """Tells a caller that waits at least why its reply cannot be sent, such as for its size."""
-        info = self._agent.info
+        info = self._callee.shared.me
         told = RemoteError(f"the reply of {info} cannot be sent: {repr_of(failure)}")
         try:
             self._send(Reply(Status.ERROR, plain=False), encode_error(told, info))
@@ -545,16 +596,16 @@ class Service:
     ) -> None:
         if self.orphaned:
             raise UnknownWorkerError(f"the life of worker {self.sender} that asked is over")
-        header = reply.encode()
+        header = BARE_REPLY_HEADER if reply is BARE_REPLY else reply.encode()
         self.sent = len(header) + len(payload)
         if slots:
             self.sent += tensor_bytes(slots)
             streams.leave_tensors(slots)  # another thread may send, or send again
-        frame = new_tuple(Frame, (FrameKind.REPLY, self.correlation, header, payload, slots))
+        frame = new_tuple(Frame, (_REPLY, self.correlation, header, payload, slots))
         if self.request.extensions and traced() is not None:
             # Whoever gets the reply may ask for the records at once.
             self._callee.leaving(self)
-        self._agent.transport.send(self.sender, frame)
+        self._callee.shared.transport.send(self.sender, frame)
         self._callee.finished(self)
 
 

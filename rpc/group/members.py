@@ -17,15 +17,18 @@ class Group:
 
     Attributes:
         version: counts the changes.
+        reachable: those that are not lost, by name and by id; asked without a lock.
+        living_now: which life they are in, by id; asked without a lock.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.reachable: dict[str | int, WorkerInfo] = {}
         self._lock = threading.Lock()
         self._by_id: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._lost: dict[int, WorkerLostError] = {}
-        self._living: dict[int, Life] = {}  # asked without the lock, so one look must do
+        self.living_now: dict[int, Life] = {}  # asked without the lock, so one look must do
 
     def add(self, peer: Peer) -> None:
         """A worker joined, or returned in a new life; its id may have been another's before."""
@@ -33,10 +36,12 @@ class Group:
             former = self._by_id.get(peer.info.id)
             if former is not None and self._by_name.get(former.info.name) is former:
                 del self._by_name[former.info.name]
+                self.reachable.pop(former.info.name, None)
             self._by_id[peer.info.id] = peer
             self._by_name[peer.info.name] = peer
+            self.reachable[peer.info.id] = self.reachable[peer.info.name] = peer.info
             self._lost.pop(peer.info.id, None)
-            self._living[peer.info.id] = peer.life
+            self.living_now[peer.info.id] = peer.life
             self.version += 1
 
     def lose(
@@ -59,7 +64,8 @@ class Group:
                 return None
             error = kind(peer.info.name, peer.incarnation, reason)
             self._lost[life.worker] = error
-            del self._living[life.worker]
+            del self.living_now[life.worker]
+            self._forget_way(peer)
             self.version += 1
             return copy(error)
 
@@ -75,9 +81,17 @@ class Group:
             error = WorkerLostError(here.info.name, here.incarnation, reason)
             others = [i for i in sorted(self._by_id) if i != me]
             self._lost.update(dict.fromkeys(others, error))
-            gone = [self._living.pop(i) for i in others if i in self._living]
+            gone = [self.living_now.pop(i) for i in others if i in self.living_now]
+            for other in others:
+                self._forget_way(self._by_id[other])
             self.version += 1
             return copy(error), gone
+
+    def _forget_way(self, peer: Peer) -> None:
+        """A worker is lost. Needs the lock."""
+        self.reachable.pop(peer.info.id, None)
+        if self._by_name.get(peer.info.name) is peer:
+            self.reachable.pop(peer.info.name, None)
 
     def find(self, to: WorkerInfo | str | int) -> WorkerInfo:
         """Resolves a destination as users write it.
@@ -124,7 +138,7 @@ class Group:
 
     def has(self, life: Life) -> bool:
         """True if this life of a worker is a member's, and not over."""
-        return self._living.get(life.worker) == life
+        return self.living_now.get(life.worker) == life
 
     def peer(self, worker_id: int) -> Peer:
         """A member, living or lost, by id.
@@ -143,7 +157,7 @@ class Group:
         Raises:
             UnknownWorkerError: no such worker.
         """
-        return self._living.get(worker_id) or self.peer(worker_id).life
+        return self.living_now.get(worker_id) or self.peer(worker_id).life
 
     def lost_error(self, worker_id: int) -> WorkerLostError | None:
         """The error to give to callers of a worker that is gone; None if it lives."""

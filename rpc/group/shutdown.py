@@ -101,6 +101,8 @@ class GroupShutdown:
         self._todo: deque[Effect] = deque()
         self._answering = False
         self._probed = False
+        self.awaits_quiet = False
+        """Somebody waits until nothing is under way here, and is to be told of every end."""
         self._will_speak = False
         self._asked_by: int | None = None
         self._finished = threading.Event()
@@ -153,7 +155,7 @@ class GroupShutdown:
         timeout = min(timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout if timeout else None
         with self._changed:
-            self._alone = True
+            self._alone = self.awaits_quiet = True
             while not (self._closed or self._agent.is_quiet()):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -268,7 +270,7 @@ class GroupShutdown:
         with self._lock:
             if not self._probed:
                 return
-            self._probed = False
+            self._probed, self.awaits_quiet = False, self._alone
             # Those of the last answer count: until this worker closes, others leave, and with
             # them what they hold.
             self.leaks = leaks
@@ -312,7 +314,7 @@ class GroupShutdown:
         elif isinstance(effect, AnswerWhenQuiet):
             with self._lock:
                 self._asked_by = self._machine.leader
-            self._probed = True
+            self._probed = self.awaits_quiet = True
             self._answer_if_quiet()
             if self._probed and not self._will_speak:
                 self._will_speak = True

@@ -18,25 +18,45 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from rpc.agent import Agent
 from rpc.current import find_agent
 from rpc.errors import RpcError
 from rpc.runtime.threads import Thread, running_frames
+from rpc.worker_info import WorkerInfo
 
 _STOP = b"\0"
 
 
-def describe(agent: Agent) -> str:
+class DumpedWorker(Protocol):
+    """The worker that is described."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """The workers that are not lost."""
+
+    def debug_info(self) -> dict[str, Any]:
+        """Its calls, requests and counts; see :func:`rpc.debug_info`."""
+
+    def inventory(self) -> tuple[list[str], list[str]]:
+        """Its values that others hold, and its references to others' values, in words."""
+
+    def name_of(self, worker_id: int) -> str:
+        """The name of a worker, also of one that is lost."""
+
+
+def describe(agent: DumpedWorker) -> str:
     """What a worker waits for, serves, keeps and runs: one line each, stacks of its threads."""
-    sections: tuple[tuple[str, Callable[[Agent], list[str]]], ...] = (
+    sections: tuple[tuple[str, Callable[[DumpedWorker], list[str]]], ...] = (
         ("workers", _workers),
         ("calls that wait for their reply", _calls),
         ("calls that will be tried again", _paused),
         ("requests being served", _requests),
-        ("values that others hold", lambda agent: agent.references.report.inventory()[0]),
-        ("references to others' values", lambda agent: agent.references.report.inventory()[1]),
+        ("values that others hold", lambda agent: agent.inventory()[0]),
+        ("references to others' values", lambda agent: agent.inventory()[1]),
         ("counts", _counts),
     )
     lines = [f"=== {agent.info}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ==="]
@@ -157,36 +177,36 @@ class DebugSignal:
 # --- Sections
 
 
-def _name(agent: Agent, worker: int) -> str:
-    return agent.group.peer(worker).info.name
+def _name(agent: DumpedWorker, worker: int) -> str:
+    return agent.name_of(worker)
 
 
-def _workers(agent: Agent) -> list[str]:
-    return [str(worker) for worker in agent.group.living()]
+def _workers(agent: DumpedWorker) -> list[str]:
+    return [str(worker) for worker in agent.get_worker_infos()]
 
 
-def _calls(agent: Agent) -> list[str]:
+def _calls(agent: DumpedWorker) -> list[str]:
     return [
         f"{row['age']:9.3f} s  {row['call']} -> {_name(agent, row['to'])}"
-        for row in agent.caller.outstanding()
+        for row in agent.debug_info()["calls"]
     ]
 
 
-def _paused(agent: Agent) -> list[str]:
+def _paused(agent: DumpedWorker) -> list[str]:
     return [
         f"in {row['again_in']:6.3f} s  {row['call']} -> {row['to']}, after {row['after']}"
-        for row in agent.retries.paused()
+        for row in agent.debug_info()["retrying"]
     ]
 
 
-def _requests(agent: Agent) -> list[str]:
+def _requests(agent: DumpedWorker) -> list[str]:
     return [
         f"{row['age']:9.3f} s  {row['call']} <- {_name(agent, row['from'])} ({row['operation']})"
-        for row in agent.callee.serving()
+        for row in agent.debug_info()["serving"]
     ]
 
 
-def _counts(agent: Agent) -> list[str]:
+def _counts(agent: DumpedWorker) -> list[str]:
     counts = agent.debug_info().items()
     return [f"{name}: {value}" for name, value in counts if isinstance(value, int | str)]
 
@@ -199,7 +219,7 @@ def _without_agent() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _threads(agent: Agent | None) -> Iterator[str]:
+def _threads(agent: DumpedWorker | None) -> Iterator[str]:
     """The stacks of all threads, the worker's first; those that wait for work only counted."""
     frames = running_frames()
     prefix = f"rpc-{agent.info.name}" if agent is not None else "rpc-"

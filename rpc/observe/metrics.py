@@ -151,12 +151,21 @@ class Snapshot:
         return "\n".join(lines) + "\n"
 
 
-class Series:
-    """Counters of one method and one peer; updated by whoever holds the table's lock."""
+MOST_UNCOUNTED: Final = 64
 
-    __slots__ = ("_buckets", "_errors", "_received", "_seconds", "_sent")
+
+class Series:
+    """Counters of one method and one peer; updated by whoever holds the table's lock.
+
+    Attributes:
+        over: of calls that are over but not counted yet: seconds, bytes sent and received.
+            Who adds one calls :meth:`count` when there are ``MOST_UNCOUNTED``.
+    """
+
+    __slots__ = ("_buckets", "_errors", "_received", "_seconds", "_sent", "over")
 
     def __init__(self) -> None:
+        self.over: list[tuple[float, int, int]] = []
         self._buckets = [0] * (len(BUCKET_BOUNDS) + 1)
         self._seconds = 0.0
         self._sent = 0
@@ -165,10 +174,18 @@ class Series:
 
     def ended(self, seconds: float, sent: int, received: int) -> None:
         """A call is over."""
-        self._buckets[bisect_left(BUCKET_BOUNDS, seconds)] += 1
-        self._seconds += seconds
-        self._sent += sent
-        self._received += received
+        self.over.append((seconds, sent, received))
+        if len(self.over) >= MOST_UNCOUNTED:
+            self.count()
+
+    def count(self) -> None:
+        """Counts the calls that are over, which many do at once for less."""
+        over, self.over = self.over, []
+        for seconds, sent, received in over:
+            self._buckets[bisect_left(BUCKET_BOUNDS, seconds)] += 1
+            self._seconds += seconds
+            self._sent += sent
+            self._received += received
 
     def failed(self, kind: ErrorKind) -> None:
         """A call that is over failed."""
@@ -180,6 +197,7 @@ class Series:
 
     def read(self, method: str, peer: str, open_calls: Sequence[int]) -> CallMetrics:
         """The counters now; ``open_calls`` holds the bytes sent of each call in flight."""
+        self.count()
         latency = Histogram(tuple(self._buckets), self._seconds)
         return CallMetrics(
             method,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,16 +24,12 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from rpc.errors import FrameError, UnknownWorkerError, WorkerLostError
+from rpc.errors import FrameError
 from rpc.internal import RPCExecMode, _build_rpc_profiling_key
-from rpc.rrefs.rref import call_method
+from rpc.outcomes.futures import Future
+from rpc.rrefs.rref import RRef, call_method
 from rpc.wire import codec
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent, Destination
-    from rpc.extend import Worker
-    from rpc.outcomes.futures import Future
-    from rpc.rrefs.rref import RRef
+from rpc.worker_info import WorkerInfo
 
 EXTENSION = "rpc.observe.profiling"
 
@@ -187,6 +183,10 @@ _collector: ContextVar[Collector | None] = ContextVar("rpc_profile", default=Non
 _recording: ContextVar[Recording | None] = ContextVar("rpc_profiled_call", default=None)
 
 
+collector = _collector.get
+"""Of the profile that is on here; None without one. Asked by every call."""
+
+
 def wanted() -> bool:
     """True if a call made now is to be recorded."""
     return _collector.get() is not None and _recording.get() is None
@@ -197,16 +197,38 @@ def followed() -> bool:
     return _recording.get() is not None or _session.get() is not None
 
 
+class Calls(Protocol):
+    """The calling side of a worker, as far as its calls are recorded here."""
+
+    def name_of(self, to: Any) -> str:
+        """The name of a worker, as far as it is known without waiting."""
+
+    def await_name(self, to: Any, timeout: float) -> str:
+        """The name of a worker, waited for if it has not joined yet."""
+
+    def follow(self, extension: str) -> WorkerInfo:
+        """Loads an extension; returns the worker that calls."""
+
+    def rpc_sync(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+        """Makes a call and waits for its result."""
+
+    def rpc_async(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
+        """Makes a call; returns a future of its result."""
+
+    def remote(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+        """Makes a call whose result stays there; returns a reference to it."""
+
+
 @contextmanager
 def recorded(
-    agent: Agent, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
+    calls: Calls, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
 ) -> Iterator[Recording]:
     """Records the call made in the block; whoever asked for it says when it is over."""
     collector = _collector.get()
     assert collector is not None
-    agent.extensions.load(EXTENSION)
-    key = _build_rpc_profiling_key(mode, _name_of(func, args), agent.info.name, to)
-    recording = collector.start(key, agent.info.id)
+    me = calls.follow(EXTENSION)
+    key = _build_rpc_profiling_key(mode, _name_of(func, args), me.name, to)
+    recording = collector.start(key, me.id)
     token = _recording.set(recording)
     try:
         yield recording
@@ -215,45 +237,37 @@ def recorded(
 
 
 def rpc_sync(
-    agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Any:
-    """``agent.rpc_sync``, recorded."""
-    there = agent.find(to, timeout).name
-    with recorded(agent, RPCExecMode.SYNC, func, args, there) as recording:
+    """``calls.rpc_sync``, recorded."""
+    there = calls.await_name(to, timeout)
+    with recorded(calls, RPCExecMode.SYNC, func, args, there) as recording:
         try:
-            return agent.rpc_sync(to, func, args, kwargs, timeout)
+            return calls.rpc_sync(to, func, args, kwargs, timeout)
         finally:
             recording.end()
 
 
 def rpc_async(
-    agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
-    """``agent.rpc_async``, recorded until its future is done."""
-    there = _name_now(agent, to)
-    with recorded(agent, RPCExecMode.ASYNC, func, args, there) as recording:
-        future = agent.rpc_async(to, func, args, kwargs, timeout)
+    """``calls.rpc_async``, recorded until its future is done."""
+    there = calls.name_of(to)
+    with recorded(calls, RPCExecMode.ASYNC, func, args, there) as recording:
+        future = calls.rpc_async(to, func, args, kwargs, timeout)
     recording.until(future)
     return future
 
 
 def remote(
-    agent: Agent, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> RRef[Any]:
-    """``agent.remote``, recorded until the owner has made the value."""
-    there = agent.find(to, timeout).name
-    with recorded(agent, RPCExecMode.REMOTE, func, args, there) as recording:
-        rref = agent.remote(to, func, args, kwargs, timeout)
+    """``calls.remote``, recorded until the owner has made the value."""
+    there = calls.await_name(to, timeout)
+    with recorded(calls, RPCExecMode.REMOTE, func, args, there) as recording:
+        rref = calls.remote(to, func, args, kwargs, timeout)
     recording.until(rref._get_future())
     return rref
-
-
-def _name_now(agent: Agent, to: Destination) -> str:
-    """The name of a worker, as far as it is known without waiting."""
-    try:
-        return agent.group.find(to).name
-    except (UnknownWorkerError, WorkerLostError):
-        return str(to)
 
 
 def _name_of(func: Callable[..., Any], args: Any) -> str:
@@ -389,12 +403,20 @@ class _Session:
 _session: ContextVar[_Session | None] = ContextVar("rpc_profiled_handler", default=None)
 
 
+class Observed(Protocol):
+    """The worker that an extension belongs to."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+
 class ProfilingExtension:
-    """Asks for, makes and takes the profiles of handlers; for one agent."""
+    """Asks for, makes and takes the profiles of handlers; for one calls."""
 
     name: ClassVar[str] = EXTENSION
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Observed) -> None:
         self._here = worker.info.id
         self._lock = threading.Lock()
         # Only while their profile is kept: a call that fails brings no profile back.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
@@ -28,10 +28,6 @@ from rpc.transports.base import Frame
 from rpc.wire.codec import ImportNeeded
 from rpc.wire.messages import Operation, Reply, Status
 from rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-    from rpc.calls.caller import Call
 
 __all__ = ["WatchedSink", "profiler_enabled", "profiling", "run_handler", "traced", "watching"]
 
@@ -72,7 +68,8 @@ class WatchedSink:
             self.over(reply.status is Status.ERROR)
             self._sink.replied(reply, frame, unpack)
         else:
-            self._sink.replied(reply, frame, self._ending(unpack))
+            # Not the bare reply itself, whose value nobody would have to unpack.
+            self._sink.replied(Reply(*reply), frame, self._ending(unpack))
 
     def failed(self, error: Exception) -> None:
         """There will be no reply."""
@@ -119,7 +116,7 @@ def goes_on(sink: Sink) -> bool:
     return getattr(_inside(sink), "goes_on", False) is True
 
 
-def tell_expired(sink: Sink, call: Call) -> None:
+def tell_expired(sink: Sink, call: object) -> None:
     """Lets a sink that may try again know which request of its is given up."""
     inside = _inside(sink)
     if hasattr(inside, "expired"):
@@ -134,16 +131,16 @@ def _inside(sink: Sink) -> Sink:
 
 @contextlib.contextmanager
 def watching(
-    agent: Agent, operation: Operation, to: WorkerInfo, name: str, sink: Sink
+    me: WorkerInfo, operation: Operation, to: WorkerInfo, name: str, sink: Sink
 ) -> Iterator[WatchedSink]:
-    """Observes a request that is sent inside the block, and its outcome after it."""
+    """Observes a request that ``me`` sends inside the block, and its outcome after it."""
     kind = _kind_of(operation, sink)
     observers: list[Observer] = []
     with contextlib.ExitStack() as scopes:
         if profiling() and not followed() and kind is not CallKind.MESSAGE:
-            observers.append(_ProfiledCall(span_name(kind.value, name, agent.info.name, to.name)))
+            observers.append(_ProfiledCall(span_name(kind.value, name, me.name, to.name)))
         place = tracing.active()
-        if place is not None and place.recording.of(agent):
+        if place is not None and place.recording.of(me):
             record = place.recording.begin_call(kind, operator_name(name), to.id)
             observers.append(_TracedCall(record, place.recording.now))
             scopes.enter_context(tracing.sending(place, record))
@@ -156,24 +153,33 @@ def watching(
 
 
 def run_handler(
-    agent: Agent,
-    sender: int,
+    now: Callable[[], float],
+    caller: str,
+    here: str,
     name: str,
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a handler and observes it; returns what it returned."""
+    """Calls a handler and observes it; returns what it returned.
+
+    Args:
+        now: the worker's clock, in seconds.
+        caller: name of the worker that asks.
+        here: name of the worker that serves.
+        name: of the function.
+        func: the handler.
+        args: for it.
+        kwargs: for it.
+    """
     place = tracing.active()
     record = place.handler if place is not None else None
-    now = agent.clock.now
     if record is not None:
         record.running = now()
     try:
         if profiling() and not followed():
             key = f"rpc_handler#{operator_name(name)}"
-            caller = agent.group.peer(sender).info.name
-            span = ProfilerSpan(f"{key}({caller} -> {agent.info.name})")
+            span = ProfilerSpan(f"{key}({caller} -> {here})")
             try:
                 result = func(*args, **kwargs)
             finally:

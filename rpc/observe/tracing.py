@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -39,13 +39,10 @@ from rpc.observe.trace_records import (
     to_json,
 )
 from rpc.observe.trace_view import chrome_trace
-from rpc.runtime.clock import MonotonicClock
+from rpc.outcomes.futures import Future
+from rpc.runtime.clock import Clock, MonotonicClock
 from rpc.wire.messages import Extensions
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-    from rpc.extend import Worker
-    from rpc.worker_info import WorkerInfo
+from rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
 
@@ -73,24 +70,57 @@ active = _place.get
 """The place of the running code; None outside traces. Asked by every call."""
 
 
+class TracedWorker(Protocol):
+    """The worker whose calls are recorded."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its name and id."""
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
+
+
+class TracingWorker(TracedWorker, Protocol):
+    """The worker that begins a trace."""
+
+    def load_extension(self, name: str) -> object:
+        """Its extension of this module."""
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """The workers that are not lost."""
+
+    def why_lost(self, worker: WorkerInfo) -> Exception | None:
+        """Says why a worker is lost; None if it is not."""
+
+    def send_extension_message(self, to: int, extension: str, body: bytes) -> Future[bytes]:
+        """Asks the extension of another worker."""
+
+
 class Recording:
     """The records of one trace on one worker.
 
     Args:
-        agent: the worker.
+        me: the worker.
+        clock: its time.
         trace: number of the trace.
         owner: id of the worker that began it.
+        spans: numbers for its calls.
     """
 
-    def __init__(self, agent: Agent, trace: int, owner: int, spans: Iterator[int]) -> None:
-        self._agent = agent
+    def __init__(
+        self, me: WorkerInfo, clock: Clock, trace: int, owner: int, spans: Iterator[int]
+    ) -> None:
+        self._me = me
+        self._clock = clock
         self._spans = spans
         self._lock = threading.Lock()
         self._operators: Any = None
         self.trace = trace
         self.owner = owner
-        self.now = agent.clock.now
-        self.records = WorkerTrace(agent.info.id, agent.info.name, _process(agent))
+        self.now = clock.now
+        self.records = WorkerTrace(me.id, me.name, _process(clock))
 
     def begin_call(self, kind: CallKind, name: str, to: int) -> CallRecord:
         """A call of this worker begins."""
@@ -111,7 +141,7 @@ class Recording:
         """Begins to record torch's operators."""
         from rpc.observe.trace_operators import OperatorRecorder
 
-        self._operators = OperatorRecorder(self._agent.clock)
+        self._operators = OperatorRecorder(self._clock)
 
     def stop(self) -> None:
         """Ends it; the records are complete."""
@@ -119,9 +149,9 @@ class Recording:
         if recorder is not None:
             self.records.operators += recorder.stop()
 
-    def of(self, agent: Agent) -> bool:
-        """True if ``agent`` is the worker whose records these are."""
-        return self._agent is agent
+    def of(self, worker: WorkerInfo) -> bool:
+        """True if these are the records of ``worker``, and of no namesake in this process."""
+        return self._me is worker
 
     def metadata(self, record: CallRecord) -> bytes:
         """What the request of a call carries."""
@@ -187,8 +217,9 @@ class Tracing:
 
     name: ClassVar[str] = "rpc.tracing"
 
-    def __init__(self, worker: Worker) -> None:
-        self._agent = worker._agent
+    def __init__(self, worker: TracedWorker) -> None:
+        self._me = worker.info
+        self._clock = worker.clock
         self._lock = threading.Lock()
         self._spans = count(1)
         self._recordings: dict[int, Recording] = {}
@@ -201,7 +232,7 @@ class Tracing:
                 return None
             found = self._recordings.get(trace)
             if found is None:
-                found = Recording(self._agent, trace, owner, self._spans)
+                found = Recording(self._me, self._clock, trace, owner, self._spans)
                 self._recordings[trace] = found
             return found
 
@@ -251,12 +282,12 @@ class Tracing:
     def on_message(self, sender: int, body: bytes, tensors: list[torch.Tensor]) -> bytes:
         """Begins or ends a trace that ``sender`` owns."""
         asked = json.loads(body)
-        arrived = self._agent.clock.now()
+        arrived = self._clock.now()
         if asked["do"] == "begin":
             recording = self.recording(asked["trace"], sender)
             if recording is not None and asked["operators"]:
                 recording.record_operators()
-            return json.dumps([arrived, self._agent.clock.now()]).encode()
+            return json.dumps([arrived, self._clock.now()]).encode()
         finished = self.finish(asked["trace"])
         return to_json(finished.records) if finished is not None else b""
 
@@ -287,18 +318,19 @@ class Trace:
     """A trace, under way or finished; made by :func:`trace`.
 
     Args:
-        agent: the worker that began it.
+        worker: the one that began it.
         operators: whether torch's operators are recorded too.
     """
 
-    def __init__(self, agent: Agent, operators: bool) -> None:
-        self._agent = agent
+    def __init__(self, worker: TracingWorker, operators: bool) -> None:
+        self._worker = worker
+        self._clock = worker.clock
         self._operators = operators
         self._number = random.SystemRandom().getrandbits(64)
-        self._extension = _extension_of(agent)
+        self._extension = _extension_of(worker)
         self._told: set[WorkerInfo] = set()
         self._samples: list[ClockSample] = []
-        self._origin = agent.clock.now()
+        self._origin = self._clock.now()
         self.workers: tuple[WorkerTrace, ...] = ()
         """What was recorded, this worker's records first; empty until the trace is finished."""
         self.offsets: Mapping[int, Offset] = {}
@@ -314,17 +346,17 @@ class Trace:
 
     def begin(self) -> Recording:
         """Tells everyone; from then on calls made at the returned recording's place are traced."""
-        recording = self._extension.recording(self._number, self._agent.info.id)
+        recording = self._extension.recording(self._number, self._worker.info.id)
         assert recording is not None
         if self._operators:
             recording.record_operators()
-        sent = self._agent.clock.now()
+        sent = self._clock.now()
         for worker, answer in self._ask("begin").items():
             arrived, replied = json.loads(answer)
-            here = self._agent.info.id
-            received = self._agent.clock.now()
+            here = self._worker.info.id
+            received = self._clock.now()
             self._samples.append(ClockSample(here, worker, sent, arrived, replied, received))
-        self._origin = self._agent.clock.now()
+        self._origin = self._clock.now()
         return recording
 
     def finish(self) -> None:
@@ -337,19 +369,19 @@ class Trace:
         found += [from_json(answer) for answer in theirs.values() if answer]
         self.workers = tuple(found)
         samples = [*samples_of(found), *self._samples]
-        self.offsets = estimate(self._agent.info.id, samples)
+        self.offsets = estimate(self._worker.info.id, samples)
 
     def _ask(self, what: str) -> dict[int, bytes]:
         """Sends a question to all others; the answers of those that gave one."""
         body = {"do": what, "trace": self._number, "operators": self._operators}
         asked = {}
         answers: dict[int, bytes] = {}
-        living = [w for w in self._agent.group.living() if w != self._agent.info]
+        living = [w for w in self._worker.get_worker_infos() if w != self._worker.info]
         problems = {*self.problems, *map(self._what_became_of, self._told.difference(living))}
         self._told.update(living)
         for worker in living:
             try:
-                asked[worker] = self._agent.send_extension_message(
+                asked[worker] = self._worker.send_extension_message(
                     worker.id, Tracing.name, json.dumps(body).encode()
                 )
             except RuntimeError as error:
@@ -363,7 +395,7 @@ class Trace:
         return answers
 
     def _what_became_of(self, worker: WorkerInfo) -> str:
-        lost = self._agent.group.lost_error(worker.id)
+        lost = self._worker.why_lost(worker)
         return f"{worker.name}: {lost or 'another took its place'}"
 
 
@@ -402,11 +434,11 @@ def trace(
         with rpc.tracing.trace("step.json", operators=True):
             train_step()
     """
-    agent = current_agent()
+    worker: TracingWorker = current_agent()
     if _place.get() is not None:
         raise RuntimeError("a trace is being recorded here already")
     file_name = None if path is None else _writable(path)
-    result = Trace(agent, operators)
+    result = Trace(worker, operators)
     try:
         token = _place.set(Place(result.begin(), None))
     except BaseException:
@@ -448,14 +480,13 @@ def _token(process: int) -> str:
     return f"{process}-{uuid.uuid4().hex}"
 
 
-def _process(agent: Agent) -> str:
+def _process(clock: Clock) -> str:
     """The same for workers of this process, if their clocks tell the same time."""
-    clock = agent.clock
     which = "" if type(clock) is MonotonicClock else f"-{id(clock):x}"
     return _token(os.getpid()) + which
 
 
-def _extension_of(agent: Agent) -> Tracing:
-    extension = agent.extensions.load(Tracing.name)
+def _extension_of(worker: TracingWorker) -> Tracing:
+    extension = worker.load_extension(Tracing.name)
     assert isinstance(extension, Tracing)
     return extension

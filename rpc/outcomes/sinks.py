@@ -18,11 +18,14 @@ from typing import Any, Protocol, TypeVar
 from rpc.errors import DecodeError
 from rpc.outcomes.futures import Future, Waiter
 from rpc.runtime import torch_modes
-from rpc.runtime.executor import blocking, is_replaced_while_waiting
+from rpc.runtime.executor import blocking, current
 from rpc.runtime.signals import let_in, restore
-from rpc.transports.base import Frame
+from rpc.runtime.torch_modes import function_modes as _function_modes
+from rpc.runtime.torch_modes import is_inference as _is_inference
+from rpc.transports.base import Frame, Unreceived
 from rpc.wire.codec import ImportNeeded, decode, decode_loaded
-from rpc.wire.messages import Reply
+from rpc.wire.messages import BARE_REPLY, Reply
+from rpc.wire.simple_values import NOT_SIMPLE, decode_simple
 
 T = TypeVar("T")
 
@@ -63,26 +66,25 @@ class WaitingCaller:
         is_waiting: the outcome was not there yet when the thread last looked.
     """
 
-    __slots__ = ("_adopt", "_arrived", "_error", "_outcome", "is_waiting")
+    __slots__ = ("_adopt", "_arrived", "_told", "is_waiting")
 
     def __init__(self) -> None:
         self._adopt: list[Adopt] | None = None
         self._arrived = threading.Lock()
         self._arrived.acquire()
-        self._outcome: tuple[Reply, Frame, Unpack] | None = None
-        self._error: Exception | None = None
+        self._told: list[tuple[Reply, Frame, Unpack] | Exception] = []
         self.is_waiting = True
 
     def replied(self, reply: Reply, frame: Frame, unpack: Unpack) -> None:
         """Hands the packed reply to the waiting thread."""
-        self._outcome = (reply, frame, unpack)
+        self._told.append((reply, frame, unpack))
         if self._adopt is not None:
             self._drop(self._adopt)
         self._arrived.release()
 
     def failed(self, error: Exception) -> None:
         """Hands the error to the waiting thread."""
-        self._error = error
+        self._told.append(error)
         self._arrived.release()
 
     def abandon(self, adopt: Adopt) -> None:
@@ -91,45 +93,47 @@ class WaitingCaller:
         For a call that has ended: its reply is here, or is being handed over.
         """
         self._adopt = [adopt]
-        if self._outcome is not None:
+        if self._told:
             self._drop(self._adopt)
 
     def _drop(self, adopt: list[Adopt]) -> None:
         """On whichever of the two threads comes last, or on the first if they meet."""
         with suppress(IndexError):
             take = adopt.pop()
-            outcome, self._outcome = self._outcome, None
-            if outcome is not None and outcome[0].references:
-                take(outcome[0].references)
+            told = self._told.pop()
+            if isinstance(told, tuple) and told[0].references:
+                take(told[0].references)
 
     def result(self, wait: Waiter) -> Any:
         """Blocks; returns the reply's value or raises the call's error.
 
         What is no ``Exception`` and raised by unpacking the reply becomes a ``DecodeError``.
         """
-        if torch_modes.are_changed():
+        if _is_inference() or _function_modes():
             with torch_modes.usual():
                 return self.result(wait)
-        if is_replaced_while_waiting():
-            with blocking():
-                wait(self._done, self._block)
+        told = self._told
+        is_there: Any = told.__len__  # a function of Python's would take longer than it does
+        if current.place is None:
+            wait(is_there, self._block)
         else:
-            wait(self._done, self._block)
+            with blocking():
+                wait(is_there, self._block)
         self.is_waiting = False
-        if self._outcome is None:
-            assert self._error is not None
-            raise self._error
-        reply, frame, unpack = self._outcome
-        self._outcome = None  # it refers to the call, which refers to this
+        outcome = told.pop()  # it refers to the call, which refers to this
+        if not isinstance(outcome, tuple):
+            raise outcome
+        reply, frame, unpack = outcome
+        if reply is BARE_REPLY and type(frame[3]) is not Unreceived:
+            value = decode_simple(frame[3], (), ())
+            if value is not NOT_SIMPLE:
+                return value
         try:
             return unpack(reply, frame, decode)
         except Exception:
             raise
         except BaseException as error:  # of the value's, as signal handlers are shut out here
             raise harmless(error) from error
-
-    def _done(self) -> bool:
-        return self._outcome is not None or self._error is not None
 
     def _block(self) -> None:
         before = let_in()

@@ -17,7 +17,9 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from rpc.ids import new_tuple
 
 T = TypeVar("T")
 
@@ -35,16 +37,17 @@ class Ending(enum.Enum):
     GHOST_LOST = "ghost lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Ended(Generic[T]):
+_REPLY = Ending.REPLY
+
+
+class Ended(NamedTuple, Generic[T]):
     """Effect: tell ``call`` how it ended."""
 
     ending: Ending
     call: T
 
 
-@dataclass(slots=True)
-class _Open(Generic[T]):
+class _Open(NamedTuple, Generic[T]):
     call: T
     to: int
     opened_at: float
@@ -77,9 +80,13 @@ class CallTable(Generic[T]):
         """Registers a call; ``timeout`` in seconds, 0 for none. Returns its id."""
         call_id = next(self._ids)
         bucket = int((now + timeout) * _BUCKETS_PER_SECOND) + 1 if timeout else 0
-        self._open[call_id] = _Open(call, to, now, bucket)
+        self._open[call_id] = new_tuple(_Open, (call, to, now, bucket))
         if bucket:
-            self._buckets.setdefault(bucket, set()).add(call_id)
+            members = self._buckets.get(bucket)
+            if members is None:
+                self._buckets[bucket] = {call_id}
+            else:
+                members.add(call_id)
         return call_id
 
     def close(self, call_id: int, sender: int | None = None) -> Ended[T] | None:
@@ -92,9 +99,14 @@ class CallTable(Generic[T]):
             return self._close_ghost(call_id, sender)
         if sender is not None and sender != entry.to:
             return None
+        call, _, _, bucket = entry
         del self._open[call_id]
-        self._unbucket(call_id, entry.bucket)
-        return Ended(Ending.REPLY, entry.call)
+        if bucket:  # as ``_unbucket`` does; every call comes here
+            members = self._buckets[bucket]
+            members.discard(call_id)
+            if not members:
+                del self._buckets[bucket]
+        return new_tuple(Ended, (_REPLY, call))
 
     def _close_ghost(self, call_id: int, sender: int | None) -> Ended[T] | None:
         ghost = self._ghosts.get(call_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rpc.errors import (
     FrameError,
@@ -20,9 +20,10 @@ from rpc.errors import (
     StaleRRefError,
     WorkerLostError,
 )
+from rpc.group.members import Group
 from rpc.ids import GlobalId, Life
+from rpc.outcomes.completions import Completions
 from rpc.outcomes.futures import Future
-from rpc.outcomes.sinks import WaitingCaller
 from rpc.outcomes.slot import Slot
 from rpc.protocol.reference_terms import (
     Carrier,
@@ -44,8 +45,8 @@ from rpc.rrefs.creation_sink import CreationSink
 from rpc.rrefs.report import ReferenceReport
 from rpc.rrefs.rref import RRef, _rref_typeof_on_owner
 from rpc.rrefs.transfer import Adopted, Countdown, Holding, Loan, Maker
+from rpc.runtime.deadlines import Timeouts
 from rpc.runtime.reaper import Reaper
-from rpc.runtime.signals import restore, shut_out
 from rpc.runtime.stack_room import require as require_room
 from rpc.runtime.text import text_of
 from rpc.wire.control import (
@@ -58,24 +59,88 @@ from rpc.wire.control import (
     encode_passed,
 )
 from rpc.wire.kept_errors import again
-from rpc.wire.messages import Operation
 from rpc.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from rpc.agent import Agent
-
 
 _logger = logging.getLogger("rpc")
 
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
 
 
-class ReferenceKeeper:
-    """The references of one agent."""
+class SendsControl(Protocol):
+    """Sends control messages, many to a frame."""
 
-    def __init__(self, agent: Agent, life: Life) -> None:
-        self.agent = agent
-        self._life = life
+    def queue(self, to: Life, message: ControlMessage) -> None:
+        """Queues one."""
+
+    def flush(self) -> None:
+        """Sends what is queued."""
+
+
+class Calls(Protocol):
+    """The calling side of a worker, as references use it."""
+
+    @property
+    def rpc_sync(self) -> Callable[..., Any]:
+        """Makes a call and waits; see ``rpc.rpc_sync``."""
+
+    @property
+    def rpc_async(self) -> Callable[..., Future[Any]]:
+        """Makes a call; see ``rpc.rpc_async``."""
+
+    @property
+    def remote(self) -> Callable[..., RRef[Any]]:
+        """Makes a call whose result stays there; see ``rpc.remote``."""
+
+    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
+        """Makes a call soon, on another thread."""
+
+    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
+        """Asks the owner of a value for a copy, and waits."""
+
+    def future(self, description: str) -> Future[Any]:
+        """Makes a future that is waited for as the transport likes it."""
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Waits as the transport likes it."""
+
+    def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
+        """Fails the calls that need a value which will not be made."""
+
+
+class ReferenceKeeper:
+    """The references of one worker.
+
+    Args:
+        me: the worker.
+        life: its id and incarnation.
+        group: the workers that it knows.
+        timeouts: how long to wait for values; and the worker's time.
+        control: tells other workers of references.
+        completions: runs what may take long.
+        ended: told when something ended that a graceful shutdown may be waiting for.
+
+    Attributes:
+        calls: makes calls to the owners of values; set before the first reference is made.
+    """
+
+    calls: Calls
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        life: Life,
+        group: Group,
+        timeouts: Timeouts,
+        control: SendsControl,
+        completions: Completions,
+        ended: Callable[[], None],
+    ) -> None:
+        self.me = me
+        self.life = life
+        self._group = group
+        self._timeouts = timeouts
+        self._control = control
+        self._completions = completions
         self._lock = threading.Lock()
         self._table = ReferenceTable(life.worker, life.incarnation)
         self._values: dict[GlobalId, Slot] = {}
@@ -86,9 +151,7 @@ class ReferenceKeeper:
         self.report = ReferenceReport(self._lock, self._table, self._values)
         self._makes_constants: dict[Maker, bool] = {}
         self.nothing_adopted = Adopted(self)
-        self._reaper: Reaper[Holding] = Reaper(
-            f"rpc-reaper-{agent.info.name}", self._bury, agent.activity_changed
-        )
+        self._reaper: Reaper[Holding] = Reaper(f"rpc-reaper-{me.name}", self._bury, ended)
 
     def start(self) -> None:
         """Starts to collect dead handles."""
@@ -132,14 +195,14 @@ class ReferenceKeeper:
             RecursionError: too little is left of the stack.
         """
         require_room()
-        if owner.id == self._life.worker:
+        if owner.id == self.life.worker:
             return self._create_here()
-        life = self.agent.group.life(owner.id)
+        life = self._group.life(owner.id)
         with self._lock:
             handle, passed = self._table.create_remote(life)
             self._creations_under_way += 1
         maker = (owner.id, getattr(func, "__qualname__", ""))
-        ends_at = self.agent.clock.now() + limit if limit else 0.0
+        ends_at = self._timeouts.now() + limit if limit else 0.0
         holding = Holding(handle, None, Slot(), maker, ends_at)
         return RRef._of(self, holding), passed, CreationSink(self, holding)
 
@@ -193,9 +256,9 @@ class ReferenceKeeper:
         if holding.creation is not None:
             holding.creation.fail(error)
         if fork is not None and holding.called_through:
-            self.agent.caller.creation_gone(fork, error)
+            self.calls.creation_gone(fork, error)
         if holding.dropped:
-            self.agent.completions.submit(lambda: self._tell_unread([holding]))
+            self._completions.submit(lambda: self._tell_unread([holding]))
 
     def creations_under_way(self) -> int:
         """Calls of ``remote()`` whose outcome is not known yet."""
@@ -266,7 +329,7 @@ class ReferenceKeeper:
         Raises:
             RRefError: one of them must not be used any more, or is another worker's.
         """
-        life = self.agent.group.life(to)
+        life = self._group.life(to)
         carrier = Carrier.REQUEST if borrow else Carrier.REPLY
         passed: list[Passed] = []
         try:
@@ -292,7 +355,7 @@ class ReferenceKeeper:
             RRefError: the handle must not be used any more, or is another worker's.
         """
         try:
-            through = self._share(rref, self.agent.group.life(owner), Carrier.REQUEST)
+            through = self._share(rref, self._group.life(owner), Carrier.REQUEST)
         except BaseException:
             self.unsent(loan, "the reference that the call is made through is unusable")
             raise
@@ -304,7 +367,7 @@ class ReferenceKeeper:
 
     def _share(self, rref: RRef[Any], to: Life, carrier: Carrier) -> Passed:
         if rref._keeper is not self:  # the same ids may mean something else here
-            raise rref._not_for(self.agent.info)
+            raise rref._not_for(self.me)
         holding = rref._holding
         _require_created(holding)
         with self._lock:
@@ -387,20 +450,12 @@ class ReferenceKeeper:
         self.require_usable(holding)
         if holding.value is not None:
             holding.looked_at = True
-            return holding.value.wait(self.agent.timeout_of(timeout))
+            return holding.value.wait(self._timeouts.of(timeout))
         if not holding.constant:
             self._await_constant(holding, timeout)
         if holding.constant:
             return holding.constant[0]
-        caller = self.agent.caller
-        sink = WaitingCaller()
-        owner = self.owner_of(holding)
-        before = shut_out()
-        try:
-            caller.request(Operation.FETCH, owner, (), timeout, sink, b"", "to_here", through=rref)
-            return caller.sync(sink)
-        finally:
-            restore(before)
+        return self.calls.fetch(rref, self.owner_of(holding), timeout)
 
     def _await_constant(self, holding: Holding, timeout: float) -> None:
         """Waits for the news that the value was made if that will likely bring the value.
@@ -410,10 +465,10 @@ class ReferenceKeeper:
         creation, maker, ends_at = holding.creation, holding.maker, holding.creation_ends_at
         if creation is None or maker is None or creation.done() or not ends_at:
             return
-        limit = self.agent.timeout_of(timeout)
-        in_time = not limit or ends_at <= self.agent.clock.now() + limit
+        limit = self._timeouts.of(timeout)
+        in_time = not limit or ends_at <= self._timeouts.now() + limit
         if in_time and self._makes_constants.get(maker, False):
-            creation.wait_with(self.agent.transport.wait)
+            creation.wait_with(self.calls.wait)
             if not holding.constant:
                 self.require_usable(holding)
 
@@ -422,13 +477,13 @@ class ReferenceKeeper:
         if holding.value is None:
             raise RpcError(
                 f"For UserRRef(rref_id={holding.reference.rref}, fork_id={holding.fork}), "
-                f"can't call localValue() on user {self.agent.info}. "
+                f"can't call localValue() on user {self.me}. "
                 f"Call it on owner {self.owner_of(holding)}"
             )
         holding.looked_at = True
         if holding.value.done():
             return holding.value.value()
-        return holding.value.wait(self.agent.timeout_of(0.0))
+        return holding.value.wait(self._timeouts.of(0.0))
 
     def await_local(self, holding: Holding) -> Any:
         """The value that a call through a reference is for; fails if it is not here."""
@@ -437,7 +492,7 @@ class ReferenceKeeper:
 
     def owner_of(self, holding: Holding) -> WorkerInfo:
         """Where the value lives."""
-        return self.agent.group.peer(holding.handle.reference.owner.worker).info
+        return self._group.peer(holding.handle.reference.owner.worker).info
 
     def is_confirmed(self, holding: Holding) -> bool:
         """True if the owner is known to keep the value for this handle."""
@@ -448,12 +503,12 @@ class ReferenceKeeper:
 
     def creation_of(self, holding: Holding) -> Future[None]:
         """A future of the ``remote()`` behind a handle; done for handles got otherwise."""
-        future: Future[None] = self.agent.caller.future("the creation of an RRef")
+        future: Future[None] = self.calls.future("the creation of an RRef")
         if holding.creation is None:
             future.set_result(None)
         else:
             holding.looked_at = True
-            completions = self.agent.completions
+            completions = self._completions
             holding.creation.when_done(
                 lambda slot: completions.submit(lambda: future.complete_from(slot.value))
             )
@@ -466,7 +521,7 @@ class ReferenceKeeper:
             known.set_result(_rref_typeof_on_owner(rref))
             return known
         self.require_usable(rref._holding)
-        return self.agent.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
+        return self.calls.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
 
     # --- What arrives and who goes
 
@@ -538,7 +593,7 @@ class ReferenceKeeper:
         for effect in effects:
             match effect:
                 case Send():
-                    self.agent.control.queue(effect.to, effect.message)
+                    self._control.queue(effect.to, effect.message)
                     queued = True
                 case FreeValue():
                     self._free(effect.rref, freed)
@@ -547,9 +602,9 @@ class ReferenceKeeper:
                 case HandleConfirmed() | HandleFailed():
                     self._settled(effect.fork)
         if queued:
-            self.agent.control.flush()
+            self._control.flush()
         if freed:  # their destructors may make calls, which nobody would deliver here
-            self.agent.completions.submit(freed.clear)
+            self._completions.submit(freed.clear)
 
     def _free(self, rref: GlobalId, freed: list[Slot]) -> None:
         """Lets go of a value, or adds it to ``freed`` if its end may run code."""

@@ -14,6 +14,7 @@ import torch
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import find_agent
 from rpc.errors import DecodeError, EncodeError, RpcError, RRefError, StaleRRefError
+from rpc.extensions import run_distributed_backward
 from rpc.outcomes.futures import Future
 from rpc.rrefs import rref_proxy
 from rpc.runtime import finalizers
@@ -152,7 +153,7 @@ class RRef(Handle, Generic[T]):
                 "local autograd runs on the owner only"
             )
         args = (self, dist_autograd_ctx_id, retain_graph)
-        self._keeper.agent.rpc_sync(self.owner(), run_backward, args, None, 0)
+        self._keeper.calls.rpc_sync(self.owner(), run_backward, args, None, 0)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, asked of the owner once; a future of it if not ``blocking``."""
@@ -177,8 +178,8 @@ class RRef(Handle, Generic[T]):
 
     def _not_for(self, sender: WorkerInfo) -> RRefError:
         """Why another worker of this process, ``sender``, cannot pass the handle on."""
-        holder = self._keeper.agent
-        whose = f"worker {holder.info.name!r} (incarnation {holder.life.incarnation})"
+        me, life = self._keeper.me, self._keeper.life
+        whose = f"worker {me.name!r} (incarnation {life.incarnation})"
         if self._keeper.stopped:
             return StaleRRefError(
                 f"{self} is stale: it was made or received by {whose}, which shut down. "
@@ -265,4 +266,4 @@ def _backward_here(rref: RRef[Any], context_id: int, retain_graph: bool) -> None
     if context_id == -1:
         torch.autograd.backward([value], retain_graph=retain_graph)
     else:
-        rref._keeper.agent.extensions.backward(context_id, [value], retain_graph)
+        run_distributed_backward(context_id, [value], retain_graph)

@@ -10,7 +10,6 @@ from rpc.rrefs import rref as handles  # which imports this module
 from rpc.runtime import finalizers
 
 if TYPE_CHECKING:
-    from rpc.agent import Agent
     from rpc.rrefs.rref import RRef
 
 
@@ -38,15 +37,15 @@ def _call(
     rref: RRef[Any], name: str, flavour: str, timeout: float, /, *args: Any, **kwargs: Any
 ) -> Any:
     references, holding = rref._keeper, rref._holding
-    agent: Agent = references.agent
+    calls = references.calls
     if finalizers.running():
         if flavour != "rpc_async":
             finalizers.refuse(flavour)
-        return agent.later(lambda: _call(rref, name, flavour, timeout, *args, **kwargs))
+        return calls.later(lambda: _call(rref, name, flavour, timeout, *args, **kwargs))
     if flavour == "remote":
         _require_attribute(rref, name, timeout)
     references.require_usable(holding)
-    start, owner = getattr(agent, flavour), references.owner_of(holding)
+    start, owner = getattr(calls, flavour), references.owner_of(holding)
     return start(owner, handles.call_method, (rref, name, *args), kwargs, timeout)
 
 
@@ -55,6 +54,6 @@ def _require_attribute(rref: RRef[Any], name: str, timeout: float) -> None:
     kind = rref._get_type(timeout)
     if hasattr(kind, name):
         return
-    owner, agent = rref.owner(), rref._keeper.agent
-    if not agent.rpc_sync(owner, handles.has_attribute, (rref, name), None, timeout):
+    owner, calls = rref.owner(), rref._keeper.calls
+    if not calls.rpc_sync(owner, handles.has_attribute, (rref, name), None, timeout):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")

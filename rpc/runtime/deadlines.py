@@ -36,23 +36,25 @@ FOREVER = 1e9
 
 enter = _scope.set
 """Makes a request's deadline bound every call made in the current context."""
+scope = _scope.get
+"""The request that the running code serves; None outside of handlers."""
 
 
 def cancelled(now: float) -> bool:
     """True if nobody waits for the result of what runs in the current context."""
-    scope = _scope.get()
-    return scope is not None and is_over(scope, now)
+    serving = scope()
+    return serving is not None and is_over(serving, now)
 
 
-def is_over(scope: Scope, now: float) -> bool:
+def is_over(request: Scope, now: float) -> bool:
     """True if nobody waits for the result of a request."""
-    return scope.cancelled or 0.0 < scope.deadline <= now
+    return request.cancelled or 0.0 < request.deadline <= now
 
 
 def is_cancelled() -> bool:
     """True if the caller of what runs in the current context gave it up, or is gone."""
-    scope = _scope.get()
-    return scope is not None and scope.cancelled
+    serving = scope()
+    return serving is not None and serving.cancelled
 
 
 def when_cancelled(wake: Callable[[], None]) -> Callable[[], None]:
@@ -66,12 +68,31 @@ def when_cancelled(wake: Callable[[], None]) -> Callable[[], None]:
     Returns:
         What undoes this; to be called when ``wake`` is not needed any more.
     """
-    scope = _scope.get()
-    return _nothing if scope is None else scope.when_cancelled(wake)
+    serving = scope()
+    return _nothing if serving is None else serving.when_cancelled(wake)
 
 
 def _nothing() -> None:
     pass
+
+
+class Timeouts:
+    """How long a worker's calls may take.
+
+    Args:
+        default: of those that say nothing, in seconds, 0 for no limit; may be changed.
+        now: the worker's clock, in seconds.
+    """
+
+    __slots__ = ("default", "now")
+
+    def __init__(self, default: float, now: Callable[[], float]) -> None:
+        self.default = default
+        self.now = now
+
+    def of(self, timeout: float) -> float:
+        """Seconds left to an operation; see :func:`effective_timeout`."""
+        return effective_timeout(timeout, self.default, self.now())
 
 
 def seconds_of(value: object, argument: str) -> float:
@@ -123,10 +144,10 @@ def effective_timeout(timeout: float, default: float, now: float) -> float:
         )
     if timeout >= FOREVER:
         timeout = 0.0
-    scope = _scope.get()
-    if scope is None or not scope.deadline:
+    serving = scope()
+    if serving is None or not serving.deadline:
         return timeout
-    left = scope.deadline - now
+    left = serving.deadline - now
     if left <= 0:
         raise RpcTimeoutError(
             "RPC ran for more than the timeout of the call it was made in, and was not sent"

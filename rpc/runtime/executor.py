@@ -73,7 +73,7 @@ class _CurrentThread(threading.local):
     """It knows how many threads torch may use for one operation."""
 
 
-_current = _CurrentThread()
+current = _CurrentThread()
 
 
 class blocking:  # it is used like a function
@@ -82,16 +82,16 @@ class blocking:  # it is used like a function
     __slots__ = ("_place",)
 
     def __enter__(self) -> None:
-        place = None if _current.waiting else _current.place
+        place = None if current.waiting else current.place
         self._place = place
         if place is not None:
             place.enter_wait()
-            _current.waiting = True
+            current.waiting = True
 
     def __exit__(self, *_: object) -> None:
         place = self._place
         if place is not None:
-            _current.waiting = False
+            current.waiting = False
             place.leave_wait()
 
 
@@ -102,17 +102,17 @@ def _take_part() -> None:
     asked for it; oneDNN's convolutions do not ask, and took all cores.
     """
     torch.get_num_threads()
-    _current.takes_part = True
+    current.takes_part = True
 
 
 def in_handler() -> bool:
     """True if the running thread runs a task of an executor."""
-    return isinstance(_current.place, Executor)
+    return isinstance(current.place, Executor)
 
 
 def is_replaced_while_waiting() -> bool:
     """True if what waits for the running thread goes on elsewhere while that waits."""
-    return _current.place is not None
+    return current.place is not None
 
 
 def abandon(threads: Collection[threading.Thread], until: float) -> None:
@@ -138,13 +138,13 @@ def share_this_thread(place: Place) -> None:
     Args:
         place: is told when it waits.
     """
-    _current.is_shared = True
-    _current.place = place
+    current.is_shared = True
+    current.place = place
 
 
 def is_shared_thread() -> bool:
     """True if other handlers could not go on while the running thread waits."""
-    return _current.is_shared
+    return current.is_shared
 
 
 class Executor:
@@ -219,18 +219,25 @@ class Executor:
                 self._busy += 1
         if not admitted:
             return self.submit(task)
-        if not _current.takes_part:
+        if not current.takes_part:
             _take_part()
-        previous = _current.place, _current.waiting
-        _current.place, _current.waiting = self, False
+        previous = current.place, current.waiting
+        current.place, current.waiting = self, False
         try:
-            self._run(task)
+            self._context.copy().run(task)
+        except BaseException:
+            self._log_failure()
         finally:
-            _current.place, _current.waiting = previous
+            current.place, current.waiting = previous
+            missing = None
             with self._lock:
-                self._task_ended()
                 self._guests -= 1
-                missing = self._staff() if self._queue else None
+                if self._extra or self._queue:
+                    self._task_ended()
+                    missing = self._staff()
+                else:
+                    self._busy -= 1
+                    self._finished += 1
             if missing is not None:
                 self._start(missing)
         return True
@@ -359,7 +366,7 @@ class Executor:
             self._short(self)
 
     def _serve(self) -> None:
-        _current.place = self
+        current.place = self
         _take_part()
         bell = threading.Lock()
         bell.acquire()
@@ -400,8 +407,11 @@ class Executor:
         try:
             self._context.copy().run(task)
         except BaseException:
-            with suppress(BaseException):  # where the log goes may be broken, too
-                _logger.exception("a task on %s raised an error that nobody handles", self._name)
+            self._log_failure()
+
+    def _log_failure(self) -> None:
+        with suppress(BaseException):  # where the log goes may be broken, too
+            _logger.exception("a task on %s raised an error that nobody handles", self._name)
 
     def _watch(self) -> None:
         """Adds a thread whenever the queue stands still; ends after a quiet second."""

@@ -13,7 +13,8 @@ from _thread import get_ident
 
 from rpc.errors import RpcError
 
-_collecting = 0  # the thread that collects; there is only one at a time
+collecting = 0
+"""The thread that collects; there is only one at a time. 0, as nearly always: none."""
 
 
 def watch() -> None:
@@ -23,16 +24,16 @@ def watch() -> None:
 
 
 def _note(phase: str, _: dict[str, int]) -> None:
-    global _collecting
-    _collecting = get_ident() if phase == "start" else 0
+    global collecting
+    collecting = get_ident() if phase == "start" else 0
 
 
 def running() -> bool:
     """True on the thread that collects garbage."""
-    if _collecting == 0 or _collecting != get_ident():
+    if collecting == 0 or collecting != get_ident():
         return False
     gc.collect(0)  # does nothing then; or else a signal handler kept us from hearing of the end
-    return _collecting == get_ident()
+    return collecting == get_ident()
 
 
 def refuse(what: str) -> None:
@@ -41,7 +42,7 @@ def refuse(what: str) -> None:
     Raises:
         RpcError: the running code is a finalizer.
     """
-    if _collecting and running():
+    if collecting and running():
         raise RpcError(
             f"{what} was called by a finalizer that the garbage collector runs, which cannot wait; "
             "use rpc_async, which is done as soon as the collector has finished"

@@ -17,12 +17,14 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 
-_is_inference = torch.is_inference_mode_enabled
+is_inference = torch.is_inference_mode_enabled
+function_modes = _len_torch_function_stack
+"""How many the running thread is in. These two are what :func:`are_changed` asks."""
 
 
 def are_changed() -> bool:
     """True if the running thread is in modes that would show in tensors that are made."""
-    return _is_inference() or _len_torch_function_stack() != 0
+    return is_inference() or function_modes() != 0
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def usual() -> Iterator[None]:
     with ExitStack() as after:
         for _ in range(_len_torch_function_stack()):
             after.callback(_push_on_torch_function_stack, _pop_torch_function_stack())
-        if _is_inference():
+        if is_inference():
             has_grad = torch.is_grad_enabled()
             after.enter_context(torch.inference_mode(False))  # which turns gradients on
             after.enter_context(torch.set_grad_enabled(has_grad))

@@ -16,7 +16,7 @@ on a virtual clock and a network where everything goes wrong, from one seed each
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch._C._distributed_c10d import HashStore
 
@@ -64,7 +64,7 @@ __all__ = [
 def connect(
     *names: str,
     hub: MemoryHub | None = None,
-    clock: Clock | None = None,
+    clock: Clock | Mapping[str, Clock] | None = None,
     options: AgentOptions | None = None,
     transport: Callable[[], Transport] | None = None,
 ) -> list[Agent]:
@@ -80,7 +80,8 @@ def connect(
     _require_different(names)
     if not isinstance(options, AgentOptions | None):
         raise TypeError(f"options={options!r} are a {type(options).__name__}, not AgentOptions")
-    hub = hub or MemoryHub(clock)
+    clocks = clock if isinstance(clock, Mapping) else dict.fromkeys(names, clock)
+    hub = hub or MemoryHub(None if isinstance(clock, Mapping) else clock)
     make = transport or hub.transport
     make_prober: Callable[[], Prober] = DatagramProber if transport else hub.prober
     store = SignedStore(HashStore(), b"", PREFIX)
@@ -89,7 +90,8 @@ def connect(
     for rank, name in enumerate(names):
         info = WorkerInfo(name, rank)
         watches = options is not None and options.liveness_timeout > 0
-        agent = Agent(info, 0, make(), options, clock, make_prober() if watches else None)
+        mine = clocks.get(name)
+        agent = Agent(info, 0, make(), options, mine, make_prober() if watches else None)
         agent.store = store
         peers.append(Peer(info, 0, agent.start(), agent.liveness))
         agents.append(agent)
@@ -108,7 +110,7 @@ def _require_different(names: tuple[str, ...]) -> None:
 def local_group(
     *names: str,
     hub: MemoryHub | None = None,
-    clock: Clock | None = None,
+    clock: Clock | Mapping[str, Clock] | None = None,
     options: AgentOptions | None = None,
     transport: Callable[[], Transport] | None = None,
 ) -> Iterator[list[Agent]]:
@@ -117,7 +119,8 @@ def local_group(
     Args:
         names: of the workers, all different; their ids count from 0.
         hub: the network, if faults are wanted.
-        clock: e.g. a :class:`rpc.testing.VirtualClock`; default real time.
+        clock: e.g. a :class:`rpc.testing.VirtualClock`, or clocks by the workers' names, if they
+            tell different times; default real time.
         options: of every agent; with a ``liveness_timeout`` they watch each other.
         transport: makes a transport for each worker, such as ``TensorWireTransport``;
             default through ``hub``.

@@ -66,7 +66,7 @@ def encode(value: object) -> Encoded:
         EncodeError: the value, or something in it, cannot be serialized.
     """
     simple = encode_simple(value)
-    return _encode_any(value) if simple is None else simple
+    return encode_any(value) if simple is None else simple
 
 
 def name_of(func: Any) -> bytes | None:
@@ -93,7 +93,8 @@ def find(name: bytes) -> Any:
     return _Unpickler(io.BytesIO(b"")).find_class(module, attribute) if found is None else found
 
 
-def _encode_any(value: object) -> Encoded:
+def encode_any(value: object) -> Encoded:
+    """As :func:`encode`, of what ``simple_values`` does not pack."""
     buffer = io.BytesIO()
     pickler = _PlainPickler(buffer, PROTOCOL)
     pickler.tensors = []

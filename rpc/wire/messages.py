@@ -17,9 +17,10 @@ data``.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import struct
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rpc.errors import EncodeError, FrameError
 from rpc.ids import new_tuple
@@ -152,6 +153,15 @@ class Request(NamedTuple):
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def request_prefix(operation: Operation, function: bytes, timeout: float, plain: bool) -> bytes:
+    """The header of a request without target, extensions and references, up to its table.
+
+    A program's calls have few different ones, so most are packed once.
+    """
+    return Request(operation, plain, timeout, function=function).encode()
+
+
 class Reply(NamedTuple):
     """The header of a reply; see :class:`Request` for the sections."""
 
@@ -205,6 +215,14 @@ class Reply(NamedTuple):
             raise _too_short(data, end)
         plain = flags & _PLAIN == _PLAIN
         return new_tuple(cls, (known, plain, extensions, data[start:end], data[end:]))
+
+
+BARE_REPLY: Final = Reply(Status.OK)
+"""Of a call that succeeded, whose value has neither tensors nor references."""
+BARE_REPLY_HEADER: Final = BARE_REPLY.encode()
+REQUEST_FIXED_BYTES: Final = _REQUEST.size
+FUNCTION_LENGTH_AT: Final = struct.calcsize("<BBBBd")
+"""Where a request's header tells, in two bytes, how long the name of its function is."""
 
 
 def _wrong_version(version: int) -> FrameError:

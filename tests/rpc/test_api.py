@@ -53,7 +53,7 @@ def test_a_program_may_put_its_own_waiting_in_the_place_of_ours(
 
 
 def test_a_second_shutdown_does_nothing(worker: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current._Process, "joined", True)  # as init_rpc does
+    monkeypatch.setattr(current.Process, "joined", True)  # as init_rpc does
     rpc.shutdown(graceful=False)
     rpc.shutdown()
     rpc.shutdown(graceful=False)
@@ -285,7 +285,7 @@ def test_init_rpc_without_arguments_takes_the_seat_that_rpcrun_gave(
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for kept in ("store", "joined"):
-        monkeypatch.setattr(current._Process, kept, getattr(current._Process, kept))
+        monkeypatch.setattr(current.Process, kept, getattr(current.Process, kept))
     monkeypatch.setenv("RPC_WORKER_NAME", "trainer:3")
     monkeypatch.setenv("RPC_WORKER_ID", "7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,7 +22,8 @@ from rpc.calls import service
 from rpc.current import current_agent
 from rpc.errors import RemoteError, RpcTimeoutError, RRefCreationError, WorkerLostError
 from rpc.functions import idempotent
-from rpc.runtime import deadlines, streams
+from rpc.runtime import streams
+from rpc.runtime.clock import MonotonicClock
 from rpc.testing import MemoryHub, local_group
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.settings import Settings
@@ -96,7 +99,7 @@ def test_a_handler_that_fails_replies_although_its_traceback_cannot_be_printed(
     log: io.TextIOBase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with local_group("here", "there") as (here, there):
-        monkeypatch.setattr(service, "sys", SimpleNamespace(stderr=log))
+        monkeypatch.setattr(sys, "stderr", log)
         with pytest.raises(ValueError, match="naïve"):
             here.rpc_sync("there", refuse, timeout=10)
         until(there.callee.quiet)
@@ -145,7 +148,7 @@ def test_a_traceback_is_printed_at_once_under_the_name_of_the_worker_it_is_from(
     written: list[str] = []
     with local_group("here", "there") as (here, there):
         log = SimpleNamespace(write=written.append)
-        monkeypatch.setattr(service, "sys", SimpleNamespace(stderr=log))
+        monkeypatch.setattr(sys, "stderr", log)
         with pytest.raises(ValueError, match="naïve"):
             here.rpc_sync("there", refuse, timeout=10)
         until(there.callee.quiet)
@@ -166,15 +169,21 @@ def test_an_operator_that_does_not_fit_says_so_in_torchs_words_and_what_it_takes
         assert "schema" not in str(caught.value)
 
 
-def test_a_call_whose_time_is_over_before_it_starts_timed_out_for_its_caller_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(deadlines, "is_over", lambda *_: True)
+def test_a_call_whose_time_is_over_before_it_starts_timed_out_for_its_caller_too() -> None:
+    clocks = {"here": MonotonicClock(), "there": FastClock()}
     with (
-        local_group("here", "there") as (here, _),
-        pytest.raises(RpcTimeoutError, match="RPC ran for more than"),
+        local_group(*clocks, clock=clocks) as (here, _),
+        pytest.raises(RpcTimeoutError, match="and did not start before it was over"),
     ):
         here.rpc_sync("there", abs, (-1,), timeout=60)
+
+
+class FastClock(MonotonicClock):
+    """A minute and more passes whenever it is looked at."""
+
+    def __init__(self) -> None:
+        minutes = itertools.count(0, 100)
+        self.now = lambda: float(next(minutes))
 
 
 async def wait_in_a_coroutine() -> None:

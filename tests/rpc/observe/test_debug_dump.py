@@ -92,7 +92,7 @@ class TestDescribe:
         def fail() -> None:
             raise KeyError("broken")
 
-        monkeypatch.setattr(pair[0].caller, "outstanding", fail)
+        monkeypatch.setattr(pair[0], "inventory", fail)
         text = describe(pair[0])
         assert "cannot tell: KeyError('broken')" in text
         assert "requests being served: none" in text

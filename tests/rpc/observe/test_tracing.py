@@ -334,11 +334,10 @@ class TestResult:
         assert names == ["rpc_sync#aten::add(alice -> bob)"]
         assert {e["ph"] for e in written["traceEvents"]} == {"M", "X", "s", "t", "f"}
 
-    def test_clocks_that_are_apart_are_aligned(self, group: Group) -> None:
+    def test_clocks_that_are_apart_are_aligned(self) -> None:
         apart = {1: 1000.0, 2: -500.0}
-        for worker, seconds in apart.items():
-            group[worker].clock = _Shifted(seconds)
-        with trace() as found:
+        clocks = {"alice": _Shifted(0.0), "bob": _Shifted(1000.0), "carol": _Shifted(-500.0)}
+        with local_group(*clocks, clock=clocks) as agents, as_worker(agents[0]), trace() as found:
             for _ in range(5):
                 rpc.rpc_sync("bob", pass_on, (["carol"],))
         for worker, seconds in apart.items():

@@ -163,7 +163,7 @@ class TestCancel:
             looked.append(sink)
             return observation.feeds(sink, future)
 
-        monkeypatch.setattr("rpc.calls.caller.feeds", feeds)
+        monkeypatch.setattr("rpc.calls.outstanding.feeds", feeds)
         assert all(future.cancel() for future in reversed(futures))
         assert len(looked) == 5
 

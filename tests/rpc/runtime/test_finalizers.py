@@ -75,7 +75,7 @@ def test_a_collection_whose_end_was_missed_is_over_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finalizers.watch()
-    monkeypatch.setattr(finalizers, "_collecting", threading.get_ident())
+    monkeypatch.setattr(finalizers, "collecting", threading.get_ident())
     assert not finalizers.running()
 
 

@@ -1,0 +1,284 @@
+"""The calls of a worker that have no outcome yet, and every end but a reply in time.
+
+Owns the call table, its lock and the counters of the calls made. ``caller`` opens calls and
+takes their replies; here they are cancelled, expire, and fail with their workers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from copy import copy
+from functools import partial
+from typing import Any
+
+from rpc.calls.shared import Shared
+from rpc.errors import (
+    AgentClosedError,
+    CallCancelledError,
+    RpcTimeoutError,
+    RRefCreationError,
+    WorkerLostError,
+)
+from rpc.ids import GlobalId
+from rpc.observe.metrics import Book, CallMetrics, ErrorKind, Series
+from rpc.observe.names import MethodName, text_of
+from rpc.observe.spans import feeds, goes_on, tell_expired
+from rpc.outcomes.futures import Future
+from rpc.outcomes.sinks import CallFuture, Sink
+from rpc.protocol.calls import CallTable, Ending
+from rpc.rrefs.transfer import Loan
+from rpc.runtime import finalizers
+from rpc.runtime.signals import restore, shut_out
+from rpc.transports.base import Patience
+from rpc.wire.control import Cancel
+from rpc.wire.messages import Extensions
+
+
+class Call:
+    """One outgoing request, from before it is sent until nothing of it is under way.
+
+    Args:
+        method: names what is asked for.
+        sink: takes the outcome.
+        timeout: seconds it was given, 0 for none.
+        loan: references lent to it, alive at least as long as this.
+        extensions: the metadata it carried.
+        series: counts it when it is over.
+        to: the worker it is sent to.
+
+    Attributes:
+        sent: bytes of its request.
+        opened_at: when it was sent.
+        number: its key in the call table.
+        patience: of its request, while it is open.
+        through: the user's fork that it was made through, if it needs the value of that.
+    """
+
+    __slots__ = (
+        "extensions",
+        "loan",
+        "method",
+        "number",
+        "opened_at",
+        "patience",
+        "sent",
+        "series",
+        "sink",
+        "through",
+        "timeout",
+        "to",
+    )
+
+    def __init__(
+        self,
+        method: MethodName,
+        sink: Sink,
+        timeout: float,
+        loan: Loan,
+        extensions: Extensions,
+        series: Series,
+        to: int,
+    ) -> None:
+        self.method = method
+        self.sink = sink
+        self.timeout = timeout
+        self.loan = loan
+        self.extensions = extensions
+        self.series = series
+        self.to = to
+        self.sent = 0
+        self.opened_at = 0.0
+        self.number = 0
+        self.patience = Patience.WAITS
+        self.through: GlobalId | None = None
+
+    @property
+    def description(self) -> str:
+        """Its name, for errors and dumps."""
+        return text_of(self.method)
+
+
+class OutstandingCalls:
+    """The calls of one worker that are open, or whose late reply may still come.
+
+    Args:
+        shared: with the other parts of the worker's calls.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._now = shared.clock.now
+        self._lock = threading.Lock()
+        self._table: CallTable[Call] = CallTable()
+        self._book = Book()
+        self._armed: float | None = None
+        """When the next call expires, as far as the pulse knows."""
+        self._processing = 0
+        self._sent = 0
+        self._closed: str | None = None
+
+    # --- Giving up
+
+    def cancel(self, future: Future[Any]) -> bool:
+        """Gives up the call whose outcome ``future`` waits for; False if it is over.
+
+        In a finalizer that is not known yet: it is done later.
+        """
+        if finalizers.running():
+            self._shared.references.do_later(partial(self.cancel, future))
+            return True
+        number = future.number if type(future) is CallFuture else 0
+        before = shut_out()
+        try:
+            return self._cancel(number, lambda sink: feeds(sink, future))
+        finally:
+            restore(before)
+
+    def cancel_where(self, wanted: Callable[[Sink], bool]) -> bool:
+        """Gives up the call whose sink is wanted; False if there is none."""
+        return self._cancel(0, wanted)
+
+    def _cancel(self, number: int, wanted: Callable[[Sink], bool]) -> bool:
+        """The same, with the number that the call likely has, so as not to look at all."""
+        with self._lock:
+            likely = self._table.find(number)
+            found: int | None = number
+            if likely is None or not wanted(likely.sink):
+                found = self._table.find_first(lambda call: wanted(call.sink))
+            ended = None if found is None else self._table.cancel(found)
+            if ended is not None:
+                self._count_failures((ended.call,), ErrorKind.OTHER)
+        if ended is None:
+            return False
+        call = ended.call
+        call.sink.failed(CallCancelledError(f"{call.description} was cancelled by its caller"))
+        self._shared.transport.look_again(call.to)
+        self.tell_cancelled([call])
+        return True
+
+    def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
+        """``remote()`` failed: what waits for its value through ``fork`` does so, too."""
+        with self._lock:
+            found = [r.call_id for r in self._table.outstanding() if r.call.through == fork]
+            calls = [ended.call for each in found if (ended := self._table.cancel(each))]
+            self._count_failures(calls, ErrorKind.OTHER)
+        for call in calls:
+            call.sink.failed(RRefCreationError(f"RRef creation failed: {reason}"))
+        if calls:
+            self._shared.transport.wake()
+            self._look_again({call.to for call in calls})
+            self._shared.completions.submit(lambda: self.tell_cancelled(calls))
+
+    def tell_cancelled(self, calls: Iterable[Call]) -> None:
+        """Lets those who serve the calls know that nobody waits any more."""
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            numbers[call.to].append(call.number)
+        for to, theirs in numbers.items():
+            self._shared.control.tell(self._shared.group.life(to), Cancel(tuple(theirs)))
+
+    # --- Ends that nobody asked for
+
+    def expire(self, now: float) -> float | None:
+        """Ends calls past their deadline; returns when to come back."""
+        with self._lock:
+            ended = self._table.expire(now)
+            self._count_failures((e.call for e in ended), ErrorKind.TIMEOUT)
+            expiry = self._table.next_expiry()
+            if expiry is not None or (self._armed is not None and self._armed <= now):
+                self._armed = expiry
+            armed = self._armed  # kept when idle, so that a lone call need not wake the pulse
+        for item in ended:
+            tell_expired(item.call.sink, item.call)
+            limit = f"{item.call.timeout * 1000:g}"
+            item.call.sink.failed(
+                RpcTimeoutError(
+                    f"RPC ran for more than set timeout ({limit} ms) and will now be marked "
+                    f"with an error: {item.call.description}"
+                )
+            )
+        if ended:
+            self._shared.transport.wake()
+            self._look_again({item.call.to for item in ended})
+            expired = [item.call for item in ended if not goes_on(item.call.sink)]
+            self._shared.completions.submit(lambda: self.tell_cancelled(expired))
+        return armed
+
+    def worker_lost(self, worker_id: int, error: WorkerLostError) -> None:
+        """Fails every call that waits for a worker which is gone."""
+        with self._lock:
+            ended = self._table.lose(worker_id)
+            lost = (e.call for e in ended if e.ending is Ending.LOST)
+            self._count_failures(lost, ErrorKind.LOST)
+        for item in ended:
+            self._shared.references.call_ended(item.call.loan)
+            if item.ending is Ending.LOST:
+                item.call.sink.failed(copy(error))  # who raises it adds frames to it
+        self._shared.transport.wake()
+        self._shared.shutdown.activity_changed()
+
+    def close(self, reason: str) -> None:
+        """Fails whatever is outstanding and refuses new calls."""
+        with self._lock:
+            self._closed = reason
+            destinations = {row.to for row in self._table.outstanding()}
+            ended = [e for to in sorted(destinations) for e in self._table.lose(to)]
+            open_calls = (e.call for e in ended if e.ending is Ending.LOST)
+            self._count_failures(open_calls, ErrorKind.OTHER)
+        for item in ended:
+            if item.ending is Ending.LOST:
+                item.call.sink.failed(AgentClosedError(f"{item.call.description}: {reason}"))
+        self._shared.transport.wake()
+        self._look_again(destinations)
+
+    def _look_again(self, destinations: Iterable[int]) -> None:
+        """Calls to these workers ended; if their requests still wait, they are not sent."""
+        for to in destinations:
+            self._shared.transport.look_again(to)
+
+    def _count_failures(self, calls: Iterable[Call], kind: ErrorKind) -> None:
+        """Counts calls that have ended without a reply. Needs the lock."""
+        now = self._now()
+        for call in calls:
+            call.series.ended(now - call.opened_at, call.sent, 0)
+            call.series.failed(kind)
+
+    # --- Looking
+
+    def patience(self, number: int) -> Patience:
+        """See :meth:`rpc.transports.base.Receiver.patience`."""
+        with self._lock:
+            call = self._table.find(number)
+        return Patience.OVER if call is None else call.patience
+
+    def quiet(self) -> bool:
+        """True if no request is under way and no outcome is being handed out."""
+        with self._lock:
+            return not self._table and not self._processing
+
+    def sent(self) -> int:
+        """Requests sent so far."""
+        return self._sent
+
+    def outstanding(self) -> list[dict[str, Any]]:
+        """A dump of the outstanding calls, oldest first."""
+        now = self._now()
+        with self._lock:
+            rows = [*self._table.outstanding()]
+        return [{"call": r.call.description, "to": r.to, "age": now - r.opened_at} for r in rows]
+
+    def destinations(self) -> set[int]:
+        """The workers that a reply is expected from."""
+        with self._lock:
+            return self._table.destinations()
+
+    def metrics(self) -> tuple[CallMetrics, ...]:
+        """The calls made, by method and peer."""
+        with self._lock:
+            rows = [row.call for row in self._table.outstanding()]
+            return self._book.read(
+                ((call.series, call.sent) for call in rows),
+                lambda worker: self._shared.group.peer(worker).info.name,
+            )

@@ -1,0 +1,67 @@
+"""Finds the worker that a name, an id or a ``WorkerInfo`` means, which may be yet to join.
+
+In a static group everybody is known. In a dynamic one, a worker of a name that was never a
+member may join at any time, and is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from rpc.constants import UNSET_RPC_TIMEOUT
+from rpc.group.members import Group
+from rpc.group.membership import Membership
+from rpc.runtime.deadlines import Timeouts
+from rpc.worker_info import WorkerInfo, may_exist
+
+Destination = WorkerInfo | str | int
+"""A worker as users name it."""
+
+
+class Directory:
+    """The workers that one worker can call.
+
+    Args:
+        group: those that it knows.
+        timeouts: how long one that is yet to join is waited for.
+
+    Attributes:
+        membership: learns who joins; None in a static group.
+    """
+
+    def __init__(self, group: Group, timeouts: Timeouts) -> None:
+        self._group = group
+        self._timeouts = timeouts
+        self.membership: Membership | None = None
+
+    def find(self, to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
+        """The worker meant, waited for if it has not joined yet.
+
+        Raises:
+            UnknownWorkerError: there is no such worker.
+            WorkerLostError: it is gone.
+            AgentClosedError: this worker left the group meanwhile.
+        """
+        membership = self.membership_of(to)
+        if membership is not None:
+            membership.wait_for(to, self._timeouts.of(timeout))  # type: ignore[arg-type]
+        return self._group.find(to)
+
+    def find_now(self, to: Destination) -> WorkerInfo:
+        """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
+        return self._group.find(to.name if isinstance(to, WorkerInfo) else to)
+
+    def look_up(self, to: str | int) -> WorkerInfo:
+        """As :meth:`find`, but asks the store instead of waiting."""
+        membership = self.membership_of(to)
+        if membership is not None:
+            membership.look_again(self._timeouts.of(UNSET_RPC_TIMEOUT))
+        return self._group.find(to)
+
+    def membership_of(self, to: Destination) -> Membership | None:
+        """Where to wait for a worker that may be yet to join; None for any other."""
+        return self.membership if self.membership is not None and self._may_join(to) else None
+
+    def _may_join(self, to: Destination) -> TypeGuard[str | int]:
+        """True if a worker that was never a member may be meant."""
+        return isinstance(to, str | int) and not self._group.knows(to) and may_exist(to)
