@@ -29,7 +29,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels, Handler
@@ -43,6 +42,7 @@ from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
 from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
+from rpc.group.signed_store import SignedStore
 from rpc.ids import Life
 from rpc.outcomes.futures import Future, wait_in_usual_modes
 from rpc.runtime.clock import Clock
@@ -107,7 +107,7 @@ class Worker:
         channels: Channels,
         events: MembershipEvents,
         states: States,
-        store: Callable[[], Store | None],
+        store: Callable[[], SignedStore | None],
     ) -> None:
         self._life = life
         self._shared = shared

@@ -229,19 +229,6 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Announces(Protocol):
-    """A transport whose threads sleep while nothing comes, and can be woken beforehand."""
-
-    def announce(self, to: int, kind: FrameKind) -> None:
-        """Lets the other end know that a frame of this kind comes soon, so that it is awake then.
-
-        Costs a message, so it pays where some tens of microseconds pass before the frame
-        is sent, and the other end waits for nothing else. Does nothing where it can see
-        that it would not, nor if there is no such peer.
-        """
-
-
-@runtime_checkable
 class LendsMemory(Protocol):
     """A transport that reaches peers through shared memory, and lets its users write there."""
 

@@ -34,13 +34,12 @@ DONE = encode_ack(Ack())
 
 
 class Worker:
-    """What a worker's passes need of its agent, and the passes."""
+    """What a worker's passes need of their worker, and the passes."""
 
     def __init__(self, number: int, network: Network) -> None:
         self.info = WorkerInfo(f"w{number}", number)
         self.network = network
-        self.caller = self.completions = self
-        self.transport = network
+        self.wait, self.wake = network.wait, network.wake
         self.contexts = ContextTable(number)
         self.passes = BackwardPasses(self, self.contexts, GradFields())  # type: ignore[arg-type]
         self.unreachable: set[int] = set()
@@ -48,10 +47,10 @@ class Worker:
     def future(self, description: str) -> Future[object]:
         return Future(description=description, waiter=self.network.wait)
 
-    def run_on_delivery(self, work: Callable[[], None]) -> None:
+    def run_soon(self, work: Callable[[], None]) -> None:
         self.network.under_way.append(work)
 
-    def ask_extension(
+    def ask(
         self, to: int, name: str, body: bytes, tensors: list[torch.Tensor], answered: Answered
     ) -> None:
         if to in self.unreachable:

@@ -18,6 +18,7 @@ from rpc.group.key_values import KeyValueStore
 from rpc.serving import _Others, _refuse_to_wait_for_itself
 from rpc.testing import as_worker, local_group
 from rpc.worker_info import WorkerInfo
+from tests.rpc.stores import signed
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave
 from tests.waiting import until
 
@@ -38,7 +39,7 @@ class FakeMembers:
 
 
 def test_a_server_outlasts_the_workers_that_do_not_serve() -> None:
-    store, members = KeyValueStore(HashStore(), "serving"), FakeMembers()
+    store, members = KeyValueStore(signed(HashStore()), "serving"), FakeMembers()
     others = _Others(cast(Agent, members))
     history = [
         (["ps:0"], False),  # nobody has come
@@ -53,7 +54,7 @@ def test_a_server_outlasts_the_workers_that_do_not_serve() -> None:
 
 
 def test_servers_alone_wait_for_somebody_to_serve() -> None:
-    store, members = KeyValueStore(HashStore(), "serving"), FakeMembers()
+    store, members = KeyValueStore(signed(HashStore()), "serving"), FakeMembers()
     others = _Others(cast(Agent, members))
     members.names = ["ps:0", "ps:1"]
     assert not others.have_left(store)

@@ -13,11 +13,8 @@ one core.
 How long, by default: until the answer to a short handler is there. Where a wake-up costs 20 µs,
 a call with two small tensors took 189 µs when both ends gave up after 50 µs, and 69 µs when
 after 95 µs; two to eight callers at once gained a fifth. What takes longer to copy is announced
-shortly before it comes (``link``), and polled for anew; so is, before it is packed, what takes
-longer to pack (``base.Announces``): a step of autograd wakes each end four or five times, and
-took 1150 µs without that, 700 with it. To announce every call would cost: four callers at once
-made a fifth fewer empty ones. An end that was heard of within the time for which it polls is
-not told, which where pieces of work are that short spares a step 3 % and an echo of 64 KB 5 %.
+shortly before it comes (``link``), and polled for anew. An end that was heard of within the time
+for which it polls is not told, which spares an echo of 64 KB 5 %.
 
 While both ends poll, answers come soon and are found that way; once one end slept, it answers
 late, so that the other gives up, sleeps, and answers late itself. So a wait that ends early, or

@@ -182,15 +182,6 @@ class RemotePeer:
         link = self.incoming if kind is FrameKind.REPLY else self.outgoing
         return None if link is None else link.lend_memory(nbytes)
 
-    def announce(self, kind: FrameKind) -> None:
-        """See :meth:`rpc.transports.base.Announces.announce`."""
-        if kind is FrameKind.REPLY:
-            link, busy = self.incoming, self._shared.requests.is_batching_here()
-        else:
-            link, busy = self.outgoing, self.window.small_under_way > 0
-        if link is not None and not busy and self._reason is None:
-            link.tell_soon()
-
     def look_again(self) -> None:
         """See :meth:`rpc.transports.base.Transport.look_again`."""
         self.window.look_again()

@@ -250,12 +250,6 @@ class TensorWireTransport:
             raise self._refusal(to)
         peer.send(frame)
 
-    def announce(self, to: int, kind: FrameKind) -> None:
-        """See :meth:`rpc.transports.base.Announces.announce`."""
-        peer = self.peers.get(to)
-        if peer is not None:
-            peer.announce(kind)
-
     def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
         """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
         peer = self.peers.get(to)

@@ -29,7 +29,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.runtime import signals as interrupts
-from rpc.transports.base import Announces, Frame, FrameKind, Peer, Unreceived
+from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import WhenFull
 from rpc.transports.host.frame_table import Look
 from rpc.transports.host.segments import ReceivedSegments
@@ -53,7 +53,6 @@ from tests.rpc.transports.conformance import (
     SECONDS,
     Worker,
     check_that_requests_wait,
-    echo,
     introduce,
 )
 from tests.rpc.transports.tensorwire.bare_connections import connect, shake
@@ -1056,51 +1055,7 @@ def test_ctrl_c_in_the_middle_of_a_step_of_closing_waits_until_nothing_is_left_o
     until(lambda: set(threading.enumerate()) == threads and descriptors() == files)
 
 
-def test_a_frame_is_announced_where_a_thread_waits_for_nothing_else(make: Maker) -> None:
-    a, b = make(Settings(), Settings())
-    for transport in (a.transport, b.transport):
-        assert isinstance(transport, Announces)
-        transport.announce(99, FrameKind.REQUEST)
-        transport.announce(1, FrameKind.REPLY)
-    assert a.call(b, b"header").header == b"header"
-    request = told_by(a, 1, "outgoing")
-    a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
-    assert len(request) == 1
-    reply = told_by(b, 0, "incoming")
-    b.transport.announce(0, FrameKind.REPLY)  # type: ignore[attr-defined]
-    assert len(reply) == 1
-
-    b.answer = lambda *_: None
-    under_way = a.ask(b, b"header")
-    nothing_happened_lately(half_of(a, 1, "outgoing"))
-    a.transport.announce(1, FrameKind.REQUEST)  # type: ignore[attr-defined]
-    assert len(request) == 1
-    b.until(lambda: len(b.received) == 2)
-    echo(b, 0, b.received[1][1])
-    assert a.reply(under_way).header == b"header"
-    assert a.lost == b.lost == []
-
-
 def half_of(worker: Worker, peer: int, which: str) -> Link:
     found = getattr(worker.transport.peers[peer], which)  # type: ignore[attr-defined]
     assert isinstance(found, Link)
     return found
-
-
-def told_by(worker: Worker, peer: int, which: str) -> list[None]:
-    """Grows whenever a link tells its other end that something comes, which it does."""
-    link, told = half_of(worker, peer, which), list[None]()
-    announce = link.announce
-    assert announce is not None
-
-    def tell() -> None:
-        told.append(None)
-        announce()
-
-    link.announce = tell
-    nothing_happened_lately(link)
-    return told
-
-
-def nothing_happened_lately(link: Link) -> None:
-    link._announced_at = link.heard_at = 0.0
