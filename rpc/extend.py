@@ -296,7 +296,11 @@ def find_worker() -> Worker | None:
 
 
 def call_extension(name: str) -> Any:
-    """The current worker's :class:`CallExtension` of a module, loaded if need be."""
+    """The current worker's :class:`CallExtension`, loaded if need be.
+
+    Args:
+        name: the module that defines it as ``RPC_EXTENSION``.
+    """
     return current_agent().extensions.load(name)
 
 

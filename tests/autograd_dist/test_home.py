@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from autograd_dist.home import Home
-from rpc.testing.memory import MemoryHub
+from rpc import extend
+from rpc.extend import Worker
+from rpc.testing import as_worker, local_group
 from tests import waiting
 
 SECONDS = 10.0
@@ -26,8 +28,14 @@ def on_another_thread(*deeds: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def home() -> Home[str]:
-    return Home(MemoryHub().transport())
+def worker() -> Iterator[Worker]:
+    with local_group("alone") as (agent,), as_worker(agent):
+        yield extend.worker()
+
+
+@pytest.fixture
+def home(worker: Worker) -> Home[str]:
+    return Home(worker)
 
 
 def test_what_others_leave_is_done_here_in_order_until_the_result(home: Home[str]) -> None:
@@ -44,13 +52,13 @@ def test_what_others_leave_is_done_here_in_order_until_the_result(home: Home[str
     assert done == [(number, threading.get_ident()) for number in (1, 2, 3)]
 
 
-def test_it_waits_for_what_is_still_to_come(home: Home[str]) -> None:
+def test_it_waits_for_what_is_still_to_come(worker: Worker) -> None:
     results: list[str] = []
     homes: list[Home[str]] = []
     ready = threading.Event()
 
     def run() -> None:
-        homes.append(Home(home._transport))
+        homes.append(Home(worker))
         ready.set()
         results.append(homes[0].work())
 
