@@ -4,5 +4,6 @@ Rooms: ``decisions`` is the protocol, without I/O.
 """
 
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
+from tensorwire.parameter_server.embedding import Embedding, EmbeddingBag
 
-__all__ = ["BSP", "SSP", "Async", "Reduce"]
+__all__ = ["BSP", "SSP", "Async", "Embedding", "EmbeddingBag", "Reduce"]

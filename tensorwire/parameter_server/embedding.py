@@ -1,0 +1,263 @@
+"""Modules that look rows up in tables: as ``torch.nn``'s, but the rows are on the servers.
+
+A forward pass fetches each different id once. What follows is torch's own code on those rows, so
+results and gradients have the bits of ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tensorwire.parameter_server.distinct import distinct
+from tensorwire.parameter_server.gradient import RowGradient
+
+_MODES: Final = ("sum", "mean", "max")
+
+
+class Rows(Protocol):
+    """The part of a table that modules need."""
+
+    name: str
+    dim: int
+    gradient: RowGradient
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        """Returns the rows of different ids, in a tensor of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a batch of ids needs.
+
+    Args:
+        given: the ids as they were given.
+        version: of that tensor; another one if it was changed in place.
+        unique: the different ids, without the one that pads.
+        places: for each id its place in ``unique``, after ``padding`` has been put in.
+        padding: where among ``unique`` the row of zeros belongs; None if there is none.
+    """
+
+    given: Tensor
+    version: int
+    unique: Tensor
+    places: Tensor
+    padding: int | None
+
+    def is_of(self, ids: Tensor) -> bool:
+        """True if it was made of just this tensor."""
+        return self.given is ids and self.version == ids._version
+
+
+class _Lookup(nn.Module):
+    """What both modules have: a table, and ids that may be known beforehand."""
+
+    _is_ordered = False
+
+    def __init__(self, table: Rows, padding_idx: int | None) -> None:
+        super().__init__()
+        if padding_idx is not None and (
+            isinstance(padding_idx, bool) or not isinstance(padding_idx, int)
+        ):
+            raise TypeError(
+                f"{type(self).__name__}: padding_idx={padding_idx!r} is not an id or None"
+            )
+        self.table = table
+        self.padding_idx = padding_idx
+        self.rows = table.gradient.parameter
+        self._plan: _Plan | None = None
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns of the table."""
+        return self.table.dim
+
+    def needed(self, ids: Tensor) -> Tensor:
+        """The different ids that a forward pass with just this tensor will fetch.
+
+        Args:
+            ids: as they will be given to :meth:`forward`. The work is not done again there.
+        """
+        ids = self._checked(ids)
+        self._plan = _plan(ids, self.padding_idx, self._is_ordered)
+        return self._plan.unique
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """The ids as one strided tensor.
+
+        Raises:
+            TypeError: they are no whole numbers.
+        """
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"table {self.table.name!r}: ids must be an int64 tensor, not {kind}")
+        return ids.values() if ids.is_nested else ids
+
+    def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Rows, the place of each id among them, and the place of padding."""
+        plan, self._plan = self._plan, None
+        if plan is None or not plan.is_of(ids):
+            plan = _plan(ids, self.padding_idx, self._is_ordered)
+        rows = self.table.fetch(plan.unique).to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self.table.gradient.watch(plan.unique, rows)
+        places = plan.places.to(ids.device)
+        where = plan.padding if len(rows) else 0  # torch wants a row, even for no id at all
+        if where is None:
+            return rows, places, None
+        zeros = rows.new_zeros(1, rows.shape[1])
+        return torch.cat((rows[:where], zeros, rows[where:])), places, where
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Saves nothing: rows are saved by ``cluster.snapshot``."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads nothing: rows are on the servers."""
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, dim={self.table.dim}{padding}"
+
+
+def _in_order(unique: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the different ids in ascending order."""
+    unique, order = torch.sort(unique)
+    moved = torch.empty_like(order)
+    moved[order] = torch.arange(len(order))
+    return unique, moved[places]
+
+
+def _plan(ids: Tensor, padding_idx: int | None, ordered: bool) -> _Plan:
+    unique, places = _in_order(*distinct(ids.long())) if ordered else distinct(ids.long())
+    found = [] if padding_idx is None else torch.nonzero(unique == padding_idx).flatten().tolist()
+    if not found:
+        return _Plan(ids, ids._version, unique, places, None)
+    others = torch.cat((unique[: found[0]], unique[found[0] + 1 :]))
+    return _Plan(ids, ids._version, others, places, found[0])
+
+
+class Embedding(_Lookup):
+    """Looks up one row for each id, as :class:`torch.nn.Embedding`.
+
+    Args:
+        table: where the rows are; from ``cluster.table``.
+        padding_idx: an id that reads as zeros, gets no gradient and is never sent. Default None.
+
+    Example::
+
+        words = ps.Embedding(cluster.table("words", dim=64, optimizer=ps.Adam(), init=ps.Normal()))
+        vectors = words(torch.tensor([[3, 1 << 40], [3, -7]]))          # (2, 2, 64)
+    """
+
+    def __init__(self, table: Rows, padding_idx: int | None = None) -> None:
+        super().__init__(table, padding_idx)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the rows of ``ids``.
+
+        Args:
+            ids: int64 of any shape, or a nested tensor in the layout ``torch.jagged``.
+
+        Returns:
+            ``(*ids.shape, dim)``.
+        """
+        rows, places, padding = self._fetch(self._checked(ids))
+        found = functional.embedding(places, rows, padding_idx=padding)
+        return _nested_like(found, ids) if ids.is_nested else found
+
+
+def _nested_like(values: Tensor, ids: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, _offsets(ids))
+
+
+def _offsets(ids: Any) -> Tensor:
+    offsets: Tensor = ids.offsets()
+    return offsets
+
+
+class EmbeddingBag(_Lookup):
+    """Looks up rows and reduces those of each bag to one, as :class:`torch.nn.EmbeddingBag`.
+
+    Args:
+        table: where the rows are; from ``cluster.table``.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``. Default ``"mean"``, as in torch.
+        include_last_offset: if offsets name the end of the last bag too. Default False.
+        padding_idx: an id that does not count, gets no gradient and is never sent. Default None.
+
+    Raises:
+        ValueError: there is no such mode.
+
+    Example::
+
+        items = ps.EmbeddingBag(table, mode="sum")
+        vectors = items(torch.tensor([3, 1, 3, 8]), torch.tensor([0, 3]))    # two bags: (2, dim)
+    """
+
+    _is_ordered = True  # torch's backward sorts, and adds up equal ids in an order that it leaves
+
+    def __init__(
+        self,
+        table: Rows,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(table, padding_idx)
+        if mode not in _MODES:
+            raise ValueError(f"EmbeddingBag: mode={mode!r} must be one of {', '.join(_MODES)}")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Returns one row for each bag.
+
+        Args:
+            ids: ``(bags, length)``; or ``(n,)`` with offsets; or a nested tensor in the layout
+                ``torch.jagged``, each part of which is a bag.
+            offsets: where each bag begins.
+            per_sample_weights: a factor for each id; only with ``mode="sum"``.
+
+        Returns:
+            ``(bags, dim)``.
+
+        Raises:
+            ValueError: offsets are missing, or given where the shape says it all.
+        """
+        flat = self._checked(ids)
+        last = self.include_last_offset
+        if ids.is_nested:
+            offsets, last = _offsets(ids), True
+            if per_sample_weights is not None and per_sample_weights.is_nested:
+                per_sample_weights = per_sample_weights.values()
+        rows, places, padding = self._fetch(flat)
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=last,
+            padding_idx=padding,
+        )
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def tables_of(model: nn.Module) -> list[Rows]:
+    """The tables that the modules of a model look rows up in, each once."""
+    found: Sequence[Rows] = [each.table for each in model.modules() if isinstance(each, _Lookup)]
+    return list({id(table): table for table in found}.values())
