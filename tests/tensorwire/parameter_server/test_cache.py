@@ -1,4 +1,4 @@
-"""A cache of rows never hands out a row that is older than its bound, and never grows beyond its size."""
+"""A cache of rows keeps to its size and never hands out a row that is too old."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def test_no_row_is_ever_too_old_or_another_ids(
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="Cache: rows=0 must be at least 1"):
         Cache(0, 2)
-    with pytest.raises(TypeError, match="staleness=1.5"):
+    with pytest.raises(TypeError, match=r"staleness=1\.5"):
         Cache(3, 1.5)  # type: ignore[arg-type]
