@@ -11,13 +11,13 @@ import functools
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED = ["torch", "torch.distributed.optim"]
-_IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
+IMPORTED = ["torch", "torch.distributed.optim"]
+IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
 
 
 @functools.cache
 def ready_made() -> ForkServerContext:
     """What makes such processes. Tests that use it need the fixture ``process_server``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload(IMPORTED)
     return context

@@ -1,0 +1,147 @@
+"""Jobs in real processes: agents, which begin with torch imported, and what their workers note."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.processes import IMPORTED, ready_made
+from tests.waiting import eventually
+
+PROGRAMS = Path(__file__).parent / "programs"
+LIGHT = str(PROGRAMS / "light.py")
+SECONDS = 60.0
+"""A deadline that only a failing test reaches, however busy the machine is."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A line of the journal: a life of a worker began."""
+
+    name: str
+    life: int
+    pid: int
+    at: float
+    environment: dict[str, str]
+
+    @property
+    def lives(self) -> bool:
+        return is_running(self.pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@dataclass
+class Agent:
+    """One agent, as a process."""
+
+    process: BaseProcess
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Its exit code."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still running: {self.said}"
+        return self.process.exitcode
+
+
+@dataclass
+class Job:
+    """A job whose workers write to one journal."""
+
+    folder: Path
+    agents: list[Agent] = field(default_factory=list)
+
+    def start(self, *arguments: str, main: str = "rpcrun", **variables: str) -> Agent:
+        """Starts an agent with a command line; its program is given the folder by the test."""
+        output = self.folder / f"agent{len(self.agents)}.out"
+        output.touch()
+        start = ready_made().Process(target=_run, args=(main, arguments, str(output), variables))
+        start.start()
+        agent = Agent(start, output)
+        self.agents.append(agent)
+        return agent
+
+    def end(self) -> None:
+        """Tells the workers that wait to end."""
+        (self.folder / "end").touch()
+
+    @property
+    def starts(self) -> list[Start]:
+        journal = self.folder / "journal"
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        return [Start(**json.loads(line)) for line in lines]
+
+    def life(self, name: str, number: int = 1) -> Start:
+        """Waits until a life of a worker has begun."""
+        assert eventually(lambda: bool(self._of(name, number)), SECONDS, 0.05), (
+            f"life {number} of {name} did not begin; {self.names}\n{self.said}"
+        )
+        return self._of(name, number)[0]
+
+    def _of(self, name: str, number: int) -> list[Start]:
+        return [each for each in self.starts if (each.name, each.life) == (name, number)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the workers that began, with their lives, sorted."""
+        return sorted(f"{each.name}#{each.life}" for each in self.starts)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(agent.said for agent in self.agents)
+
+
+@contextlib.contextmanager
+def job(folder: Path) -> Iterator[Job]:
+    """A job that leaves nothing running behind, whatever becomes of the test."""
+    made = Job(folder)
+    try:
+        yield made
+    finally:
+        made.end()
+        for agent in made.agents:
+            agent.process.join(0 if sys.exc_info()[0] else SECONDS)
+            agent.process.kill()
+            agent.process.join()
+            agent.process.close()
+        for start in made.starts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(start.pid, signal.SIGKILL)
+
+
+def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, str]) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(variables)
+    multiprocessing.set_forkserver_preload(IMPORTED)  # for workers that are forked
+    begin: Any
+    if main == "rpcrun":
+        from tensorwire.launch.main import main as begin
+    else:
+        from torch.distributed.run import main as begin
+    begin(list(arguments))

@@ -1,0 +1,50 @@
+"""A worker without torch, which starts at once: says who it is, and does what it is told.
+
+    light.py FOLDER [WORKER=ACTION ...]
+
+It adds a line with its environment to ``FOLDER/journal``. ``WORKER`` is a name, with ``#2`` for
+its second life only, or a role; the actions:
+
+    wait     until there is a file ``FOLDER/end``, as all do that are told nothing
+    done     end well, at once
+    fail     end with exit code 3
+    raise    end with an exception
+    deaf     wait, and ignore SIGTERM
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    folder, told = Path(sys.argv[1]), dict(each.split("=") for each in sys.argv[2:])
+    role, life = os.environ["ROLE_NAME"], int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    name = os.environ.get("RPC_WORKER_NAME", f"{role}:{os.environ['ROLE_RANK']}")
+    action = told.get(f"{name}#{life}") or told.get(name) or told.get(role, "wait")
+    if action == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(f"{name} speaks, life {life}", flush=True)
+    print(f"{name} complains", file=sys.stderr, flush=True)
+    note(folder, name, life)
+    if action == "fail":
+        sys.exit(3)
+    if action == "raise":
+        raise ArithmeticError(f"{name} cannot count")
+    while action != "done" and not (folder / "end").exists():
+        time.sleep(0.02)
+
+
+def note(folder: Path, name: str, life: int) -> None:
+    line = {"name": name, "life": life, "pid": os.getpid(), "at": time.time()}
+    with open(folder / "journal", "a") as journal:
+        journal.write(json.dumps(line | {"environment": dict(os.environ)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

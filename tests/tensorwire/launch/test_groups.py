@@ -1,0 +1,101 @@
+"""Jobs whose workers are a group, or a process group: some are killed, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.free_ports import free_port
+from tests.tensorwire.launch.jobs import PROGRAMS, SECONDS, Job, is_running, job
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.xdist_group("launch"),
+    pytest.mark.timeout(300),
+]
+
+FORKED = ("--run-path", "--start-method", "forkserver", "--monitor-interval", "0.05")
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Job]:
+    with job(tmp_path) as made:
+        yield made
+
+
+def progress(work: Job, name: str) -> dict[str, Any]:
+    path = work.folder / f"{name}.progress"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": 0}
+    return found
+
+
+def works_on(work: Job, name: str, other_than: int = 0) -> dict[str, Any]:
+    """Waits until a trainer, in another process than that, has done some more steps."""
+
+    def done() -> int:
+        now = progress(work, name)
+        return int(now["steps"]) if now.get("pid", other_than) != other_than else -1
+
+    before = max(0, done())
+    until(lambda: done() >= before + 3, SECONDS, 0.05)
+    return progress(work, name)
+
+
+def test_only_what_died_starts_again_and_the_others_go_on(work: Job) -> None:
+    meets = ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "j", "--nnodes", "1:2")
+    member = (str(PROGRAMS / "member.py"), str(work.folder))
+    roles = ("--role", "ps:2,service,max_restarts=1", "--role", "trainer:2,max_restarts=1")
+    agent = work.start(*meets, *roles, *FORKED, *member)
+    first, second = works_on(work, "trainer:0"), works_on(work, "trainer:1")
+
+    os.kill(first["pid"], signal.SIGKILL)
+    again = works_on(work, "trainer:0", first["pid"])
+    assert again["incarnation"] > first["incarnation"]
+    assert again["seen"] == first["seen"] == works_on(work, "trainer:1")["seen"]
+
+    server = first["seen"]["ps:1"]
+    os.kill(server, signal.SIGKILL)
+    for name, trainer in [("trainer:0", again), ("trainer:1", second)]:
+        until(lambda name=name: progress(work, name)["seen"]["ps:1"] != server, SECONDS, 0.05)
+        now = works_on(work, name)
+        assert (now["pid"], now["seen"]["ps:0"]) == (trainer["pid"], trainer["seen"]["ps:0"])
+
+    joins = work.start(*meets, "--role", "trainer:1,max_restarts=1", *member)
+    third = works_on(work, "trainer:2")
+    joins.send(signal.SIGKILL)
+    until(lambda: not is_running(third["pid"]), 20.0)
+    assert works_on(work, "trainer:0")["pid"] == again["pid"]
+
+    os.kill(second["pid"], signal.SIGSTOP)  # the group declares it lost
+    assert works_on(work, "trainer:1", second["pid"])["incarnation"] > second["incarnation"]
+    assert not is_running(second["pid"])
+    assert works_on(work, "trainer:0")["pid"] == again["pid"]
+    assert "trainer:1 is killed: its group declared it lost" in agent.said
+    work.end()
+    assert agent.wait() == 0
+
+
+def test_a_process_group_is_formed_anew_after_a_death(work: Job) -> None:
+    agent = work.start(
+        *("--standalone", "--role", "ddp:2,pg,max_restarts=1"),
+        *(*FORKED, str(PROGRAMS / "ddp.py"), str(work.folder)),
+    )
+
+    def averages(life: int) -> list[str]:
+        paths = [work.folder / f"ddp:{rank}.{life}" for rank in range(2)]
+        return [path.read_text() if path.exists() else "" for path in paths]
+
+    for life in (0, 1):
+        until(lambda life=life: all(a.endswith(" 2 0.5") for a in averages(life)), SECONDS, 0.05)
+        if life == 0:
+            os.kill(int(averages(0)[1].split()[0]), signal.SIGKILL)
+    work.end()
+    assert agent.wait() == 0

@@ -1,0 +1,183 @@
+"""Agents and their workers as real processes; the workers need no torch, so they start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.free_ports import free_port
+from tests.tensorwire.launch.jobs import LIGHT, Job, job
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.xdist_group("launch"),
+]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Job]:
+    with job(tmp_path) as made:
+        yield made
+
+
+def logs_of(work: Job) -> dict[str, str]:
+    """The files that workers wrote, by their paths below the job's folder."""
+    (run,) = (work.folder / "logs").iterdir()
+    return {str(path.relative_to(run)): path.read_text() for path in sorted(run.rglob("*.log"))}
+
+
+def test_workers_of_roles_have_names_ids_and_logs_of_their_own(work: Job) -> None:
+    agent = work.start(
+        *("--standalone", "--role", "ps:1,service", "--role", "trainer:12,max_restarts=1"),
+        *("--log-dir", str(work.folder / "logs"), "--redirects", "3", "--tee", "trainer:1"),
+        *("--monitor-interval", "0.02", LIGHT, str(work.folder)),
+        *("trainer=done", "trainer:11#1=fail"),
+    )
+    assert agent.wait() == 0
+    names = [f"trainer:{number}#1" for number in range(12)]
+    assert work.names == sorted([*names, "ps:0#1", "trainer:11#2"])
+    seen = work.life("trainer:11", 2).environment
+    wanted = {
+        "RANK": "12",
+        "WORLD_SIZE": "13",
+        "LOCAL_RANK": "11",
+        "LOCAL_WORLD_SIZE": "12",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "11",
+        "ROLE_WORLD_SIZE": "12",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "RPC_WORKER_NAME": "trainer:11",
+        "RPC_WORKER_ID": "12",
+        "RPC_SERVICE": "0",
+    }
+    assert {name: seen.get(name) for name in wanted} == wanted
+    assert work.life("ps:0").environment["RPC_SERVICE"] == "1"
+    assert {each.environment["RPC_WORKER_ID"] for each in work.starts} == set(map(str, range(13)))
+    assert [each.name for each in work.starts if each.lives] == []
+    logs = logs_of(work)
+    assert logs["trainer/11/attempt_0/stdout.log"] == "trainer:11 speaks, life 1\n"
+    assert logs["trainer/11/attempt_1/stdout.log"] == "trainer:11 speaks, life 2\n"
+    assert logs["trainer/3/attempt_0/stdout.log"] == "trainer:3 speaks, life 1\n"
+    assert logs["ps/0/attempt_0/stderr.log"] == "ps:0 complains\n"
+    assert "[trainer:11]:trainer:11 speaks, life 2" in agent.said
+    assert "ps:0 speaks" not in agent.said
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_job_whose_report_names_it(work: Job) -> None:
+    agent = work.start(
+        *("--standalone", "--role", "ps:1,service", "--role", "trainer:2,max_restarts=2"),
+        *("--monitor-interval", "0.02", "--run-path", "--start-method", "fork"),
+        *(LIGHT, str(work.folder), "trainer:1=raise"),
+    )
+    assert agent.wait() == 1
+    lives = [work.life("trainer:1", number) for number in (1, 2, 3)]
+    assert work.names == ["ps:0#1", "trainer:0#1"] + [f"trainer:1#{life}" for life in (1, 2, 3)]
+    assert lives[2].at - lives[1].at >= 1.0  # the second failure in a row is waited for
+    assert "trainer:1 (id 2, process " in agent.said
+    assert "failed first, with exit code 1 after 2 restarts" in agent.said
+    assert "ArithmeticError: trainer:1 cannot count" in agent.said
+    assert [each.name for each in work.starts if each.lives] == []
+
+
+def test_a_signal_to_the_agent_ends_its_workers_and_those_that_do_not_hear_are_killed(
+    work: Job,
+) -> None:
+    agent = work.start(
+        *("--standalone", "--role", "trainer:2", "--monitor-interval", "0.02"),
+        *("--shutdown-timeout", "1", "--signals-to-handle", "SIGTERM,SIGUSR1"),
+        *(LIGHT, str(work.folder), "trainer:1=deaf"),
+    )
+    workers = [work.life(f"trainer:{number}") for number in range(2)]
+    agent.send(signal.SIGUSR1)
+    assert agent.wait() == 128 + signal.SIGUSR1
+    assert [each.name for each in workers if each.lives] == []
+
+
+def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed(
+    work: Job,
+) -> None:
+    port = free_port()
+    meets = ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "j", "--nnodes", "1:3")
+    meets += ("--monitor-interval", "0.02", "--rdzv-conf", "keep_alive_interval=0.2")
+    meets += ("--role", "trainer:1,max_restarts=0")
+    program = (LIGHT, str(work.folder))
+    first = work.start(*meets, "--spare", "1", *program)
+    work.life("trainer:0")
+    second = work.start(*meets, *program)
+    former = work.life("trainer:1")
+    assert former.environment["GROUP_RANK"] == "1"
+
+    third = work.start(*meets, *program)
+    leaves = work.life("trainer:2")
+    third.send(signal.SIGTERM)
+    assert third.wait() == 128 + signal.SIGTERM
+    assert not leaves.lives
+    taken = work.life("trainer:2", 2)  # by the first, which has a spare seat
+    assert taken.environment["GROUP_RANK"] == "0"
+
+    second.send(signal.SIGKILL)
+    until(lambda: not former.lives, 20.0)
+    until(lambda: "agent 1 gives no sign of life; it is struck out" in first.said)
+    fourth = work.start(*meets, *program)
+    assert work.life("trainer:1", 2).environment["GROUP_RANK"] == "3"
+    assert work.life("trainer:0").lives
+    assert taken.lives
+    work.end()
+    assert [first.wait(), fourth.wait()] == [0, 0]
+    assert work.names == [
+        f"trainer:{n}#{life}" for n, life in [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]
+    ]
+
+
+def test_a_process_group_and_a_job_start_again_as_a_whole(work: Job) -> None:
+    agent = work.start(
+        *("--standalone", "--role", "ps:1,service", "--role", "ddp:2,pg,max_restarts=1"),
+        *("--role", "reader:1,restart=job,max_restarts=1", "--monitor-interval", "0.02"),
+        *(LIGHT, str(work.folder)),
+    )
+    first = [work.life(name) for name in ("ddp:0", "ddp:1", "ps:0", "reader:0")]
+    os.kill(first[1].pid, signal.SIGKILL)
+    again = [work.life(name, 2).environment for name in ("ddp:0", "ddp:1")]
+    assert [(each["RANK"], each["WORLD_SIZE"]) for each in again] == [("0", "2"), ("1", "2")]
+    assert again[0]["MASTER_PORT"] == again[1]["MASTER_PORT"]
+    assert again[0]["MASTER_PORT"] != first[0].environment["MASTER_PORT"]
+    assert first[2].lives
+    assert first[3].lives
+
+    os.kill(first[3].pid, signal.SIGKILL)
+    for name, life in [("ps:0", 2), ("reader:0", 2), ("ddp:0", 3), ("ddp:1", 3)]:
+        work.life(name, life)
+    assert not first[2].lives
+    work.end()
+    assert agent.wait() == 0
+
+
+def test_without_roles_all_is_as_torchrun_does_it_and_torchrun_has_our_rendezvous(
+    work: Job,
+) -> None:
+    port = free_port()
+    program = (LIGHT, str(work.folder), "trainer:0#1=fail")
+    flags = ("--nproc-per-node", "2", "--role", "trainer", "--max-restarts", "1")
+    flags += ("--monitor-interval", "0.02", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id")
+    ours = work.start(*flags, "ours", "--rdzv-backend", "c10d", *program)
+    assert work.life("trainer:1", 2).lives  # torchrun starts all of them again
+    work.end()
+    assert ours.wait() == 0
+    (work.folder / "end").unlink()
+    theirs = work.start(*flags, "theirs", "--rdzv-backend", "tensorwire", *program, main="torchrun")
+    until(lambda: len(work.starts) == 8)
+    work.end()
+    assert theirs.wait() == 0
+    assert work.names == sorted(2 * [f"trainer:{n}#{life}" for n in (0, 1) for life in (1, 2)])
+    one, other = ({**work.starts[place].environment} for place in (3, 7))
+    assert set(one) - {"RPC_GROUP_KEY_FILE"} == set(other)
