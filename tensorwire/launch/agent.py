@@ -68,10 +68,25 @@ _SECONDS_BETWEEN_POLLS = 0.02
 _JOIN_SECONDS = 600.0
 _READ_SECONDS = 60.0
 
+_JOB = ""
+"""Stands for the job, where roles have stores of their own."""
+_MEETING = "rpcrun/meeting"
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What becomes of the workers' output; see ``Logs``."""
+    """Says what becomes of the workers' output.
+
+    Args:
+        folder: for the logs of all jobs. Default a temporary one, which goes with the job.
+        redirects: streams that go to files. Default none.
+        tee: streams that go to files and to the terminal. Default none.
+        shown: workers whose output the terminal shows. Default all.
+        prefix: of each line that is shown from a file; ``${role_name}``, ``${local_rank}``,
+            ``${rank}`` and ``${worker_name}`` stand for the worker's. Default its name.
+        stdout_filters: lines of ``tee`` with one of these texts go to ``filtered_stdout.log``.
+        stderr_filters: likewise.
+    """
 
     folder: str | None = None
     redirects: Streams = field(default_factory=Streams)
@@ -94,7 +109,7 @@ class RoleAgent(SimpleElasticAgent):
         roles: the roles. Default one, which the spec describes.
         spare: seats for workers of an agent that died. Default 0.
         min_nodes: agents that the job needs. Default 1.
-        output: what becomes of what the workers write.
+        output: what becomes of what the workers write. Default the terminal shows all of it.
         start_method: how processes of functions begin: spawn, fork or forkserver.
         shutdown_timeout: seconds from asking a worker to end to killing it. Default 30.
         group_key: the key of the workers' group; empty for none.
@@ -167,12 +182,9 @@ class RoleAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Does the first round; every start is recorded where it happens."""
-        self._facts = JobFacts(
-            self._handler.get_run_id(),
-            worker_group.group_rank or 0,
-            worker_group.master_addr or "",
-            int(worker_group.master_port or 0),
-        )
+        host, port = self._meeting(worker_group)
+        run_id = self._handler.get_run_id()
+        self._facts = JobFacts(run_id, worker_group.group_rank or 0, host, port)
         self._members: GroupMembers | None = None
         if self._guardian is None:
             self._guardian = Guardian()
@@ -192,6 +204,18 @@ class RoleAgent(SimpleElasticAgent):
             )
         self._round()
         return {}
+
+    def _meeting(self, worker_group: WorkerGroup) -> tuple[str, int]:
+        """Where the workers' store is; under a rendezvous that has none, the first node's."""
+        host, port = worker_group.master_addr or "", int(worker_group.master_port or 0)
+        if self._handler.use_agent_store:
+            return host, port
+        shared: Any = worker_group.store
+        group_rank: Any = worker_group.group_rank
+        if group_rank == 0 and _JOB not in self._stores:
+            self._stores[_JOB] = listening_store(host, 0, _READ_SECONDS)
+            shared.set(_MEETING, str(self._stores[_JOB].port))
+        return host, int(shared.get(_MEETING))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Does a round; says how the job is."""

@@ -53,7 +53,12 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The workers whose output the terminal shows; without any named, all of them."""
+    """The workers whose output the terminal shows; without any named, all of them.
+
+    Args:
+        ranks: local ranks.
+        roles: names of roles.
+    """
 
     ranks: frozenset[int] = frozenset()
     roles: frozenset[str] = frozenset()
@@ -120,6 +125,8 @@ def make_parser() -> argparse.ArgumentParser:
         "with the key of the workers' group, the same on each machine; on one machine a key is "
         "made for the job")  # fmt: skip
     add("--insecure", action=check_env, help="Listen beyond this machine without a group key")
+    add("--dropin", action=check_env, help="In the workers, torch.distributed.rpc stands for "
+        "TensorWire; see tensorwire.dropin")  # fmt: skip
     add("--dry-run", "--dry_run", action=check_env, help="Print what would be started, and end")
     return parser
 

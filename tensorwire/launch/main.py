@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rpc.extend import KEY_FILE
+from tensorwire import dropin
 from tensorwire.launch.agent import Output, RoleAgent
 from tensorwire.launch.dry_run import describe_start
 from tensorwire.launch.flags import Command, FlagError, Streams, parse
@@ -71,6 +72,8 @@ def _main(argv: Sequence[str]) -> int:
     except _MISTAKES as error:
         print(f"rpcrun: {error}", file=sys.stderr)
         return 2
+    if command.arguments.dropin:
+        os.environ.update(dropin.environment())
     try:
         return _launch(command, key)
     finally:

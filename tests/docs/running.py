@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -48,7 +49,7 @@ def run_program(program: Program, folder: Path) -> tuple[str, str]:
     file.write_text(program.code)
     outputs = [folder / f"output-{number}" for number in range(len(program.commands))]
     tasks = [
-        functools.partial(_run_file, file, command.split()[2:], output)
+        functools.partial(_run_command, file, command.split(), output)
         for command, output in zip(program.commands, outputs, strict=True)
     ]
     failure = _run(tasks, [{"PYTHONPATH": os.getcwd()}] * len(tasks), folder)
@@ -112,6 +113,17 @@ def _perform(task: Task, environment: Mapping[str, str], folder: Path, send: Con
     else:
         send.send("")
     send.close()
+
+
+def _run_command(file: Path, words: Sequence[str], output: Path) -> None:
+    if words[0] != "rpcrun":
+        _run_file(file, words[2:], output)
+        return
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)  # where its workers print, too
+    try:
+        importlib.import_module("tensorwire.launch.main").main(words[1:])
+    except SystemExit as end:
+        assert not end.code, f"exit code {end.code}"
 
 
 def _run_file(file: Path, arguments: Sequence[str], output: Path) -> None:

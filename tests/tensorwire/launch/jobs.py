@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -12,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from tests.processes import IMPORTED, ready_made
 from tests.waiting import eventually
@@ -76,7 +76,13 @@ class Job:
     agents: list[Agent] = field(default_factory=list)
 
     def start(self, *arguments: str, main: str = "rpcrun", **variables: str) -> Agent:
-        """Starts an agent with a command line; its program is given the folder by the test."""
+        """Starts an agent.
+
+        Args:
+            arguments: its command line; the test says where the job's folder is.
+            main: rpcrun, torchrun, or a module whose ``main`` takes the arguments.
+            variables: its environment, beyond this process's.
+        """
         output = self.folder / f"agent{len(self.agents)}.out"
         output.touch()
         start = ready_made().Process(target=_run, args=(main, arguments, str(output), variables))
@@ -133,15 +139,14 @@ def job(folder: Path) -> Iterator[Job]:
                 os.kill(start.pid, signal.SIGKILL)
 
 
+_MAINS = {"rpcrun": "tensorwire.launch.main", "torchrun": "torch.distributed.run"}
+
+
 def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, str]) -> None:
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables)
     multiprocessing.set_forkserver_preload(IMPORTED)  # for workers that are forked
-    begin: Any
-    if main == "rpcrun":
-        from tensorwire.launch.main import main as begin
-    else:
-        from torch.distributed.run import main as begin
-    begin(list(arguments))
+    module = importlib.import_module(_MAINS.get(main, main))
+    module.main(*(list(arguments),) if main in _MAINS else arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -181,3 +182,26 @@ def test_without_roles_all_is_as_torchrun_does_it_and_torchrun_has_our_rendezvou
     assert work.names == sorted(2 * [f"trainer:{n}#{life}" for n in (0, 1) for life in (1, 2)])
     one, other = ({**work.starts[place].environment} for place in (3, 7))
     assert set(one) - {"RPC_GROUP_KEY_FILE"} == set(other)
+
+
+def test_a_launcher_of_ones_own_has_its_rendezvous_events_and_metrics(work: Job) -> None:
+    agent = work.start(str(work.folder), main="tests.tensorwire.launch.programs.own_launcher")
+    assert agent.wait() == 0, agent.said
+    seen = json.loads((work.folder / "seen.json").read_text())
+    assert (seen["failed"], seen["values"]) == (False, {"0": 0, "1": 1, "2": 4})
+    assert seen["metrics"].count("workers.trainer.start") == 3
+    assert seen["metrics"].count("workers.trainer.restart") == 1
+    assert seen["events"].count(["WORKER", "START"]) == 3
+    assert seen["events"].count(["WORKER", "RESTART"]) == 1
+    assert seen["events"].count(["WORKER", "SUCCEEDED"]) == 3
+
+
+def test_programs_for_torchs_rpc_run_on_ours_with_dropin(work: Job) -> None:
+    program = work.folder / "program.py"
+    program.write_text(
+        "from torch.distributed import rpc\n"
+        f"open({str(work.folder / 'seen')!r}, 'w').write(rpc.rpc_sync.__module__)\n"
+    )
+    agent = work.start("--standalone", "--dropin", "--role", "trainer:1", str(program))
+    assert agent.wait() == 0, agent.said
+    assert (work.folder / "seen").read_text().startswith("rpc.")
