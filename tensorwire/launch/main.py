@@ -57,10 +57,11 @@ class JobFailedError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs ``rpcrun`` with a command line, by default this process's; ends the process."""
-    sys.exit(_main(sys.argv[1:] if argv is None else argv))
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
-def _main(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
+    """Runs ``rpcrun`` with a command line, and returns its exit code."""
     _log_to_stderr()
     try:
         command = parse(argv)

@@ -120,10 +120,9 @@ def _run_command(file: Path, words: Sequence[str], output: Path) -> None:
         _run_file(file, words[2:], output)
         return
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)  # where its workers print, too
-    try:
-        importlib.import_module("tensorwire.launch.main").main(words[1:])
-    except SystemExit as end:
-        assert not end.code, f"exit code {end.code}"
+    main: Callable[[Sequence[str]], int] = importlib.import_module("tensorwire.launch.main").run
+    code = main(words[1:])
+    assert code == 0, f"exit code {code}"
 
 
 def _run_file(file: Path, arguments: Sequence[str], output: Path) -> None:

@@ -147,6 +147,7 @@ def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, 
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables)
+    os.chdir(Path(output).parent)
     multiprocessing.set_forkserver_preload(IMPORTED)  # for workers that are forked
     module = importlib.import_module(_MAINS.get(main, main))
     module.main(*(list(arguments),) if main in _MAINS else arguments)

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from tensorwire.launch.main import _main
+from tensorwire.launch.main import run
 
 
 def test_a_dry_run_lists_the_workers_and_starts_nothing(
@@ -17,7 +17,7 @@ def test_a_dry_run_lists_the_workers_and_starts_nothing(
         "--dry-run --nnodes 1:2 --rdzv-endpoint head:1 --rdzv-id j --max-restarts 2 --spare 1 "
         "--role ps:1,service=my.server --role ddp:2,pg,max_restarts=0 -m train --lr '0 1'"
     )
-    assert _main(shlex.split(line)) == 0
+    assert run(shlex.split(line)) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rendezvous: tensorwire at head:1, job 'j', 1:2 nodes",
         "ps:0 (id 0; restart=worker, max_restarts=2, service): python -u -m my.server",
@@ -31,7 +31,7 @@ def test_a_dry_run_without_roles_says_what_torchrun_would_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "python")
-    assert _main(shlex.split("--dry-run --nproc-per-node 3 --no-python ./run a")) == 0
+    assert run(shlex.split("--dry-run --nproc-per-node 3 --no-python ./run a")) == 0
     assert capsys.readouterr().out.splitlines()[1] == "3 workers of role 'default': ./run a"
 
 
@@ -47,5 +47,5 @@ def test_a_dry_run_without_roles_says_what_torchrun_would_start(
 def test_a_mistake_costs_one_line(
     line: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _main(shlex.split(line)) == 2
+    assert run(shlex.split(line)) == 2
     assert problem in capsys.readouterr().err
