@@ -1,8 +1,7 @@
 """Runs the process that gives signs of life for a worker, and stands in for it.
 
-The process (``liveness_process``) starts with the first question that this worker asks, so
-that ``init_rpc`` does not wait for it; if it ends, it is started again. While there is none,
-the worker answers itself, whenever its pulse beats.
+The process (``liveness_process``) starts when it is needed, and again should it end. While
+there is none, the worker answers itself, whenever its pulse beats.
 """
 
 from __future__ import annotations
@@ -48,14 +47,21 @@ class Answerer:
         self._process: subprocess.Popen[bytes] | None = None
         self._note: str | None = None
         self._closed = False
+        self._was_asked = False
         self._has_warned = False
 
-    def serve(self) -> None:
-        """Starts the process unless it runs; where it cannot be started, answers itself."""
+    def serve(self, at_once: bool) -> None:
+        """Answers what has come, unless the process does.
+
+        Args:
+            at_once: start the process now; else when somebody has asked.
+        """
         self.note()
         with self._lock:
             if self._control is not None or self._closed:
                 return
+        if not (at_once or self._was_asked):
+            return
         if self._process is not None:
             _logger.info("the process that gave signs of life for %s ended", self._name)
             self._end()
@@ -63,7 +69,6 @@ class Answerer:
             self._start()
         except OSError as error:
             self._warn(error)
-            self._answer()
 
     def condemn(self, token: bytes) -> None:
         """Has the asker with this token told that it was declared lost."""
@@ -77,6 +82,8 @@ class Answerer:
     def note(self) -> str | None:
         """The latest note that came for this worker."""
         with self._lock:
+            if self._control is None and not self._closed:
+                self._answer()
             while self._control is not None:
                 try:
                     text = self._control.recv(MOST_BYTES)
@@ -105,10 +112,12 @@ class Answerer:
         self._note = text.decode(errors="replace")
 
     def _answer(self) -> None:
+        """Replies to what has come; needs the lock."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 data, sender = self._datagrams.recvfrom(MOST_BYTES)
                 reply, note = self._here.reply(data)
+                self._was_asked = self._was_asked or bool(reply)
                 if reply:
                     self._datagrams.sendto(reply, sender)
             except OSError:
@@ -131,7 +140,7 @@ class Answerer:
         try:
             ours.setblocking(False)
             ours.send(self._secret)
-            self._process = _start_process(self._name, self._datagrams, theirs)
+            self._process = start_process(self._name, os.getpid(), self._datagrams, theirs)
             with self._lock:
                 self._control = ours
                 for token in self._condemned:
@@ -153,20 +162,26 @@ class Answerer:
         process.wait()
 
 
-def _start_process(
-    name: str, datagrams: socket.socket, control: socket.socket
+def start_process(
+    name: str, worker: int, datagrams: socket.socket, control: socket.socket
 ) -> subprocess.Popen[bytes]:
-    """Starts the process in a session of its own: signals to this one's group are not for it.
+    """Starts the process, in a session of its own: signals to this one's group are not for it.
+
+    Args:
+        name: of the worker, for lists of processes.
+        worker: the number of its process.
+        datagrams: see ``liveness_process.main``.
+        control: likewise.
 
     Raises:
         OSError: there is no interpreter to run it, or no room for it.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("this program does not know where its Python interpreter is")
-    life = os.pidfd_open(os.getpid())
+    life = os.pidfd_open(worker)
     try:
         descriptors = (datagrams.fileno(), control.fileno(), life)
-        numbers = [str(number) for number in (os.getpid(), *descriptors)]
+        numbers = [str(number) for number in (worker, *descriptors)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", liveness_process.__file__, name, *numbers],
             stdin=subprocess.DEVNULL,

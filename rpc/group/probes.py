@@ -1,10 +1,11 @@
 """How workers give each other signs of life without help from the interpreter.
 
-Beside every worker runs a small process that answers for it (``liveness_process``), also
-while a handler holds the interpreter lock, and falls silent when the worker is stopped. To
-ask for a sign of life is to send it a datagram. The answer also says whether the worker
-declared the asker lost; besides, a *note* is sent to a worker that was declared lost. So one
-that was silent for a while, and wakes, learns what became of it.
+Of a worker on the same host the kernel says whether its process runs (``local_processes``).
+Any other is asked by a datagram. Beside it runs a small process that answers for it
+(``liveness_process``), also while a handler holds the interpreter lock, and falls silent when
+the worker is stopped. The answer also says whether the worker declared the asker lost.
+Besides, a *note* is sent to a worker that was declared lost. So one that was silent for a
+while, and wakes, learns what became of it.
 
 All datagrams are authenticated with the group's key and begin with a cookie that strangers
 do not know; the kernel drops those that do not, before they take room in a buffer. Decides
@@ -14,8 +15,10 @@ nothing: ``liveness`` does, and ``watch`` carries it out.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
+import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -38,6 +41,7 @@ from rpc.group.liveness_process import (
     TOKEN_BYTES,
     Datagram,
 )
+from rpc.group.local_processes import LocalProcess, ProcessId
 from rpc.ids import Life
 
 _MOST_AT_ONCE: Final = 1000
@@ -89,20 +93,23 @@ class Prober(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a worker's process for signs of life listens, and the worker's token."""
+    """Where a worker is asked for signs of life, the worker's token, and its process."""
 
     host: str
     port: int
     token: bytes
+    process: ProcessId
 
     def encode(self) -> str:
-        return json.dumps([self.host, self.port, self.token.hex()])
+        process = [self.process.place, self.process.number, self.process.started]
+        return json.dumps([self.host, self.port, self.token.hex(), *process])
 
     @classmethod
     def decode(cls, text: str) -> _Address:
-        host, port, token = json.loads(text)
+        host, port, token, place, number, started = json.loads(text)
         ip_address(host)  # a name would have to be looked up
-        return cls(host, int(port), bytes.fromhex(token))
+        process = ProcessId(str(place), int(number), str(started))
+        return cls(host, int(port), bytes.fromhex(token), process)
 
 
 @dataclass(slots=True)
@@ -110,6 +117,8 @@ class _Peer:
     """Somebody who is asked."""
 
     address: _Address
+    process: LocalProcess | None
+    """Its process, if that can be seen from here; then it is not sent questions."""
     owed: bytes = b""
     """The nonce of the question that is not answered yet."""
 
@@ -130,10 +139,18 @@ class DatagramProber:
         host: this worker's address on the network of the group; default the loopback
             interface.
         group_key: the group's secret; empty if it has none.
+        process: this worker's; default this one.
     """
 
-    def __init__(self, host: str | None = None, group_key: bytes = b"") -> None:
+    def __init__(
+        self,
+        host: str | None = None,
+        group_key: bytes = b"",
+        process: ProcessId | None = None,
+    ) -> None:
         self._host = host or _LOOPBACK
+        self._is_for_one_host = host is None
+        self._process = process or ProcessId.of(os.getpid())
         self._key = hmac.digest(group_key, b"tensorwire liveness", "sha256")
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._cookie = liveness_process.cookie(self._key, self._token)
@@ -141,25 +158,34 @@ class DatagramProber:
         self._asking: dict[int, socket.socket] = {}
         self._peers: dict[Life, _Peer] = {}
         self._owing: dict[bytes, Life] = {}
+        self._seen_running: list[Answer] = []
         self._notes: dict[bytes, _Note] = {}
 
     def start(self, me: Life) -> str:
-        """Binds a socket; the process that answers there starts with the first question.
+        """Binds a socket; a process that answers there starts when it is needed.
 
         Raises:
             OSError: there is no such address here.
         """
         answering = datagram_socket(self._host, self._cookie)
         self._answerer = Answerer(str(me), answering, self._key, self._token)
-        address = _Address(self._host, answering.getsockname()[1], self._token)
-        return address.encode()
+        port: int = answering.getsockname()[1]
+        return _Address(self._host, port, self._token, self._process).encode()
 
     def ask(self, life: Life, address: str) -> None:
-        """Sends a question, the same one until it is answered; see :class:`Prober`."""
-        self._serve()
+        """Looks at the peer's process, or sends a question; see :class:`Prober`.
+
+        The question stays the same until it is answered.
+        """
         peer = self._peers.get(life)
         if peer is None:
-            peer = self._peers[life] = _Peer(_Address.decode(address))
+            place = _Address.decode(address)
+            peer = self._peers[life] = _Peer(place, self._seen(place.process))
+            self._serve()
+        if peer.process is not None:
+            if peer.process.runs():
+                self._seen_running.append(Answer(life, expelled=False))
+            return
         if not peer.owed:
             peer.owed = secrets.token_bytes(NONCE_BYTES)
             self._owing[peer.owed] = life
@@ -167,9 +193,8 @@ class DatagramProber:
 
     def collect(self) -> list[Answer]:
         """Reads what came."""
-        if self._peers:
-            self._serve()
-        answers: list[Answer] = []
+        self._serve()
+        answers, self._seen_running = self._seen_running, []
         for received in self._received():
             if received.kind == RECEIPT:
                 self._notes.pop(received.nonce, None)
@@ -190,6 +215,8 @@ class DatagramProber:
         peer = self._peers.pop(life, None)
         if peer is not None:
             self._owing.pop(peer.owed, None)
+            if peer.process is not None:
+                peer.process.close()
 
     def condemn(self, address: str, reason: str) -> None:
         """Tells the process that answers here, and the worker itself, which reads it when it can.
@@ -214,15 +241,33 @@ class DatagramProber:
         for asking in self._asking.values():
             asking.close()
         self._asking.clear()
-        self._peers.clear()
+        for life in list(self._peers):
+            self.forget(life)
         self._owing.clear()
         self._notes.clear()
         if self._answerer is not None:
             self._answerer.close()
 
     def _serve(self) -> None:
+        """Sees to the answers to others: in a group on one host, few if any will ask."""
         if self._answerer is not None:
-            self._answerer.serve()
+            in_a_group = bool(self._peers)
+            self._answerer.serve(at_once=in_a_group and not self._is_for_one_host)
+
+    def _seen(self, process: ProcessId) -> LocalProcess | None:
+        """A process of a peer; None if it cannot be seen from here.
+
+        Raises:
+            OSError: this worker lacks something for it, such as a file descriptor.
+        """
+        if not process.place or process.place != self._process.place:
+            return None
+        try:
+            return LocalProcess(process)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            return None
 
     def _send(self, datagram: Datagram, to: _Address) -> None:
         """Sends a datagram, which may be lost on its way, and so it may be here."""

@@ -184,8 +184,12 @@ class Round:
         self._store = group.below(str(number))
 
     def verdict(self) -> bytes | None:
-        """What became of it, if that is known."""
-        return self._store.get("verdict")
+        """What became of it, if that is known.
+
+        It is looked for before it is read: torch's server wakes all who wait for a key
+        whenever somebody reads it as ``SignedStore`` does, though it is not there.
+        """
+        return self._store.get("verdict") if self._store.may_have("verdict") else None
 
     def conclude(self, verdict: bytes) -> bytes:
         """Writes the verdict, unless there is one; returns what it is then."""

@@ -118,6 +118,13 @@ class SignedStore:
                 found = [ask(self._name(key), nothing, nothing) for key in keys]
         return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
+    def may_have(self, key: str) -> bool:
+        """False if there is nothing under a key; not every store can say so."""
+        if not isinstance(self._store, TcpStoreClient):
+            return True
+        with names_store_loss():
+            return self._store.check([self._name(key)])
+
     def set(self, key: str, value: bytes) -> None:
         """Puts a value under a key, whatever was there."""
         with names_store_loss():

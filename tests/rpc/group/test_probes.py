@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.worker import cut_off
+from rpc.group.answerer import start_process
+from rpc.group.local_processes import LocalProcess, ProcessId
 from rpc.group.probes import Answer, DatagramProber
 from rpc.ids import Life
 from tests.waiting import until
@@ -23,9 +27,9 @@ ALICE, BOB = Life(0, 1), Life(1, 1)
 
 class Pair:
     def __init__(self) -> None:
-        self.alice, self.bob = DatagramProber(), DatagramProber()
+        elsewhere = [ProcessId(f"a host of {name}", 1, "0") for name in ("alice", "bob")]
+        self.alice, self.bob = (DatagramProber(process=process) for process in elsewhere)
         self.addresses = self.alice.start(ALICE), self.bob.start(BOB)
-        self.bob.ask(ALICE, self.addresses[0])  # which starts the process that answers
 
     def answers(self, address: str, wanted: int = 1) -> list[Answer]:
         """What bob answers alice, who asks until she has enough."""
@@ -33,15 +37,22 @@ class Pair:
         deadline = time.monotonic() + 20
         while len(found) < wanted:
             assert time.monotonic() < deadline
-            self.bob.collect()  # which starts that process again, if it ended
+            self.bob.collect()  # which starts the process that answers, or starts it again
             self.alice.ask(BOB, address)
             found += self.alice.collect()
             time.sleep(0.002)
         return found
 
+    def is_answered(self) -> bool:
+        """Asks bob, who does nothing himself; True if an answer comes soon."""
+        self.alice.ask(BOB, self.addresses[1])
+        time.sleep(0.005)
+        return bool(self.alice.collect())
+
     def end_process_of_bob(self) -> None:
         answerer = self.bob._answerer
         assert answerer is not None
+        until(lambda: bool(self.answers(self.addresses[1]) and answerer._process))
         assert answerer._process is not None
         answerer._process.kill()
         answerer._process.wait()
@@ -70,7 +81,7 @@ def test_one_that_is_there_answers_each_question(pair: Pair) -> None:
 def test_it_is_asked_once_at_a_time(pair: Pair) -> None:
     for _ in range(100):
         pair.alice.ask(BOB, pair.addresses[1])
-    until(lambda: len(pair.alice.collect()) == 1)
+    until(lambda: len(pair.bob.collect() + pair.alice.collect()) == 1)
     time.sleep(0.05)
     assert pair.alice.collect() == []
 
@@ -87,8 +98,8 @@ def test_one_that_ended_does_not_answer(pair: Pair) -> None:
 
 
 def test_another_process_at_its_address_does_not_count(pair: Pair) -> None:
-    host, port, _ = json.loads(pair.addresses[1])
-    elsewhere = json.dumps([host, port, "00" * 16])
+    host, port, _, *process = json.loads(pair.addresses[1])
+    elsewhere = json.dumps([host, port, "00" * 16, *process])
     deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
         pair.alice.ask(BOB, elsewhere)
@@ -137,7 +148,7 @@ def test_it_finds_its_note_after_all_its_connections_broke(pair: Pair) -> None:
 
 def test_its_process_starts_again_and_knows_who_was_condemned(pair: Pair) -> None:
     pair.bob.condemn(pair.addresses[0], "too silent")
-    assert pair.answers(pair.addresses[1])[-1].expelled
+    assert pair.answers(pair.addresses[1], 2)[-1].expelled
     pair.end_process_of_bob()
     assert pair.answers(pair.addresses[1], 2)[-1].expelled
 
@@ -146,7 +157,6 @@ def test_a_worker_without_an_interpreter_to_start_answers_itself(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "")
-    pair.end_process_of_bob()
     assert pair.answers(pair.addresses[1], 3)
     pair.alice.condemn(pair.addresses[1], "too silent")
     pair.bob.collect()
@@ -158,7 +168,7 @@ def test_what_strangers_send_takes_no_room(pair: Pair) -> None:
     """What has not the cookie of the one it is for is dropped by the kernel."""
     place = json.loads(pair.addresses[1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        for _ in range(5000):
+        for _ in range(200):
             stranger.sendto(os.urandom(1400), (place[0], place[1]))
     assert waiting_bytes(pair.bob) == 0
     assert pair.answers(pair.addresses[1])
@@ -176,3 +186,59 @@ def test_a_group_with_another_key_is_not_answered(pair: Pair) -> None:
     finally:
         stranger.close()
     assert pair.bob.verdict() is None
+
+
+def test_its_process_is_silent_while_the_worker_is_stopped_and_ends_with_it(pair: Pair) -> None:
+    worker = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bob = pair.bob._answerer
+    assert bob is not None
+    helper = start_process("bob", worker.pid, bob._datagrams, theirs)
+    theirs.close()
+    try:
+        ours.send(bob._secret)
+        until(pair.is_answered)
+        worker.send_signal(signal.SIGSTOP)
+        until(lambda: not pair.is_answered())
+        assert not any(pair.is_answered() for _ in range(50))
+        worker.send_signal(signal.SIGCONT)
+        until(pair.is_answered)
+    finally:
+        worker.kill()
+        worker.wait()
+    assert helper.wait(20) == 0
+    ours.close()
+
+
+def test_workers_of_one_host_look_at_each_others_processes(pair: Pair) -> None:
+    worker = subprocess.Popen(["sleep", "60"])
+    host, port, token, *_ = json.loads(pair.addresses[1])
+    seen = ProcessId.of(worker.pid)
+    address = json.dumps([host, port, token, seen.place, seen.number, seen.started])
+    watcher = DatagramProber()
+    try:
+        watcher.ask(BOB, address)
+        assert watcher.collect() == [Answer(BOB, expelled=False)]
+        worker.send_signal(signal.SIGSTOP)
+        until(lambda: not runs(watcher, address))
+        worker.send_signal(signal.SIGCONT)
+        until(lambda: runs(watcher, address))
+        worker.kill()
+        worker.wait()
+        assert not runs(watcher, address)
+        with pytest.raises(FileNotFoundError):
+            LocalProcess(seen)
+    finally:
+        worker.kill()
+        watcher.close()
+
+
+def test_a_number_that_another_process_has_now_is_not_taken_for_the_worker() -> None:
+    mine = ProcessId.of(os.getpid())
+    with pytest.raises(ProcessLookupError):
+        LocalProcess(ProcessId(mine.place, mine.number, "1"))
+
+
+def runs(watcher: DatagramProber, address: str) -> bool:
+    watcher.ask(BOB, address)
+    return bool(watcher.collect())
