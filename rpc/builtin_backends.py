@@ -21,9 +21,11 @@ from rpc.group.bring_up import address_towards, form_group, prefers_tcp
 from rpc.group.keys import read_group_key
 from rpc.group.records import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.transports.tensorpipe.address import TensorPipeAddress
 from rpc.transports.tensorpipe.torch_agent import available as tensorpipe_available
 from rpc.transports.tensorpipe.transport import TensorPipeTransport
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions, TensorWireTransport
+from rpc.transports.tensorwire.address import TensorWireAddress
 
 TENSORPIPE = "TENSORPIPE"
 TENSORWIRE = "TENSORWIRE"
@@ -101,6 +103,7 @@ def _init_tensorwire(
         TensorWireTransport(settings),
         _check_device_maps,
         group_key=settings.group_key,
+        hosts=lambda address: [host for host, _ in TensorWireAddress.decode(address).tcp],
     )
 
 
@@ -129,6 +132,8 @@ def _init_tensorpipe(
         transport,
         _check_device_maps,
         TensorPipeAgent,
+        group_key=None,
+        hosts=lambda address: TensorPipeAddress.decode(address).listens_at(),
     )
 
 

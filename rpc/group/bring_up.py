@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from ipaddress import ip_address
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import Store
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.group import rendezvous
+from rpc.group.exposure import is_loopback, warn_if_exposed
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
 from rpc.group.opening import client_of, opened_for_good
@@ -27,6 +28,8 @@ from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
 from rpc.transports.host.identity import usable_cores
 from rpc.worker_info import WorkerInfo
+
+Hosts = Callable[[bytes], Sequence[str]]
 
 
 def form_group(
@@ -39,7 +42,8 @@ def form_group(
     transport: Transport,
     check: Check,
     kind: type[Agent] = Agent,
-    group_key: bytes = b"",
+    group_key: bytes | None = b"",
+    hosts: Hosts = lambda _: (),
 ) -> Agent:
     """Brings one worker into its group.
 
@@ -54,20 +58,24 @@ def form_group(
         check: raises if the records of the whole group do not fit together; in a dynamic one,
             those of this worker and another.
         kind: the class of the agent.
-        group_key: the secret of the group, if its transport has one.
+        group_key: the secret of the group, empty if it has none; None if its transport cannot
+            use one.
+        hosts: the IP addresses in an address of its transport.
 
     Raises:
         BringUpError: workers are missing or disagree.
     """
     info, store = WorkerInfo(name, rank), client_of(store, options.bring_up_timeout)
-    signed = SignedStore(store, group_key, PREFIX)
+    key = group_key or b""
+    signed = SignedStore(store, key, PREFIX)
     incarnation = next_incarnation(signed, name, rank)
     host = address_towards(options.init_method)
-    prober = DatagramProber(host, group_key) if options.liveness_timeout else None
+    prober = DatagramProber(host, key) if options.liveness_timeout else None
     agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
     agent.store = signed
     try:
         address = agent.start()
+        warn_if_exposed(rank, hosts(address), group_key is not None, bool(key))
         extras = {LIVENESS: agent.liveness, NONCE: secrets.token_hex(8)}
         me = Record(name, rank, world_size, incarnation, backend, address, extras=extras)
         if world_size is None:
@@ -100,7 +108,7 @@ def address_towards(init_method: str) -> str | None:
     So a group on one host listens on the loopback interface only.
     """
     mine = _address_towards(_host_of_store(init_method))
-    return None if mine is None or _is_loopback(mine) else mine
+    return None if mine is None or is_loopback(mine) else mine
 
 
 def prefers_tcp(init_method: str, world_size: int | None) -> bool:
@@ -126,7 +134,7 @@ def is_crowded(init_method: str, world_size: int) -> bool:
     if scheme == "env" and workers.isdecimal():
         return int(workers) > usable_cores()
     mine = _address_towards(_host_of_store(init_method))
-    are_here = scheme == "file" or (mine is not None and _is_loopback(mine))
+    are_here = scheme == "file" or (mine is not None and is_loopback(mine))
     return are_here and world_size > usable_cores()
 
 
@@ -147,7 +155,3 @@ def _address_towards(host: str | None) -> str | None:
     except OSError:
         return None
     return mine
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from rpc.devices import DeviceInfo
+
+_TCP: Final = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+)):\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,10 @@ class TensorPipeAddress:
         """Returns the address as bytes to publish."""
         fields = {"url": self.url, "devices": self.devices.to_json(), "host": self.host}
         return json.dumps(fields).encode()
+
+    def listens_at(self) -> list[str]:
+        """The IP addresses in the URL."""
+        return list(dict.fromkeys(v6 or v4 for v6, v4 in _TCP.findall(self.url)))
 
     @classmethod
     def decode(cls, data: bytes) -> TensorPipeAddress:
