@@ -1,9 +1,86 @@
 """A parameter server: tables and dense parameters kept by several servers for several trainers.
 
-Rooms: ``decisions`` is the protocol, without I/O.
+Rooms: ``decisions`` is the protocol, without I/O; ``kernels`` and ``storage`` keep rows;
+``server`` and ``client`` do what was decided.
 """
 
+from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving, connect
+from tensorwire.parameter_server.client.dense import DenseGroup
+from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
 from tensorwire.parameter_server.embedding import Embedding, EmbeddingBag
+from tensorwire.parameter_server.errors import (
+    DeclarationError,
+    GradientError,
+    NotATrainerError,
+    OutOfMemoryError,
+    ParameterServerError,
+    RolledBack,
+    ServerLostError,
+    SnapshotError,
+)
+from tensorwire.parameter_server.initialisers import Constant, Initialiser, Normal, Uniform
+from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.optimizer import Optimizer
+from tensorwire.parameter_server.rules import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Per,
+    RowwiseAdagrad,
+    Rule,
+)
+from tensorwire.parameter_server.server.host import serve
+from tensorwire.parameter_server.spec import Precision
+from tensorwire.parameter_server.wire import BFloat16, Float16, Float32, Int8, TopK, Wire
 
-__all__ = ["BSP", "SSP", "Async", "Embedding", "EmbeddingBag", "Reduce"]
+__all__ = [
+    "BSP",
+    "FTRL",
+    "SGD",
+    "SSP",
+    "Adagrad",
+    "Adam",
+    "Async",
+    "BFloat16",
+    "Cluster",
+    "Constant",
+    "DeclarationError",
+    "DenseGroup",
+    "Embedding",
+    "EmbeddingBag",
+    "Exchanging",
+    "Float16",
+    "Float32",
+    "GradientError",
+    "Gradients",
+    "Initialiser",
+    "Int8",
+    "MinCount",
+    "NanPolicy",
+    "Normal",
+    "NotATrainerError",
+    "Optimizer",
+    "OutOfMemoryError",
+    "ParameterServerError",
+    "Per",
+    "Precision",
+    "Pulled",
+    "Reduce",
+    "RolledBack",
+    "RowwiseAdagrad",
+    "Rule",
+    "Saving",
+    "ServerLostError",
+    "SnapshotError",
+    "Table",
+    "TopK",
+    "Uniform",
+    "UnusedFor",
+    "Wanted",
+    "Wire",
+    "connect",
+    "serve",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import cloudpickle
@@ -13,6 +13,7 @@ from tensorwire.parameter_server.arguments import instance, whole
 from tensorwire.parameter_server.initialisers import Initialiser
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.rules import Rule
+from tensorwire.parameter_server.wire import Wire
 
 
 class Precision(enum.Enum):
@@ -35,6 +36,7 @@ class TableSpec:
         admit: which ids get a row; None for all.
         evict: when rows go; None for never.
         precision: of the rows.
+        wire: how rows are packed on their way.
     """
 
     name: str
@@ -44,6 +46,7 @@ class TableSpec:
     admit: MinCount | None = None
     evict: UnusedFor | None = None
     precision: Precision = Precision.FLOAT32
+    wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
@@ -64,9 +67,9 @@ class TableSpec:
         if not isinstance(other, TableSpec):
             return [f"it is a {type(other).__name__}, not a table"]
         return [
-            f"{field.name}={getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
-            for field in fields(self)
-            if repr(getattr(self, field.name)) != repr(getattr(other, field.name))
+            f"{each.name}={getattr(other, each.name)!r}, not {getattr(self, each.name)!r}"
+            for each in fields(self)
+            if repr(getattr(self, each.name)) != repr(getattr(other, each.name))
         ]
 
 

@@ -368,7 +368,7 @@ class Coordinator(Tasks):
         cut = yield from self._cut(action=orders.Freeze())
         shards = [shard.number for shard in self.view.shards]
         yield Others()
-        parts = yield AskAll({s: orders.Write(cut.change, what.folder) for s in shards})
+        parts = yield AskAll({s: orders.Write(cut.change, what.draft) for s in shards})
         lost = [shard for shard in shards if parts.get(shard) is None]
         snapshot = Snapshot(what.folder, cut.vector, cut.time)
         if lost or generation != self.view.generation:

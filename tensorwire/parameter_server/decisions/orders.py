@@ -150,9 +150,16 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Write everything into a folder. Answered with the ``Snapshot``."""
+    """Write everything into a folder. Answered with the ``Snapshot``.
+
+    Args:
+        folder: where the snapshot will be.
+        draft: where it is written until it is whole.
+        extra: what else the manifest holds.
+    """
 
     folder: str
+    draft: str
     extra: Any = None
 
 

@@ -62,10 +62,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Answer this pull from the state as it is now; ``time`` says the age of rows."""
+    """Answer this pull from the state as it is now.
+
+    Args:
+        pull: the pull.
+        time: by which rows are too old.
+        low: pushes of the slowest trainer.
+    """
 
     pull: Pull
     time: int
+    low: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class StartCopy:
 
     heir: Server
     position: int
+    version: int
     clock: Mapping[str, Any]
 
 
@@ -108,16 +116,24 @@ class Replica:
         shard: the shard's number.
         consistency: when pushes are applied.
         position: of the log, if this begins from a copy.
+        version: of the chain, likewise.
     """
 
-    def __init__(self, me: Server, shard: int, consistency: Consistency, position: int = 0) -> None:
+    def __init__(
+        self,
+        me: Server,
+        shard: int,
+        consistency: Consistency,
+        position: int = 0,
+        version: int = -1,
+    ) -> None:
         self.me = me
         self.shard = shard
         self.clock = Clock(shard, consistency)
         self.is_head = False
         self.is_primed = False
         self._reads = Reads(staleness_of(consistency))
-        self._log = Replication(me, position)
+        self._log = Replication(me, position, version)
         self._pushes: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         self._going: dict[int, list[Any]] = {}
         self._opens: list[Any] = []
@@ -128,6 +144,11 @@ class Replica:
         self._control = 0
         self._copies: dict[Server, list[Any]] = {}
         self._bound: Server | None = None
+
+    @property
+    def version(self) -> int:
+        """The latest version of the chain that this server knows."""
+        return self._log.version
 
     def safe_count(self, trainer: int) -> int:
         """How many pushes of a trainer are safe at the whole chain."""
@@ -146,7 +167,7 @@ class Replica:
         """A trainer pulls; its ``ask`` is the call, answered by a ``Read`` or a ``Refusal``."""
         if not self.is_head:
             return [Respond(pull.ask, NotHead())]
-        if self._log.durable < self._control:
+        if not self.is_primed or self._log.durable < self._control:
             self._reads.park(pull)
             return []
         return [self._answer(each) for each in self._reads.ask(pull, self.clock)]
@@ -228,7 +249,8 @@ class Replica:
             return self._gate(call, True)
         effects = [] if self._bound is None else self.heir_lost(self._bound)
         self._copies[order.to] = [call]
-        return [*effects, StartCopy(order.to, self._log.adopt(order.to), self._dump())]
+        position, version = self._log.adopt(order.to), self._log.version
+        return [*effects, StartCopy(order.to, position, version, self._dump())]
 
     def copied(self, heir: Server) -> list[Effect]:
         """A new backup has its copy; the order is answered once it has what followed, too."""
@@ -417,13 +439,14 @@ class Replica:
         return []
 
     def _due_reads(self) -> list[Effect]:
-        if not self.is_head or self._log.durable < self._control:
+        if not self.is_head or not self.is_primed or self._log.durable < self._control:
             return []
         return [self._answer(each) for each in self._reads.due(self.clock)]
 
     def _answer(self, effect: Answer | Turn) -> Effect:
         if isinstance(effect, Answer):
-            return Read(effect.pull, self.clock.time)
+            low = self.clock.low
+            return Read(effect.pull, self.clock.time, self.clock.time if low is None else low)
         return Respond(effect.pull.ask, effect.reason)
 
     def _answer_gone(self, change: int) -> list[Effect]:

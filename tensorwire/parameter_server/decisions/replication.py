@@ -63,18 +63,24 @@ class Replication:
     Args:
         me: this server.
         position: where the log begins; what is before it came as a copy.
+        version: of the chain whose tail made the copy.
     """
 
-    def __init__(self, me: Server, position: int = 0) -> None:
+    def __init__(self, me: Server, position: int = 0, version: int = -1) -> None:
         self.position = position
         self.durable = position
         self._me = me
-        self._version = -1
+        self._version = version
         self._next: Server | None = None
         self._heir: Server | None = None
         self._is_bound = False
         self._kept: deque[tuple[int, Any]] = deque()
         self._early: dict[int, Any] = {}
+
+    @property
+    def version(self) -> int:
+        """The latest version of the chain that this server knows."""
+        return self._version
 
     @property
     def has_next(self) -> bool:

@@ -247,6 +247,7 @@ class Tasks:
         elif isinstance(wait, AskAll):
             self._ask_all(task, wait.orders)
         elif isinstance(wait, Manifest):
+            task.answers = {}
             ask = self._new_ask(task, _NO_SHARD, orders.Query())
             self._effects.append(Conclude(ask, wait.snapshot, wait.extra, wait.parts))
         elif isinstance(wait, Servers):

@@ -38,6 +38,21 @@ class Unacknowledged:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def holds(self, number: int, shard: int | None = None) -> bool:
+        """True if a push is not safe everywhere, or not at one shard."""
+        kept = self._kept.get(number)
+        return kept is not None and (shard is None or shard in kept.parts)
+
+    def whole(self, number: int) -> Any:
+        """What was pushed; None if it is safe everywhere."""
+        kept = self._kept.get(number)
+        return None if kept is None else kept.whole
+
+    def epoch(self, number: int) -> int:
+        """The epoch by whose map a push was split; -1 if it is safe everywhere."""
+        kept = self._kept.get(number)
+        return -1 if kept is None else kept.epoch
+
     def oldest(self) -> int | None:
         """The number of the first push that is not safe everywhere."""
         return min(self._kept, default=None)

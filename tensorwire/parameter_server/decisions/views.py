@@ -227,6 +227,11 @@ def _runs(slots: Sequence[int]) -> list[list[int]]:
 # --- how views follow each other
 
 
+def beginning_with(view: View, snapshot: Snapshot) -> View:
+    """A new cluster that begins as a snapshot of another one is, with trainers of its own."""
+    return replace(view, snapshot=replace(snapshot, counts={}))
+
+
 def first(servers: Sequence[Server], backups: int, settings: Mapping[str, Any]) -> View:
     """A new cluster: a shard on each server, its backups on those that follow it."""
     count = len(servers)

@@ -87,7 +87,7 @@ class Table:
         }
         self._touched = Column(np.int64, 1) if spec.evict else None
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
-        self._swept = 0
+        self.swept = 0
         self._frozen: list[Frozen] = []
 
     def __len__(self) -> int:
@@ -96,9 +96,14 @@ class Table:
     @property
     def bytes(self) -> int:
         """What rows, state and index take."""
-        per_row = sum(c.dtype.itemsize * c.width for c in self.columns().values())
+        rows = sum(c.dtype.itemsize * c.width for c in self.columns().values()) * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
-        return len(self) * per_row + self._index.bytes + waiting
+        return rows + self._index.bytes + waiting
+
+    @property
+    def row_bytes(self) -> int:
+        """What one more row takes, with its place in the index."""
+        return sum(c.dtype.itemsize * c.width for c in self.columns().values()) + 32
 
     def columns(self) -> dict[str, Column]:
         """Everything that is kept for each row, by name."""
@@ -258,6 +263,21 @@ class Table:
         """The next updates are made with these hyper-parameters."""
         self.rule = rule
 
+    def become(
+        self, hyper: tuple[float, ...], steps: int, swept: int, counts: tuple[int, int]
+    ) -> None:
+        """Goes on where another copy of this table was, which ``enter`` brings the rows of.
+
+        Args:
+            hyper: of the rule.
+            steps: updates that were made.
+            swept: when rows that are too old were last looked for.
+            counts: rows that were evicted, and gradients that were dropped.
+        """
+        self.rule = self.rule.with_hyper(hyper)
+        self.steps, self.swept = steps, swept
+        self.evicted, self.dropped = counts
+
     # --- leaving
 
     def _sweep(self, time: int) -> None:
@@ -265,9 +285,9 @@ class Table:
         assert self.spec.evict is not None
         assert self._touched is not None
         pause = max(1, self.spec.evict.steps // _SWEEPS)
-        if time < self._swept + pause:
+        if time < self.swept + pause:
             return
-        self._swept = time
+        self.swept = time
         age = time - self._touched.rows[: len(self), 0]
         old = np.flatnonzero(age >= self.spec.evict.steps)
         self.evicted += len(old)
@@ -297,9 +317,13 @@ class Table:
 
     def rows_in(self, slots: Any) -> Ints:
         """The rows whose ids lie in slots that are marked."""
-        found = np.empty(len(self), np.int64)
-        self._k.slots(self._ids.rows[: len(self), 0].copy(), found)
-        return np.flatnonzero(np.asarray(slots)[found])
+        return np.flatnonzero(self.in_slots(self._ids.rows[: len(self), 0].copy(), slots))
+
+    def in_slots(self, ids: Ints, slots: Any) -> Any:
+        """True for each id that lies in a slot that is marked."""
+        found = np.empty(len(ids), np.int64)
+        self._k.slots(np.ascontiguousarray(ids), found)
+        return np.asarray(slots)[found]
 
     def taken(self, rows: Ints) -> Rows:
         """A copy of some rows."""

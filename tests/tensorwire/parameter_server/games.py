@@ -210,8 +210,8 @@ class ServerProcess(Process):
             self.resend_exports(number)
         self.maybe_coordinate()
 
-    def make(self, number: int, position: int = 0) -> Replica:
-        replica = Replica(self.life, number, self.game.plan.consistency, position)
+    def make(self, number: int, position: int = 0, version: int = -1) -> Replica:
+        replica = Replica(self.life, number, self.game.plan.consistency, position, version)
         self.replicas[number] = replica
         self.states[number] = State(number)
         return replica
@@ -352,8 +352,13 @@ class ServerProcess(Process):
         _, _, version, position, record = what
         self.carry_out(shard, self.replicas[shard].received(version, position, record, call))
 
-    def install(self, call: Any, shard: int, position: int, dumped: Any, state: State) -> None:
-        replica = self.make(shard, position)
+    def install(
+        self, call: Any, shard: int, position: int, version: int, dumped: Any, state: State
+    ) -> None:
+        if shard in self.replicas and self.replicas[shard].version >= version:
+            self.reply(call, "none")  # somebody who was replaced
+            return
+        replica = self.make(shard, position, version)
         replica.load(dumped)
         self.joining.add(shard)
         self.states[shard] = State(
@@ -405,7 +410,7 @@ class ServerProcess(Process):
 
         state = self.states[shard]
         copied = State(shard, state.slots, dict(state.rows), {}, dict(state.exports))
-        what = ("install", shard, effect.position, dict(effect.clock), copied)
+        what = ("install", shard, effect.position, effect.version, dict(effect.clock), copied)
         self.call(effect.heir, what, installed)
 
     # --- the state
@@ -1174,7 +1179,7 @@ class Admin(Process):
         self.call(self.game.view.coordinator, ("request", what), answered)
 
     def snapshot(self, folder: str) -> None:
-        self.ask(orders.TakeSnapshot(folder), again=False)
+        self.ask(orders.TakeSnapshot(folder, folder), again=False)
 
     def resize(self, servers: list[Server]) -> None:
         self.ask(orders.Resize(tuple(servers)), again=False)

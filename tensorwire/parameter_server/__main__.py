@@ -1,0 +1,19 @@
+"""``python -m tensorwire.parameter_server``: a server, as rpcrun starts one.
+
+::
+
+    rpcrun --role ps:2,service=tensorwire.parameter_server --role trainer:2 train.py
+"""
+
+import rpc
+from tensorwire.parameter_server import serve
+
+
+def main() -> None:
+    """Joins the group that the environment names, and serves."""
+    rpc.init_rpc()
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a step sends and what it gets, for the whole cluster: before and after splitting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tensorwire.parameter_server.decisions.clock import PushKind
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.client.splitting import Plan, WholeDense, WholeTable
+    from tensorwire.parameter_server.messages import Rows
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one step.
+
+    Args:
+        tables: by name, ids that are all different and a row for each.
+        dense: by name of a dense group, the gradient of each parameter, None where there is none.
+    """
+
+    tables: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    dense: Mapping[str, list[Tensor | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is pulled.
+
+    Args:
+        tables: by name, ids that are all different.
+        dense: names of dense groups.
+    """
+
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    dense: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What came.
+
+    Args:
+        tables: by name, a row for each id, in the order in which they were asked for.
+        dense: by name, the values of each parameter; None if nobody has set them yet.
+        low: pushes of the slowest trainer that are in it.
+    """
+
+    tables: Mapping[str, Tensor]
+    dense: Mapping[str, list[Tensor] | None]
+    low: int
+
+
+@dataclass
+class Whole:
+    """A push before it is split."""
+
+    kind: PushKind
+    tables: Mapping[str, WholeTable] = field(default_factory=dict)
+    dense: Mapping[str, WholeDense] = field(default_factory=dict)
+    refused_by: set[int] = field(default_factory=set)
+    """Shards that have no memory for it: they get an empty push in its place."""
+
+
+class Asked:
+    """A pull that is under way.
+
+    Args:
+        number: of the pull.
+        wanted: for what.
+        step: see ``decisions.reads.Pull``.
+    """
+
+    def __init__(self, number: int, wanted: Wanted, step: int) -> None:
+        self.number = number
+        self.wanted = wanted
+        self.step = step
+        self.epoch = -1
+        self.slots: tuple[int, ...] = ()
+        self.plans: dict[str, Plan] = {}
+        self.missing: set[int] = set()
+        self.rows: dict[int, Rows] = {}
+        self.error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if all is there, or never will be."""
+        return not self.missing or self.error is not None
+
+
+class Exchanging:
+    """An exchange that is under way.
+
+    Args:
+        finish: waits and puts the answer together.
+    """
+
+    def __init__(self, finish: Callable[[float | None], Pulled | None]) -> None:
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._done = False
+        self._pulled: Pulled | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits until all servers have answered.
+
+        Args:
+            timeout: seconds; default none.
+
+        Returns:
+            A ``Pulled``, or None if nothing was asked for.
+
+        Raises:
+            TimeoutError: it takes longer.
+            ParameterServerError: see ``errors``.
+        """
+        with self._lock:
+            if not self._done:
+                self._pulled = self._finish(timeout)
+                self._done = True
+        return self._pulled

@@ -1,0 +1,517 @@
+"""One worker's dealings with the servers of one cluster.
+
+Sends pushes and pulls to the shards' heads, keeps pushes until they are safe, and sends again
+what a lost head did not take or what was split by an old map. Decides under one lock and sends
+without it. A thread of its own tries again what has failed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import rpc
+from rpc import extend
+from tensorwire.parameter_server import errors, messages
+from tensorwire.parameter_server.client import splitting
+from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
+from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
+from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
+from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.coordinating import CHANNEL
+from tensorwire.parameter_server.server.waiting import Answer
+from tensorwire.parameter_server.settings import Meeting
+
+_logger: Final = logging.getLogger("tensorwire")
+_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 0.5
+_UNDER_WAY: Final = 8
+"""Pushes that may be unsafe at a time; the next one waits."""
+
+
+class Session:
+    """One worker in one cluster.
+
+    Args:
+        worker: the worker.
+        cluster: the cluster's name.
+        view: its view.
+        session: how often this worker has joined this cluster before.
+    """
+
+    def __init__(self, worker: extend.Worker, cluster: str, view: View, session: int) -> None:
+        self.worker = worker
+        self.cluster = cluster
+        self.view = view
+        self.client = Client(worker.info.name, worker.life.incarnation, session)
+        self.number = -1
+        self.next = 0
+        self.bytes_sent = 0
+        self.rollbacks = 0
+        self._meeting = Meeting(worker)
+        self._caller = Caller(worker, cluster)
+        self._specs: dict[str, Any] = {}
+        self._kept = Unacknowledged()
+        self._asked: dict[int, Asked] = {}
+        self._pulls = 0
+        self._last_pull: dict[str, tuple[splitting.Plan, int]] = {}
+        self._errors: dict[int, Exception] = {}
+        self._rolled: errors.RolledBack | None = None
+        self._failure: Exception | None = None
+        self._finishing = False
+        self._again: set[tuple[str, int, int]] = set()
+        self._outbox: list[Callable[[], object]] = []
+        self._depth = 0
+        self._pause = _PAUSE
+        self._condition = threading.Condition(threading.RLock())
+        self._forget = worker.subscribe(CHANNEL + cluster, self._hear)
+        self._context = contextvars.copy_context()
+        self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
+        self._tender.start()
+
+    @contextmanager
+    def _acting(self) -> Iterator[None]:
+        """Holds the lock; what was queued by :meth:`_later` is done after it is released."""
+        with self._condition:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                out: list[Callable[[], object]] = []
+                if not self._depth:
+                    out, self._outbox = self._outbox, out
+        for each in out:
+            each()
+
+    def _later(self, what: Callable[[], object]) -> None:
+        self._outbox.append(what)
+
+    def close(self) -> None:
+        """Ends it: whoever waits is told that this worker has left."""
+        self._fail(rpc.AgentClosedError(f"worker {self.worker.info.name!r} has left its group"))
+        self._forget()
+        if self._tender is not threading.current_thread():
+            self._tender.join(10)
+
+    def _fail(self, error: Exception) -> None:
+        with self._acting():
+            if self._failure is None:
+                self._failure = error
+            self._condition.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing can be done with it any more."""
+        return self._failure is not None
+
+    # --- what a user does
+
+    def knows(self, name: str, spec: Any) -> None:
+        """Takes a declaration of a table or dense group."""
+        self._specs[name] = spec
+
+    def send(self, whole: Whole | None, wanted: Wanted | None) -> tuple[int, Asked | None]:
+        """Pushes, pulls, or both in one message to each shard."""
+        self._await(lambda: len(self._kept) < _UNDER_WAY or whole is None, None)
+        with self._acting():
+            self._raise_failure()
+            number, parts = -1, {}
+            if whole is not None:
+                number, self.next = self.next, self.next + 1
+                parts = dict.fromkeys(self.view.active, PushKind.UPDATE)
+                self._kept.add(number, self.view.epoch, whole, parts)
+            asked = self._ask(wanted) if wanted is not None else None
+            for shard in self.view.active:
+                self._post(shard, number, whole, asked)
+        return number, asked
+
+    def _ask(self, wanted: Wanted) -> Asked:
+        self._pulls += 1
+        step = self.next if self.number >= 0 and not self._finishing else AT_ONCE
+        asked = self._asked[self._pulls] = Asked(self._pulls, wanted, step)
+        self._split(asked)
+        return asked
+
+    def _split(self, asked: Asked) -> None:
+        view = self.view
+        asked.epoch, asked.slots = view.epoch, view.slots
+        asked.missing, asked.rows = set(view.active), {}
+        for name, ids in asked.wanted.tables.items():
+            asked.plans[name] = splitting.plan(ids, view.slots, view.epoch)
+
+    def wait_for(self, asked: Asked, timeout: float | None) -> Pulled:
+        """Waits for the answer to a pull."""
+        self._await(lambda: asked.is_done, timeout)
+        with self._acting():
+            self._asked.pop(asked.number, None)
+            if asked.error is not None:
+                if asked.error is self._rolled:
+                    self._rolled = None
+                raise asked.error
+            for name, plan in asked.plans.items():
+                self._last_pull[name] = (plan, asked.number)
+        return self._joined(asked)
+
+    def wait_until_safe(self, number: int, timeout: float | None) -> None:
+        """Waits until a push is safe at all shards."""
+        self._await(lambda: number in self._errors or not self._kept.holds(number), timeout)
+        with self._acting():
+            self._raise_failure()
+            error = self._errors.pop(number, None)
+        if error is not None:
+            raise error
+
+    def raise_errors(self) -> None:
+        """Raises what a push met that nobody waits for."""
+        with self._acting():
+            if self._errors:
+                raise self._errors.pop(min(self._errors))
+
+    def _joined(self, asked: Asked) -> Pulled:
+        rows = asked.rows
+        tables = {
+            name: splitting.joined_rows(
+                self._specs[name], plan, {shard: rows[shard].tables[name] for shard in rows}
+            )
+            for name, plan in asked.plans.items()
+        }
+        dense: dict[str, list[Tensor] | None] = {}
+        for name in asked.wanted.dense:
+            answers = {shard: each.dense[name] for shard, each in rows.items()}
+            found = {shard: each for shard, each in answers.items() if each is not None}
+            whole = len(found) == len(answers)
+            spec = self._specs[name]
+            dense[name] = splitting.joined_values(spec, asked.slots, found) if whole else None
+        return Pulled(tables, dense, min((each.low for each in rows.values()), default=0))
+
+    def _await(self, done: Callable[[], bool], timeout: float | None) -> None:
+        with self._condition:
+            if not self._condition.wait_for(
+                lambda: done() or self._failure is not None or self._rolled is not None, timeout
+            ):
+                raise TimeoutError(f"the servers of cluster {self.cluster!r} did not answer in "
+                                   f"{timeout} seconds")  # fmt: skip
+            if self._failure is not None and not done():
+                raise self._failure
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._rolled is not None:
+            error, self._rolled = self._rolled, None
+            raise error
+
+    # --- messages
+
+    def _post(self, shard: int, number: int, whole: Whole | None, asked: Asked | None) -> None:
+        """Sends a push, a pull or both to a shard, soon."""
+        found = self.view.shard(shard)
+        if found is None or not found.chain:
+            self._note_again(shard, number, asked)
+            return
+        view, head = self.view, found.head
+        epoch, client = view.epoch, self.number
+
+        def send() -> None:
+            push = pull = None
+            if whole is not None:
+                kind = whole.kind if shard not in whole.refused_by else PushKind.SKIP
+                load = self._load(whole, view, shard, head)
+                push = Push(client, number, epoch, kind, load)
+            if asked is not None:
+                pull = Pull(asked.step, asked.epoch, self._question(asked, shard))
+            message = messages.Exchange(self.cluster, shard, push, pull)
+            self._caller.call(
+                head, message, lambda reply: self._replied(shard, number, epoch, asked, reply)
+            )
+
+        self._later(send)
+
+    def _question(self, asked: Asked, shard: int) -> messages.Ask:
+        tables = {name: plan.parts[shard][1] for name, plan in asked.plans.items()}
+        name = self.worker.info.name
+        return messages.Ask(self.number, name, asked.number, tables, asked.wanted.dense)
+
+    def _load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
+        if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:
+            return None
+
+        def buffers(shape: Any, dtype: torch.dtype) -> Tensor:
+            try:
+                return self.worker.send_buffer(head.name, shape, dtype)
+            except rpc.RpcError:
+                return torch.empty(shape, dtype=dtype)
+
+        tables = {}
+        for name, table in whole.tables.items():
+            plan, pulled = self._plan_of(name, table.ids, view)
+            tables[name] = splitting.table_push(table, plan, shard, pulled, buffers)
+        dense = {
+            name: splitting.dense_push(group, view.slots, shard, buffers)
+            for name, group in whole.dense.items()
+        }
+        return messages.Load(tables, dense)
+
+    def _plan_of(self, name: str, ids: Tensor, view: View) -> tuple[splitting.Plan, int]:
+        """The plan by which these very ids were pulled, and the pull's number, or a new one."""
+        plan, pulled = self._last_pull.get(name, (None, -1))
+        if plan is not None and plan.ids is ids and plan.epoch == view.epoch:
+            return plan, pulled
+        plan = splitting.plan(ids, view.slots, view.epoch)
+        self._last_pull[name] = (plan, -1)
+        return plan, -1
+
+    def _replied(
+        self, shard: int, number: int, epoch: int, asked: Asked | None, reply: Any
+    ) -> None:
+        with self._acting():
+            if self._failure is not None:
+                return
+            if isinstance(reply, messages.Rows):
+                self._pause = _PAUSE
+                self._kept.safe(shard, reply.safe)
+                if asked is not None and asked.epoch == epoch:
+                    asked.rows[shard] = reply
+                    asked.missing.discard(shard)
+            elif isinstance(reply, messages.Accepted):
+                self._pause = _PAUSE
+                self._kept.safe(shard, reply.safe)
+            elif isinstance(reply, messages.Broken):
+                self._fail(errors.ParameterServerError(f"shard {shard} is broken: {reply.text}"))
+            elif isinstance(reply, messages.Full):
+                self._refused_for_memory(shard, number, asked, reply.text)
+            elif self._is_done_for(reply):
+                self._kept.safe(shard, number + 1)
+            else:
+                self._note_again(shard, number, asked)
+            self._condition.notify_all()
+
+    def _is_done_for(self, reply: Any) -> bool:
+        """True if a shard has forgotten this trainer, as it took all, the last push included."""
+        unknown = isinstance(reply, messages.Denied) and reply.reason is Refusal.UNKNOWN
+        return self._finishing and unknown and self.view.trainer(self.client) is not None
+
+    def _refused_for_memory(self, shard: int, number: int, asked: Asked | None, text: str) -> None:
+        """An empty push takes its place, so that nobody waits for it."""
+        self._errors.setdefault(number, errors.OutOfMemoryError(f"nothing was taken: {text}"))
+        if asked is not None:
+            asked.error = self._errors.pop(number)
+        whole = self._kept.whole(number)
+        if whole is not None:
+            whole.refused_by.add(shard)
+            self._post(shard, number, whole, None)
+
+    # --- trying again
+
+    def _note_again(self, shard: int, number: int, asked: Asked | None) -> None:
+        if number >= 0:
+            self._again.add(("push", shard, number))
+        if asked is not None:
+            self._again.add(("pull", shard, asked.number))
+        self._condition.notify_all()
+
+    def _tend(self) -> None:
+        self._context.run(self._tend_on)
+
+    def _tend_on(self) -> None:
+        tries = 0
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: bool(self._again) or self._failure is not None)
+                if self._failure is not None:
+                    return
+                self._condition.wait_for(lambda: self._failure is not None, self._pause)
+                self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
+            try:
+                tries += 1
+                self.refresh()
+                if tries % 8 == 0:
+                    self.spread()
+                self._try_again()
+            except Exception as error:
+                self._fail(error)
+
+    def _try_again(self) -> None:
+        with self._acting():
+            again, self._again = self._again, set()
+            for kind, shard, number in sorted(again, key=lambda each: each[2]):
+                if kind == "push":
+                    self._push_again(shard, number)
+                else:
+                    self._pull_again(shard, number)
+
+    def _push_again(self, shard: int, number: int) -> None:
+        whole = self._kept.whole(number)
+        if whole is None:
+            return
+        self._require_trainer()
+        epoch = self.view.epoch
+        if self._kept.epoch(number) != epoch:
+            self._kept.add(number, epoch, whole, dict.fromkeys(self.view.active, whole.kind))
+            for each in self.view.active:
+                self._post(each, number, whole, None)
+        elif self._kept.holds(number, shard):
+            self._post(shard, number, whole, None)
+
+    def _require_trainer(self) -> None:
+        if self.view.trainer(self.client) is None and not self._finishing:
+            raise errors.NotATrainerError(
+                f"worker {self.client.name!r} is no trainer of cluster {self.cluster!r} any more"
+            )
+
+    def _pull_again(self, shard: int, number: int) -> None:
+        asked = self._asked.get(number)
+        if asked is None or asked.is_done:
+            return
+        if asked.epoch != self.view.epoch:
+            self._split(asked)
+            for each in self.view.active:
+                self._post(each, -1, None, asked)
+        elif shard in asked.missing:
+            self._post(shard, -1, None, asked)
+
+    # --- views
+
+    def _hear(self, sender: extend.Life, body: bytes, tensors: list[Tensor]) -> None:
+        with self._acting():
+            self._see(View.decode(body.decode()))
+
+    def refresh(self) -> None:
+        """Looks into the store."""
+        found = self._meeting.view(self.cluster)
+        if found is not None:
+            with self._acting():
+                self._see(found)
+
+    def spread(self) -> None:
+        """Tells all servers of the view, lest none of them knows that it is to coordinate."""
+        text = self.view.encode()
+        for server in self.view.servers:
+            self._caller.call(server, messages.See(text), lambda _: None)
+
+    def _see(self, view: View) -> None:
+        old = self.view
+        if view.number <= old.number:
+            return
+        self.view = view
+        if view.broken:
+            self._fail(errors.ServerLostError(view.broken))
+        elif view.generation > old.generation:
+            self._roll_back(view)
+        else:
+            self._kept.only({shard.number for shard in view.shards})
+            for shard in view.shards:
+                before = old.shard(shard.number)
+                if before is not None and before.chain[:1] != shard.chain[:1]:
+                    for number, _, _ in self._kept.again(shard.number):
+                        self._again.add(("push", shard.number, number))
+        self._condition.notify_all()
+
+    def _roll_back(self, view: View) -> None:
+        snapshot = view.snapshot
+        assert snapshot is not None
+        self._kept.clear()
+        self._errors.clear()
+        self._last_pull.clear()
+        self._again.clear()
+        self.rollbacks += 1
+        if self.number < 0 or view.trainer(self.client) is None:
+            for number in self._asked:
+                self._again.add(("pull", -1, number))
+            return
+        known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
+        start = min(known, default=snapshot.time)
+        before, self.next = self.next, snapshot.counts.get(self.number, start)
+        lost = {self.client.name: max(0, before - self.next)}
+        error = errors.RolledBack(self.next, lost, snapshot.folder)
+        self._rolled = error
+        self._finishing = False
+        for asked in self._asked.values():
+            asked.error = error
+
+    # --- the coordinator
+
+    def ask_coordinator(self, what: orders.Request, patient: bool = True) -> Any:
+        """Asks until the coordinator answers, whoever it is by then.
+
+        Args:
+            what: the request.
+            patient: asks again if the coordinator was lost in the middle.
+
+        Raises:
+            ParameterServerError: it cannot be done; or the coordinator was lost.
+        """
+        pause = _PAUSE
+        while True:
+            answer = Answer()
+            self._caller.call(self.view.coordinator, messages.Asking(what), answer.set)
+            reply = answer.wait()
+            if isinstance(reply, messages.Granted):
+                return reply.result
+            if isinstance(reply, messages.Rejected) and reply.reason:
+                raise errors.ParameterServerError(reply.reason)
+            if reply is LOST and not patient:
+                raise errors.ParameterServerError("the coordinator was lost meanwhile")
+            with self._condition:
+                self._condition.wait_for(lambda: self._failure is not None, pause)
+                if self._failure is not None:
+                    raise self._failure
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            self.refresh()
+            self.spread()
+
+    def ask_shard(self, shard: int, message: Any) -> Any:
+        """One call to the head of a shard; ``LOST`` if there is none."""
+        found = self.view.shard(shard)
+        if found is None or not found.chain:
+            return LOST
+        answer = Answer()
+        self._caller.call(found.head, message, answer.set)
+        return answer.wait()
+
+    def ask_servers(self, message: Any) -> Mapping[Server, Any]:
+        """One call to each server that keeps anything."""
+        answers = {}
+        for server in sorted({each for shard in self.view.shards for each in shard.chain}):
+            answers[server] = Answer()
+            self._caller.call(server, message, answers[server].set)
+        return {server: answer.wait() for server, answer in answers.items()}
+
+    def join(self) -> None:
+        """Becomes a trainer; returns when it may push."""
+        number = self.ask_coordinator(orders.Join(self.client))
+        pause = _PAUSE
+        while True:
+            self.refresh()
+            for shard in self.view.active:
+                count = self.ask_shard(shard, messages.CountOf(number))
+                if isinstance(count, int):
+                    with self._acting():
+                        self.number, self.next = number, count
+                    return
+            with self._condition:
+                self._condition.wait_for(lambda: self._failure is not None, pause)
+                if self._failure is not None:
+                    raise self._failure
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def finish(self) -> None:
+        """Pushes the last push, and leaves when it is safe everywhere."""
+        with self._acting():
+            self._raise_failure()
+            self._finishing = True
+        number, _ = self.send(Whole(PushKind.FINISH), None)
+        self.wait_until_safe(number, None)
+        self.ask_coordinator(orders.Leave(self.number, self.view.generation))
+        self.number = -1

@@ -1,0 +1,177 @@
+"""Divides ids, rows and gradients among the shards, and puts together what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorwire.parameter_server.dense_spec import DenseSpec
+from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.messages import DensePush, Packed, TablePush
+from tensorwire.parameter_server.spec import TableSpec
+from tensorwire.parameter_server.wire import Float32
+
+Buffers = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes a tensor from which to send to one server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which id goes where.
+
+    Args:
+        ids: all of them.
+        epoch: of the map.
+        parts: by shard, the places in ``ids`` of those that it keeps, and the ids; None instead
+            of places if it keeps all.
+    """
+
+    ids: Tensor
+    epoch: int
+    parts: Mapping[int, tuple[Any, Tensor]]
+
+
+def plan(ids: Tensor, slots: Sequence[int], epoch: int) -> Plan:
+    """Divides ids by a map from slots to shards."""
+    shards = sorted(set(slots))
+    if len(shards) == 1:
+        return Plan(ids, epoch, {shards[0]: (None, ids)})
+    k = kernels()
+    numbers = ids.numpy()
+    found = np.empty(len(numbers), np.int64)
+    k.slots(numbers, found)
+    places = np.searchsorted(shards, np.asarray(slots))[found]
+    order = np.argsort(places, kind="stable")
+    ends = np.cumsum(np.bincount(places, minlength=len(shards)))
+    parts = {}
+    for place, shard in enumerate(shards):
+        mine = order[ends[place - 1] if place else 0 : ends[place]]
+        parts[shard] = (mine, torch.from_numpy(numbers[mine]))
+    return Plan(ids, epoch, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTable:
+    """Gradients of a table, before they are split.
+
+    Args:
+        spec: the table.
+        ids: all different.
+        grad: a row for each; it is not changed any more.
+        hyper: the table's hyper-parameters.
+    """
+
+    spec: TableSpec
+    ids: Tensor
+    grad: Tensor
+    hyper: tuple[float, ...]
+
+
+def table_push(
+    whole: WholeTable, plan: Plan, shard: int, pulled: int, buffers: Buffers
+) -> TablePush:
+    """One shard's share of a table's gradients."""
+    places, ids = plan.parts[shard]
+    kind = whole.spec.wire.push
+    if isinstance(kind, Float32):
+        out = buffers((len(ids), whole.spec.dim), torch.float32)
+        _gather(whole.grad, places, out)
+        return TablePush(ids, (out,), whole.hyper, pulled)
+    part = whole.grad if places is None else whole.grad[torch.from_numpy(places)]
+    return TablePush(ids, kind.pack(part), whole.hyper, pulled)
+
+
+def _gather(source: Tensor, places: Any, out: Tensor) -> None:
+    if places is None:
+        out.copy_(source)
+    else:
+        kernels().gather(source.numpy(), places, out.numpy())
+
+
+def joined_rows(spec: TableSpec, plan: Plan, packed: Mapping[int, Packed]) -> Tensor:
+    """The rows that shards sent, in the order of the ids."""
+    kind = spec.wire.pull
+    if len(plan.parts) == 1:
+        (only,) = plan.parts
+        return kind.unpack(packed[only], spec.dim)
+    rows = torch.empty(len(plan.ids), spec.dim)
+    for shard, (places, _) in plan.parts.items():
+        values = kind.unpack(packed[shard], spec.dim)
+        kernels().scatter(values.numpy(), places, rows.numpy())
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class WholeDense:
+    """Gradients of a dense group, before they are split.
+
+    Args:
+        spec: the group.
+        grads: of each parameter, flat; they are not changed any more.
+        hyper: the hyper-parameters of each group.
+    """
+
+    spec: DenseSpec
+    grads: Sequence[Tensor | None]
+    hyper: tuple[Mapping[str, Any], ...]
+
+
+def dense_push(whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buffers) -> DensePush:
+    """One shard's share of a dense group's gradients."""
+    spec = whole.spec
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    for place in spec.kept_by(slots, shard):
+        piece = spec.pieces[place]
+        grad = whole.grads[piece.parameter]
+        if grad is not None:
+            dtype = spec.dtypes[piece.parameter]
+            parts.setdefault(dtype, []).append(grad[piece.start : piece.stop])
+    packed = {}
+    for dtype, slices in parts.items():
+        out = buffers((sum(len(each) for each in slices),), dtype)
+        packed[dtype] = (torch.cat(slices, out=out),)
+    absent = frozenset(n for n, grad in enumerate(whole.grads) if grad is None)
+    return DensePush(packed, absent, whole.hyper)
+
+
+def joined_values(
+    spec: DenseSpec, slots: Sequence[int], answers: Mapping[int, Mapping[torch.dtype, Tensor]]
+) -> list[Tensor]:
+    """The values of all parameters, flat, from what the shards keep of them."""
+    values = [
+        torch.empty(int(np.prod(shape)), dtype=dtype)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    for shard, flats in answers.items():
+        begins = dict.fromkeys(flats, 0)
+        for place in spec.kept_by(slots, shard):
+            piece = spec.pieces[place]
+            dtype = spec.dtypes[piece.parameter]
+            begin = begins[dtype]
+            begins[dtype] = begin + len(piece)
+            part = flats[dtype][begin : begin + len(piece)]
+            values[piece.parameter][piece.start : piece.stop] = part
+    return values
+
+
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The different ids in the order in which they come, and for each id its place among them."""
+    numbers = np.ascontiguousarray(ids.reshape(-1).numpy())
+    scratch = np.empty((max(2 * len(numbers), 2), 2), np.int64)
+    scratch[:, 1] = -1
+    unique, inverse = np.empty_like(numbers), np.empty_like(numbers)
+    count = kernels().dedup(scratch, numbers, unique, inverse)
+    return torch.from_numpy(unique[:count].copy()), torch.from_numpy(inverse)
+
+
+def summed(grad: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """Gradients of the same id added up, in the order in which they come."""
+    total = torch.zeros(count, grad.shape[-1])
+    flat = np.ascontiguousarray(grad.reshape(-1, grad.shape[-1]).numpy())
+    kernels().add_rows(flat, inverse.numpy(), total.numpy())
+    return total

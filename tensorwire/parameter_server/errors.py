@@ -1,0 +1,70 @@
+"""Every error of the parameter server, in one tree.
+
+RuntimeError
+└── rpc.RpcError
+    └── ParameterServerError
+        ├── ServerLostError       state is lost, and there is nothing to go back to
+        ├── RolledBack            everything went back to a snapshot; training may go on from it
+        ├── NotATrainerError      this trainer was declared lost, or has finished
+        ├── DeclarationError      a table or dense group was declared otherwise before
+        ├── OutOfMemoryError      a push was refused whole, as a server has no memory for it
+        ├── GradientError         gradients are not numbers (see ``NanPolicy``)
+        └── SnapshotError         a snapshot could not be written; the last one still stands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rpc import RpcError
+
+
+class ParameterServerError(RpcError):
+    """Root of the tree above."""
+
+
+class ServerLostError(ParameterServerError):
+    """Servers were lost with state of which there is neither a backup nor a snapshot."""
+
+
+class RolledBack(ParameterServerError):
+    """All servers and trainers are back at the last snapshot.
+
+    The cluster can be used at once. Whoever wants the same result as without the failure goes
+    back to the data that followed the snapshot.
+
+    Attributes:
+        step: pushes of this trainer that are in the state now.
+        lost: by trainer, how many of its pushes are not in the state any more.
+        snapshot: folder of the snapshot.
+    """
+
+    def __init__(self, step: int, lost: Mapping[str, int], snapshot: str) -> None:
+        gone = ", ".join(f"{count} of {name}" for name, count in sorted(lost.items()))
+        super().__init__(
+            f"servers were lost; everything is back at step {step}, as in the snapshot "
+            f"{snapshot!r}. Pushes that were undone: {gone or 'none'}"
+        )
+        self.step = step
+        self.lost = dict(lost)
+        self.snapshot = snapshot
+
+
+class NotATrainerError(ParameterServerError):
+    """The cluster does not take pushes from this worker any more."""
+
+
+class DeclarationError(ParameterServerError, ValueError):
+    """The same name stands for two different things."""
+
+
+class OutOfMemoryError(ParameterServerError):
+    """A server has no room for the rows of a push; nothing of it was taken there."""
+
+
+class GradientError(ParameterServerError, ValueError):
+    """A gradient has elements that are infinite or not numbers; nothing was pushed."""
+
+
+class SnapshotError(ParameterServerError):
+    """A snapshot could not be written."""

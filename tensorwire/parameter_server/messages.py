@@ -1,0 +1,262 @@
+"""What trainers and servers send each other. Plain data; tensors travel beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import Push, Refusal
+from tensorwire.parameter_server.decisions.reads import Pull
+from tensorwire.parameter_server.decisions.replica import Assign, Import
+
+Packed = tuple[Tensor, ...]
+"""Rows as a ``Wire`` packed them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablePush:
+    """Gradients of some rows.
+
+    Args:
+        ids: all different.
+        grad: a row for each, packed.
+        hyper: the table's hyper-parameters.
+        pulled: number of the pull that asked for exactly these ids; -1 if none did.
+    """
+
+    ids: Tensor
+    grad: Packed
+    hyper: tuple[float, ...]
+    pulled: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DensePush:
+    """Gradients of the pieces of one shard.
+
+    Args:
+        grads: by dtype, packed.
+        absent: parameters without a gradient.
+        hyper: the hyper-parameters of each group.
+    """
+
+    grads: Mapping[torch.dtype, Packed]
+    absent: frozenset[int]
+    hyper: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The gradients of one push for one shard, by the names of tables and dense groups."""
+
+    tables: Mapping[str, TablePush] = field(default_factory=dict)
+    dense: Mapping[str, DensePush] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a pull wants of one shard.
+
+    Args:
+        trainer: who asks; -1 for who is none.
+        worker: name of the worker that asks.
+        number: of the pull, at this trainer.
+        tables: by name, ids.
+        dense: names of dense groups.
+    """
+
+    trainer: int
+    worker: str
+    number: int
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    dense: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One message of a step: a push, a pull, or both."""
+
+    cluster: str
+    shard: int
+    push: Push | None
+    pull: Pull | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The answer to a pull.
+
+    Args:
+        tables: by name, rows, packed.
+        dense: by name and dtype, all elements of the shard's pieces; None if nobody has
+            set them yet.
+        safe: pushes of the asker that are safe.
+        low: pushes of the slowest trainer.
+    """
+
+    tables: Mapping[str, Packed]
+    dense: Mapping[str, Mapping[torch.dtype, Tensor] | None]
+    safe: int
+    low: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The answer to a push without a pull: so many pushes of its sender are safe."""
+
+    safe: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The answer to what cannot be taken as it is."""
+
+    reason: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """The answer of a server that is not the head of that shard, or not the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The answer to a push for which there is no memory."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The answer of a shard that cannot go on, and why."""
+
+    text: str
+
+
+Reply = Rows | Accepted | Denied | Elsewhere | Full | Broken
+
+# --- among servers, and from clients to the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class See:
+    """There is a later view, as text."""
+
+    view: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The coordinator gives a shard an order.
+
+    Args:
+        view: the coordinator's, as text.
+        term: the coordinator's.
+        shard: the shard.
+        order: what to do.
+    """
+
+    view: str
+    term: int
+    shard: int
+    order: orders.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Somebody wants something of the coordinator; answered with ``Granted`` or ``Rejected``."""
+
+    what: orders.Request
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A request is done."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request cannot be done; without a reason, this server does not coordinate."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A record of a shard's log, for the next server of the chain."""
+
+    shard: int
+    version: int
+    position: int
+    record: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """Rows that a shard had until a cut."""
+
+    shard: int
+    rows: Import
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Values of a dense group."""
+
+    shard: int
+    values: Assign
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPiece:
+    """Some rows of a shard that is being copied.
+
+    Args:
+        copy: names the copy.
+        table: whose rows.
+        rows: ids and columns.
+    """
+
+    copy: tuple[int, int, str]
+    table: str
+    rows: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Become a backup of a shard: all but the rows, which came before.
+
+    Args:
+        copy: names the copy.
+        shard: the shard.
+        position: of the log.
+        version: of the chain.
+        clock: the replica's.
+        rest: what else the state holds.
+    """
+
+    copy: tuple[int, int, str]
+    shard: int
+    position: int
+    version: int
+    clock: Mapping[str, Any]
+    rest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CountOf:
+    """How many pushes of a trainer were taken; answered with None if it is not known here."""
+
+    trainer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Answered with what this server can say of itself, as plain data."""

@@ -1,0 +1,85 @@
+"""Calls among servers and clients of one cluster: an answer, or ``LOST``."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+import rpc
+from rpc import extend
+from tensorwire.parameter_server.decisions.views import Server
+
+_logger: Final = logging.getLogger("tensorwire")
+
+
+class Gone(enum.Enum):
+    """Instead of an answer."""
+
+    LOST = enum.auto()
+    """The callee is gone, or this worker is leaving."""
+
+
+LOST: Final = Gone.LOST
+
+
+class Caller:
+    """Calls of one worker in one cluster.
+
+    Args:
+        worker: the worker.
+        cluster: the cluster's name.
+    """
+
+    def __init__(self, worker: extend.Worker, cluster: str) -> None:
+        self._worker = worker
+        self._cluster = cluster
+
+    def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
+        """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
+        try:
+            future = rpc.rpc_async(
+                to.name, handle, args=(self._cluster, to.incarnation, message), timeout=0
+            )
+        except rpc.RpcError as error:
+            _note(error)
+            then(LOST)
+            return
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            then(_answer_of(future))
+
+        future.add_done_callback(done)
+
+
+def _answer_of(future: torch.futures.Future[Any]) -> Any:
+    try:
+        return future.value()
+    except rpc.RpcError as error:
+        _note(error)
+        return LOST
+
+
+def _note(error: rpc.RpcError) -> None:
+    expected = (rpc.WorkerLostError, rpc.UnknownWorkerError, rpc.AgentClosedError)
+    if not isinstance(error, expected):
+        _logger.error("a call of the parameter server failed: %s", error)
+
+
+@rpc.functions.async_execution
+def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future[Any]:
+    """Runs at a server: takes a message for that life of it.
+
+    Args:
+        cluster: the cluster's name.
+        incarnation: of the server that is meant.
+        message: one of ``messages``.
+    """
+    from tensorwire.parameter_server.server.host import host
+
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    host().take(cluster, incarnation, future, message)
+    return future

@@ -1,0 +1,266 @@
+"""Runs the coordinator, at the one server that coordinates."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import rpc
+from tensorwire.checkpoint import CheckpointError, Draft
+from tensorwire.parameter_server import messages
+from tensorwire.parameter_server.decisions import orders, tasks, views
+from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.replica import NotHead
+from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.server.calling import LOST
+from tensorwire.parameter_server.server.shard import Call
+from tensorwire.parameter_server.server.writing import part_name
+from tensorwire.parameter_server.settings import Meeting
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.server.node import Node
+
+_logger: Final = logging.getLogger("tensorwire")
+
+CHANNEL: Final = "tensorwire.ps/view/"
+"""Clients hear of views here; the cluster's name follows."""
+
+
+class Coordinating:
+    """The coordinator of one cluster, if it is this server.
+
+    Args:
+        node: the server.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._coordinator: Coordinator | None = None
+        self._requests: dict[int, Call] = {}
+        self._numbers = itertools.count()
+        self._drafts: dict[str, Draft] = {}
+        self._snapshots: dict[int, str] = {}
+        self._meeting = Meeting(node.host.worker)
+        self._lost: set[Server] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends it; whoever asked for something asks another server."""
+        self._closed = True
+        for call in self._requests.values():
+            call.answer(messages.Rejected(""))
+        self._requests.clear()
+        self._coordinator = None
+        self._discard(list(self._drafts))
+        self._snapshots.clear()
+
+    # --- who coordinates
+
+    def seen(self, view: View) -> None:
+        """There is a later view, which may name another."""
+        mine = self._coordinator
+        if mine is not None and view.coordinator != self._node.me and view.term > mine.view.term:
+            self._coordinator = None
+
+    def look(self) -> None:
+        """Begins to coordinate if it is this server's turn."""
+        view = self._node.view
+        if view is None or self._coordinator is not None or view.broken or self._closed:
+            return
+        living = self._living(view)
+        starts = view.coordinator == self._node.me
+        if starts or views.is_next_coordinator(view, self._node.me, living):
+            here = [t.number for t in view.trainers if self._lives(t.client)]
+            self._coordinator = Coordinator(self._node.me, view, living, here)
+            self._do(self._coordinator.start())
+
+    def _living(self, view: View) -> set[Server]:
+        known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
+        names = {each.name for each in known} | set(view.settings.get("servers", ()))
+        found = set()
+        for name in names:
+            with contextlib.suppress(rpc.UnknownWorkerError, rpc.WorkerLostError):
+                found.add(Server(name, self._node.host.worker.life_of(name).incarnation))
+        return found - self._lost
+
+    def _lives(self, client: views.Client | Server) -> bool:
+        try:
+            life = self._node.host.worker.life_of(client.name)
+        except (rpc.UnknownWorkerError, rpc.WorkerLostError):
+            return False
+        return life.incarnation == client.incarnation
+
+    # --- events
+
+    def heard_lost(self, server: Server) -> None:
+        """A worker is gone."""
+        self._lost.add(server)
+        if self._coordinator is not None:
+            self._do(self._coordinator.server_lost(server))
+        if self._coordinator is not None:
+            self._do(self._coordinator.worker_lost(server.name, server.incarnation))
+        self.look()
+
+    def heard_came(self, server: Server) -> None:
+        """A worker is there."""
+        if self._coordinator is not None:
+            self._do(self._coordinator.server_came(server))
+
+    def asked(self, call: Call, what: orders.Request) -> None:
+        """Somebody wants something."""
+        self.look()
+        if self._coordinator is None:
+            call.answer(messages.Rejected(""))
+            return
+        number = next(self._numbers)
+        if isinstance(what, orders.TakeSnapshot):
+            try:
+                draft = Draft.create(what.folder)
+            except (OSError, ValueError, CheckpointError) as error:
+                call.answer(messages.Rejected(str(error)))
+                return
+            folder = str(draft.path)
+            self._drafts[folder] = draft
+            self._snapshots[number] = folder
+            what = orders.TakeSnapshot(folder, str(draft.folder), what.extra)
+        if isinstance(what, orders.Resize):
+            for server in what.servers:
+                if self._lives(server):
+                    self._do(self._coordinator.server_came(server))
+        self._requests[number] = call
+        self._do(self._coordinator.asked(number, what))
+
+    def _answered(self, ask: int, answer: Any) -> None:
+        if answer is LOST or isinstance(answer, NotHead):
+            return  # it will be told to another, or this coordinator is out of date
+        if self._coordinator is not None:
+            self._do(self._coordinator.answered(ask, answer))
+
+    # --- what is to be done
+
+    def _do(self, effects: list[tasks.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, tasks.Tell):
+                self._tell(effect)
+            elif isinstance(effect, tasks.Store):
+                self._store(effect)
+            elif isinstance(effect, tasks.Publish):
+                self._publish(effect.view)
+            elif isinstance(effect, tasks.Reply):
+                self._settle(effect.request, messages.Granted(effect.result))
+            elif isinstance(effect, tasks.Fail):
+                self._settle(effect.request, messages.Rejected(effect.reason))
+            elif isinstance(effect, tasks.Conclude):
+                self._conclude(effect)
+            elif isinstance(effect, tasks.Alarm):
+                self._node.later(lambda: self._node.host.after(tasks.PATIENCE, self._ring))
+            else:
+                self._resign()
+
+    def _tell(self, effect: tasks.Tell) -> None:
+        assert self._coordinator is not None
+        view = self._coordinator.view
+        command = messages.Command(view.encode(), view.term, effect.shard, effect.order)
+        coordinator = self._coordinator
+
+        def answered(answer: Any) -> None:
+            if self._coordinator is coordinator:
+                self._answered(effect.ask, answer)
+
+        self._node.call(effect.to, command, answered)
+
+    def _store(self, effect: tasks.Store) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+
+        def put() -> None:
+            try:
+                found = self._meeting.replace(self._node.cluster, effect.expected, effect.view)
+            except rpc.RpcError as error:
+                _logger.error("the group's store is gone; the cluster stays as it is: %s", error)
+                return
+            with self._node.acting():
+                if self._coordinator is coordinator:
+                    self._do(coordinator.stored(found, found == effect.view))
+                self._node.see(found)
+
+        self._node.later(put)
+
+    def _publish(self, view: View) -> None:
+        node = self._node
+        text = view.encode()
+        for server in view.servers:
+            if server != node.me:
+                node.call(server, messages.See(text), lambda _: None)
+        names = {trainer.client.name for trainer in view.trainers}
+        node.later(lambda: self._post(names, text))
+
+    def _post(self, names: set[str], text: str) -> None:
+        for name in names:
+            with contextlib.suppress(rpc.RpcError):
+                self._node.host.worker.post(name, CHANNEL + self._node.cluster, text.encode())
+
+    def _settle(self, request: int, answer: Any) -> None:
+        call = self._requests.pop(request, None)
+        if call is not None:
+            self._node.later(lambda: call.answer(answer))
+        folder = self._snapshots.pop(request, None)
+        if folder in self._drafts:
+            self._discard([folder])
+
+    def _resign(self) -> None:
+        self._coordinator = None
+        node = self._node
+
+        def look() -> None:
+            found = self._meeting.view(node.cluster)
+            if found is not None:
+                with node.acting():
+                    node.see(found)
+
+        node.later(lambda: node.host.after(0.02, look))
+
+    def _ring(self) -> None:
+        with self._node.acting():
+            if self._coordinator is not None:
+                self._do(self._coordinator.rang())
+
+    # --- snapshots
+
+    def _conclude(self, effect: tasks.Conclude) -> None:
+        draft = self._drafts.get(effect.snapshot.folder)
+
+        def commit() -> None:
+            done = draft is not None and self._commit(draft, effect)
+            with self._node.acting():
+                self._answered(effect.ask, done)
+
+        self._node.later(lambda: self._node.host.start(commit))
+
+    def _commit(self, draft: Draft, effect: tasks.Conclude) -> bool:
+        view = self._node.view
+        assert view is not None
+        about = {
+            "parameter_server": 1,
+            "counts": [list(each) for each in sorted(effect.snapshot.counts.items())],
+            "time": effect.snapshot.time,
+            "epoch": view.epoch,
+            "declared": dict(view.declared),
+            "settings": dict(view.settings),
+            "extra": effect.extra,
+        }
+        try:
+            draft.commit([part_name(shard) for shard in effect.parts], about)
+        except (OSError, CheckpointError) as error:
+            _logger.error("the snapshot %s was not completed: %s", draft.path, error)
+            return False
+        self._drafts.pop(effect.snapshot.folder, None)
+        return True
+
+    def _discard(self, folders: list[str]) -> None:
+        for folder in folders:
+            draft = self._drafts.pop(folder)
+            with contextlib.suppress(OSError):
+                draft.discard()

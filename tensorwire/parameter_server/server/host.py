@@ -1,0 +1,240 @@
+"""The server process: its clusters, its memory, its helpers; ``serve``."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+import rpc
+from rpc import extend
+from tensorwire.parameter_server import messages
+from tensorwire.parameter_server.arguments import whole
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.server import available
+from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.node import Node, _turned_away
+from tensorwire.parameter_server.server.shard import Call
+from tensorwire.parameter_server.server.state import ShardState
+from tensorwire.parameter_server.settings import Meeting
+
+_logger: Final = logging.getLogger("tensorwire")
+_SECONDS_BETWEEN_TRIES: Final = 0.1
+
+
+def host() -> Host:
+    """The current worker's."""
+    return extend.worker_state(Host, lambda: Host(extend.worker()), Host.close)
+
+
+class Host:
+    """What one worker is as a server.
+
+    Args:
+        worker: the worker.
+    """
+
+    def __init__(self, worker: extend.Worker) -> None:
+        self.worker = worker
+        self.memory: int | None = None
+        self._nodes: dict[str, Node] = {}
+        self._lock = threading.Lock()
+        self._context = contextvars.copy_context()
+        self._timers: set[threading.Timer] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = threading.Event()
+        self._forget = worker.on_membership(self._heard)
+
+    def node(self, cluster: str) -> Node:
+        """This server's part in a cluster."""
+        with self._lock:
+            node = self._nodes.get(cluster)
+            if node is None:
+                node = self._nodes[cluster] = Node(self, cluster)
+        return node
+
+    def take(
+        self, cluster: str, incarnation: int, future: torch.futures.Future[Any], message: Any
+    ) -> None:
+        """A message came."""
+        call = Call(future)
+        if incarnation != self.worker.life.incarnation or self._closed.is_set():
+            call.answer(_turned_away(message))
+        else:
+            self.node(cluster).handle(call, message)
+
+    def close(self) -> None:
+        """Ends what runs here."""
+        self._closed.set()
+        self._forget()
+        with self._lock:
+            nodes, timers = list(self._nodes.values()), list(self._timers)
+            threads = list(self._threads)
+        for timer in timers:
+            timer.cancel()
+        for node in nodes:
+            node.close()
+        for thread in [*timers, *threads]:
+            if thread is not threading.current_thread():
+                thread.join(10)
+
+    def _heard(self, event: extend.MembershipEvent) -> None:
+        server = Server(event.worker.name, event.incarnation)
+        with self._lock:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            if event.change in (extend.MembershipChange.LOST, extend.MembershipChange.LEFT):
+                node.heard_lost(server)
+            else:
+                node.heard_came(server)
+
+    # --- helpers
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs something long on a thread of its own."""
+        context = self._context.copy()
+
+        def run() -> None:
+            try:
+                context.run(work)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="tensorwire-ps", daemon=True)
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._threads.add(thread)
+            thread.start()
+
+    def after(self, seconds: float, work: Callable[[], None]) -> None:
+        """Runs something after a time."""
+        context = self._context.copy()
+
+        def run() -> None:
+            with self._lock:
+                self._timers.discard(timer)
+            if not self._closed.is_set():
+                context.run(work)
+
+        timer = threading.Timer(seconds, run)
+        timer.daemon = True
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._timers.add(timer)
+            timer.start()
+
+    # --- memory
+
+    def refusal(self, state: ShardState, load: Any) -> str:
+        """The reason for which there is no room for a push; empty if there is."""
+        wanted = state.rows_wanted(load) if load is not None else 0
+        if not wanted:
+            return ""
+        if self.memory is None:
+            free = available.bytes_free()
+        else:
+            with self._lock:
+                shards = [s for node in self._nodes.values() for s in node.shards.values()]
+            free = self.memory - sum(shard.state.bytes for shard in shards)
+        if wanted <= free:
+            return ""
+        name = self.worker.info.name
+        return f"server {name!r} has {free} bytes left, and a push may need {wanted}"
+
+    def describe(self, node: Node) -> dict[str, Any]:
+        """What this server can say of itself."""
+        with self._lock:
+            shards = dict(node.shards)
+        return {
+            "server": self.worker.info.name,
+            "shards": {number: _described(shard) for number, shard in shards.items()},
+        }
+
+    # --- coming back
+
+    def announce(self) -> None:
+        """Tells clusters that name this server that it is there; they may have missed it."""
+        meeting = Meeting(self.worker)
+        for cluster in meeting.clusters():
+            while not self._closed.is_set():
+                view = meeting.view(cluster)
+                if view is None or self._is_known(view) or self._arrives(cluster, view):
+                    break
+                self._closed.wait(_SECONDS_BETWEEN_TRIES)
+
+    def _is_known(self, view: View) -> bool:
+        me = Server(self.worker.info.name, self.worker.life.incarnation)
+        named = me.name in view.settings.get("servers", ())
+        return bool(view.broken) or me in view.servers or not named
+
+    def _arrives(self, cluster: str, view: View) -> bool:
+        node = self.node(cluster)
+        with node.acting():
+            node.see(view)
+        done = threading.Event()
+        answers: list[Any] = []
+
+        def answered(answer: Any) -> None:
+            answers.append(answer)
+            done.set()
+
+        ask = messages.Asking(orders.Arrive(node.me))
+        Caller(self.worker, cluster).call(view.coordinator, ask, answered)
+        done.wait()
+        return answers[0] is not LOST and isinstance(answers[0], messages.Granted)
+
+
+def _described(shard: Any) -> dict[str, Any]:
+    replica, state = shard.replica, shard.state
+    with shard.lane.state_lock:
+        return {
+            "head": replica.is_head,
+            "updates": state.updates,
+            "pulls": shard.pulled,
+            "time": replica.clock.time,
+            "low": replica.clock.low,
+            "bytes": state.bytes,
+            "tables": {
+                name: {
+                    "rows": len(table),
+                    "bytes": table.bytes,
+                    "updates": table.steps,
+                    "not_admitted": table.dropped,
+                    "evicted": table.evicted,
+                }
+                for name, table in state.tables.items()
+            },
+            "dense": {name: group.bytes for name, group in state.dense.items()},
+        }
+
+
+def serve(until: str | None = None, memory: int | None = None) -> None:
+    """Keeps shares of tables and dense parameters until the group does not need them any more.
+
+    Call it on a worker that has nothing else to do, in place of ``rpc.shutdown``; what ends it
+    is said in :func:`rpc.serve`.
+
+    Args:
+        until: see :func:`rpc.serve`.
+        memory: bytes that rows, state and indexes may take; a push that may need more is
+            refused whole. Default: what the machine has.
+
+    Raises:
+        TypeError: ``memory`` is no whole number.
+        ValueError: it is less than 1.
+        NotInitializedError: ``rpc.init_rpc`` was not called.
+    """
+    if memory is not None:
+        whole("serve", "memory", memory)
+    here = host()
+    here.memory = memory
+    here.start(here.announce)
+    rpc.serve(until)

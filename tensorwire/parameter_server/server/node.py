@@ -1,0 +1,374 @@
+"""One server's part in one cluster: its shards, the view it knows, and what others call.
+
+Decisions are made under one lock. What they send is sent after it was released, and what they do
+to the state of a shard is done in that shard's lane, in the order in which it was decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Final
+
+from tensorwire.parameter_server import messages
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import Reached
+from tensorwire.parameter_server.decisions.replica import (
+    Effect,
+    Import,
+    NotHead,
+    Replica,
+    Safe,
+    StartCopy,
+)
+from tensorwire.parameter_server.decisions.replication import Forward
+from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.coordinating import Coordinating
+from tensorwire.parameter_server.server.copying import Copies
+from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
+from tensorwire.parameter_server.server.state import ShardState
+from tensorwire.parameter_server.server.writing import write
+from tensorwire.parameter_server.settings import consistency_of
+
+if TYPE_CHECKING:
+    from tensorwire.parameter_server.server.host import Host
+
+_logger: Final = logging.getLogger("tensorwire")
+_MOST_EARLY: Final = 10_000
+
+
+class Node:
+    """One server in one cluster.
+
+    Args:
+        host: the server process.
+        cluster: the cluster's name.
+    """
+
+    def __init__(self, host: Host, cluster: str) -> None:
+        self.host = host
+        self.cluster = cluster
+        self.me = Server(host.worker.info.name, host.worker.life.incarnation)
+        self.view: View | None = None
+        self.shards: dict[int, ShardServer] = {}
+        self.caller = Caller(host.worker, cluster)
+        self.copies = Copies(self)
+        self.coordinating = Coordinating(self)
+        self._term = -1
+        self._early: dict[int, list[tuple[Call, messages.Logged]]] = {}
+        self._joining: set[int] = set()
+        self._exporting: set[tuple[int, int, int]] = set()
+        self._lock = RLock()
+        self._depth = 0
+        self._outbox: list[Callable[[], object]] = []
+        self._closed = False
+
+    # --- one thing at a time
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Holds the lock; what was queued by :meth:`later` is done after it is released."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                out: list[Callable[[], object]] = []
+                if not self._depth:
+                    out, self._outbox = self._outbox, out
+        for each in out:
+            each()
+
+    def later(self, what: Callable[[], object]) -> None:
+        """Does something without the lock, soon."""
+        self._outbox.append(what)
+
+    def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
+        """Calls another server; ``then`` gets the answer, or ``LOST``, with the lock held."""
+
+        def answered(answer: Any) -> None:
+            if not self._closed:
+                with self.acting():
+                    then(answer)
+
+        self.later(lambda: self.caller.call(to, message, answered))
+
+    def close(self) -> None:
+        """Turns everybody away."""
+        self._closed = True
+        with self.acting():
+            self.coordinating.close()
+            for number, shard in self.shards.items():
+                self.carry_out(number, shard.replica.deposed())
+
+    # --- views
+
+    def see(self, view: View) -> None:
+        """There may be a later view."""
+        if self.view is not None and view.number <= self.view.number:
+            self.coordinating.look()
+            return
+        self.view = view
+        self._term = max(self._term, view.term)
+        mine = {s.number: s for s in view.shards if self.me in s.chain}
+        for number in [n for n in self.shards if n not in mine]:
+            if view.shard(number) is None or number not in self._joining:
+                self._drop(number)
+        for number, shard in mine.items():
+            if number not in self.shards:
+                self._make(number)
+            self.carry_out(number, self.shards[number].replica.rechained(shard))
+            self._take_early(number)
+        self.coordinating.seen(view)
+        for number in list(self.shards):
+            self.resend_exports(number)
+        self.coordinating.look()
+
+    def _make(self, number: int, position: int = 0, version: int = -1) -> ShardServer:
+        assert self.view is not None
+        consistency = consistency_of(self.view.settings)
+        replica = Replica(self.me, number, consistency, position, version)
+        state = ShardState(number, consistency, kernels(), self.host.worker.reply_buffer)
+        shard = ShardServer(replica, state, self._changed, self.copies.begin)
+        self.shards[number] = shard
+        return shard
+
+    def _drop(self, number: int) -> None:
+        self.carry_out(number, self.shards[number].replica.deposed())
+        del self.shards[number]
+        self._joining.discard(number)
+
+    def heard_lost(self, server: Server) -> None:
+        """A worker is gone, which may have been a server."""
+        with self.acting():
+            for number, shard in list(self.shards.items()):
+                self.carry_out(number, shard.replica.heir_lost(server))
+            self.copies.forget(server)
+            self.coordinating.heard_lost(server)
+
+    def heard_came(self, server: Server) -> None:
+        """A worker is there, which may be a server."""
+        with self.acting():
+            self.coordinating.heard_came(server)
+
+    # --- what others call
+
+    def handle(self, call: Call, message: Any) -> None:
+        """Somebody calls."""
+        with self.acting():
+            if self._closed:
+                call.answer(_turned_away(message))
+            else:
+                self._handlers[type(message)](self, call, message)
+
+    def _exchange(self, call: Call, message: messages.Exchange) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(messages.Elsewhere())
+            return
+        if shard.broken:
+            call.answer(messages.Broken(shard.broken))
+            return
+        push, pull = message.push, message.pull
+        if push is not None:
+            full = self.host.refusal(shard.state, push.load)
+            if full:
+                call.answer(messages.Full(full))
+                return
+            asked = PushCall(call, push.trainer, pull is not None)
+            self.carry_out(message.shard, shard.replica.pushed(push, asked))
+        if pull is not None:
+            pull = replace(pull, ask=PullCall(call, pull.ask))
+            self.carry_out(message.shard, shard.replica.pulled(pull))
+
+    def _command(self, call: Call, message: messages.Command) -> None:
+        self.see(View.decode(message.view))
+        shard = self.shards.get(message.shard)
+        if message.term < self._term or shard is None:
+            call.answer(NotHead())
+            return
+        self._term = message.term
+        order = message.order
+        if isinstance(order, orders.Write):
+            self.later(lambda: self.host.start(lambda: self._write(call, shard, order)))
+        else:
+            self.carry_out(message.shard, shard.replica.ordered(order, call))
+
+    def _write(self, call: Call, shard: ShardServer, order: orders.Write) -> None:
+        frozen = shard.state.frozen.pop(order.change, None)
+        if frozen is None:
+            call.answer(None)
+            return
+        number = shard.replica.shard
+        try:
+            write(order.folder, number, frozen, shard.state.tables, shard.lane.state_lock)
+            call.answer(number)
+        except Exception as error:
+            _logger.warning("shard %d could not write its snapshot: %s", number, error)
+            call.answer(None)
+        finally:
+            with shard.lane.state_lock:
+                shard.state.thaw(frozen)
+
+    def _logged(self, call: Call, message: messages.Logged) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is not None:
+            effects = shard.replica.received(
+                message.version, message.position, message.record, call
+            )
+            self.carry_out(message.shard, effects)
+            return
+        early = self._early.setdefault(message.shard, [])
+        early.append((call, message))
+        if len(early) > _MOST_EARLY:
+            early.pop(0)
+
+    def _take_early(self, number: int) -> None:
+        for call, message in self._early.pop(number, []):
+            self._logged(call, message)
+
+    def _bring(self, call: Call, message: messages.Bring) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(NotHead())
+        else:
+            self.carry_out(message.shard, shard.replica.imported(message.rows, call))
+
+    def _set(self, call: Call, message: messages.Setting) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(NotHead())
+        else:
+            self.carry_out(message.shard, shard.replica.assigned(message.values, call))
+
+    def _copy_piece(self, call: Call, message: messages.CopyPiece) -> None:
+        call.answer(self.copies.take(message))
+
+    def _install(self, call: Call, message: messages.Install) -> None:
+        number = message.shard
+        pieces = self.copies.taken(message.copy)
+        there = self.shards.get(number)
+        if there is not None and there.replica.version >= message.version:
+            call.answer(False)  # it comes from somebody who was replaced
+            return
+        if self.view is None:
+            call.answer(False)
+            return
+        shard = self._make(number, message.position, message.version)
+        shard.replica.load(message.clock)
+        shard.state.become(message.rest, pieces)
+        self._joining.add(number)
+        self._take_early(number)
+        call.answer(True)
+
+    def _count_of(self, call: Call, message: messages.CountOf) -> None:
+        for shard in self.shards.values():
+            clock = shard.replica.clock
+            active = self.view is not None and shard.replica.shard in self.view.active
+            if shard.replica.is_head and active and message.trainer in clock.members:
+                call.answer(clock.count(message.trainer))
+                return
+        call.answer(None)
+
+    def _asking(self, call: Call, message: messages.Asking) -> None:
+        self.coordinating.asked(call, message.what)
+
+    def _see(self, call: Call, message: messages.See) -> None:
+        self.see(View.decode(message.view))
+        call.answer(True)
+
+    def _describe(self, call: Call, message: messages.Describe) -> None:
+        call.answer(self.host.describe(self))
+
+    _handlers: Final[dict[type, Callable[[Node, Call, Any], None]]] = {
+        messages.Exchange: _exchange,
+        messages.Command: _command,
+        messages.Logged: _logged,
+        messages.Bring: _bring,
+        messages.Setting: _set,
+        messages.CopyPiece: _copy_piece,
+        messages.Install: _install,
+        messages.CountOf: _count_of,
+        messages.Asking: _asking,
+        messages.See: _see,
+        messages.Describe: _describe,
+    }
+
+    # --- what is to be done
+
+    def carry_out(self, number: int, effects: list[Effect]) -> None:
+        """Does what the replica of a shard has decided, in that order."""
+        shard = self.shards[number]
+        for effect in effects:
+            if isinstance(effect, Forward):
+                self._forward(number, effect)
+        work = [effect for effect in effects if not isinstance(effect, Forward)]
+        if work:
+            shard.lane.put(work)
+            self.later(shard.lane.run)
+
+    def _forward(self, number: int, effect: Forward) -> None:
+        def acknowledged(answer: Any) -> None:
+            shard = self.shards.get(number)
+            if shard is not None and isinstance(answer, Safe):
+                self.carry_out(number, shard.replica.acknowledged(effect.to, answer.position))
+
+        record = messages.Logged(number, effect.version, effect.position, effect.record)
+        self.call(effect.to, record, acknowledged)
+
+    def copied(self, shard: ShardServer, effect: StartCopy, arrived: bool) -> None:
+        """A copy has arrived at a new backup, or not."""
+        number = shard.replica.shard
+        if self.shards.get(number) is shard:
+            follow = shard.replica.copied if arrived else shard.replica.heir_lost
+            self.carry_out(number, follow(effect.heir))
+
+    def _changed(self, shard: ShardServer, what: Any) -> None:
+        """The state of a shard has changed; called by its lane."""
+        if isinstance(what, Reached) and isinstance(what.cut.action, orders.Move):
+            with self.acting():
+                self.resend_exports(shard.replica.shard)
+
+    def resend_exports(self, number: int) -> None:
+        """Sends rows to the shards that keep them from now on, until those say they have them."""
+        shard = self.shards.get(number)
+        if shard is None or not shard.replica.is_head or self.view is None:
+            return
+        for (target, epoch), moved in list(shard.state.exports.items()):
+            found = self.view.shard(target)
+            key = (number, target, epoch)
+            if found is None or not found.chain or key in self._exporting:
+                continue
+            self._exporting.add(key)
+            bring = messages.Bring(target, Import(number, epoch, moved))
+
+            def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
+                self._exporting.discard((number, target, epoch))
+                if number not in self.shards:
+                    return
+                if answer is LOST or isinstance(answer, NotHead):
+                    self.later(lambda: self.host.after(0.05, lambda: self._resend(number)))
+                else:
+                    replica = self.shards[number].replica
+                    self.carry_out(number, replica.exported(target, epoch))
+
+            self.call(found.head, bring, done)
+
+    def _resend(self, number: int) -> None:
+        with self.acting():
+            self.resend_exports(number)
+
+
+def _turned_away(message: Any) -> Any:
+    """What a server that leaves answers."""
+    if isinstance(message, messages.Exchange):
+        return messages.Elsewhere()
+    if isinstance(message, messages.Asking):
+        return messages.Rejected("")
+    return NotHead()

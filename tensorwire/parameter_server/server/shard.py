@@ -1,0 +1,154 @@
+"""One shard at one server: its replica decides, its lane works on its state in that order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from tensorwire.parameter_server.decisions.clock import Refusal, Refused, Taken
+from tensorwire.parameter_server.decisions.replica import (
+    Effect,
+    NotHead,
+    Read,
+    Replica,
+    Respond,
+    Run,
+    StartCopy,
+)
+from tensorwire.parameter_server.messages import (
+    Accepted,
+    Ask,
+    Broken,
+    Denied,
+    Elsewhere,
+    Reply,
+    Rows,
+)
+from tensorwire.parameter_server.server.lane import Lane
+from tensorwire.parameter_server.server.state import ShardState
+
+if TYPE_CHECKING:
+    import torch
+
+_logger: Final = logging.getLogger("tensorwire")
+
+
+class Call:
+    """A call that waits for its answer; the first one counts."""
+
+    __slots__ = ("_answered", "_future")
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self._future = future
+        self._answered = False
+
+    def answer(self, answer: Any) -> None:
+        """Sends an answer."""
+        if not self._answered:
+            self._answered = True
+            self._future.set_result(answer)
+
+
+class PushCall:
+    """The push of an exchange; if there is a pull, that one's answer tells of both.
+
+    Args:
+        call: the exchange.
+        trainer: who pushes.
+        pulls: whether there is a pull.
+    """
+
+    __slots__ = ("call", "pulls", "trainer")
+
+    def __init__(self, call: Call, trainer: int, pulls: bool) -> None:
+        self.call = call
+        self.trainer = trainer
+        self.pulls = pulls
+
+
+class PullCall:
+    """The pull of an exchange."""
+
+    __slots__ = ("ask", "call")
+
+    def __init__(self, call: Call, ask: Ask) -> None:
+        self.call = call
+        self.ask = ask
+
+
+class ShardServer:
+    """One shard at one server.
+
+    Args:
+        replica: its decisions.
+        state: what it keeps.
+        changed: called after each change of the state.
+        copy: begins a copy to a new backup; called while the state stands still.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        state: ShardState,
+        changed: Callable[[ShardServer, Any], None],
+        copy: Callable[[ShardServer, StartCopy], None],
+    ) -> None:
+        self.replica = replica
+        self.state = state
+        self.broken = ""
+        self.lane: Lane[Effect] = Lane(self._do)
+        self.pulled = 0
+        self._changed = changed
+        self._copy = copy
+
+    def _do(self, effect: Effect) -> None:
+        try:
+            if isinstance(effect, Respond):
+                self._respond(effect.call, effect.answer)
+            elif isinstance(effect, Read):
+                self._read(effect)
+            elif self.broken:
+                return
+            elif isinstance(effect, Run):
+                with self.lane.state_lock:
+                    self.state.run(effect.what)
+                self._changed(self, effect.what)
+            elif isinstance(effect, StartCopy):
+                with self.lane.state_lock:
+                    self._copy(self, effect)
+        except Exception as error:
+            _logger.exception("shard %d of the parameter server is broken", self.replica.shard)
+            self.broken = f"{type(error).__name__}: {error}"
+            if isinstance(effect, Read):
+                self._respond(effect.pull.ask, None)
+
+    def _read(self, effect: Read) -> None:
+        asked: PullCall = effect.pull.ask
+        if self.broken:
+            asked.call.answer(Broken(self.broken))
+            return
+        with self.lane.state_lock:
+            tables, dense = self.state.read(asked.ask, effect.time)
+        self.pulled += 1
+        safe = self.replica.safe_count(asked.ask.trainer)
+        asked.call.answer(Rows(tables, dense, safe, effect.low))
+
+    def _respond(self, call: Any, answer: Any) -> None:
+        if isinstance(call, Call):
+            call.answer(answer)
+            return
+        reply = Broken(self.broken) if self.broken else self._reply(call, answer)
+        if reply is not None:
+            call.call.answer(reply)
+
+    def _reply(self, call: Any, answer: Any) -> Reply | None:
+        if isinstance(answer, NotHead):
+            return Elsewhere()
+        if isinstance(answer, Refused):
+            return Denied(answer.reason)
+        if isinstance(answer, Refusal):
+            return Denied(answer)
+        if isinstance(answer, Taken) and not call.pulls:
+            return Accepted(max(self.replica.safe_count(answer.trainer), answer.number + 1))
+        return None

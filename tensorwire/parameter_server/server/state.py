@@ -1,0 +1,385 @@
+"""What one shard keeps, and what each record of its log does to it.
+
+Head and backup run the same records in the same order, so that they hold the same bits. Not for
+several threads at a time (``lane``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorwire.parameter_server import spec as specs
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reached
+from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
+from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
+from tensorwire.parameter_server.dense_spec import DenseSpec
+from tensorwire.parameter_server.messages import Ask, DensePush, Load, Packed, TablePush
+from tensorwire.parameter_server.server.writing import Restored
+from tensorwire.parameter_server.spec import TableSpec
+from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, PieceData
+from tensorwire.parameter_server.storage.frozen import Frozen
+from tensorwire.parameter_server.storage.table import Part, Places, Rows, Table
+from tensorwire.parameter_server.wire import Float32
+
+Buffers = Callable[[str, Sequence[int], torch.dtype], Tensor]
+"""Makes a tensor to be sent to a worker: its name, shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedTable:
+    """Rows of a table that go to another shard."""
+
+    ids: Any
+    columns: Mapping[str, Any]
+    candidates: Any
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class MovedDense:
+    """Pieces that go to another shard."""
+
+    data: Mapping[int, PieceData]
+    steps: int
+    is_loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one shard sends another at a cut."""
+
+    tables: Mapping[str, MovedTable]
+    dense: Mapping[str, MovedDense]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What an ``Assign`` sets: pieces of a dense group, by their places."""
+
+    name: str
+    loader: int
+    data: Mapping[int, PieceData]
+
+
+@dataclass(slots=True)
+class FrozenShard:
+    """A shard as it was at a cut."""
+
+    tables: dict[str, Frozen]
+    dense: dict[str, dict[int, PieceData]]
+    dense_steps: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTable:
+    """What a table is beside its rows.
+
+    Args:
+        hyper: its rule's.
+        steps: how often it was updated.
+        swept: when rows that are too old were last looked for.
+        counts: rows evicted, pushes not admitted.
+        candidates: ids that wait for a row.
+    """
+
+    hyper: tuple[float, ...]
+    steps: int
+    swept: int
+    counts: tuple[int, int]
+    candidates: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A shard beside the rows of its tables, for a new backup."""
+
+    slots: tuple[int, ...]
+    declared: Mapping[str, str]
+    folder: str
+    updates: int
+    tables: Mapping[str, CopiedTable]
+    dense: Mapping[str, MovedDense]
+    exports: Mapping[tuple[int, int], Moved]
+
+
+@dataclass(slots=True)
+class Memo:
+    """What the last pull of a trainer found, so that its push need not look again."""
+
+    pull: int
+    places: dict[str, Places] = field(default_factory=dict)
+
+
+class ShardState:
+    """The state of one shard.
+
+    Args:
+        shard: its number.
+        consistency: says how gradients of one step become one.
+        kernels: see ``kernels``.
+        buffers: makes tensors that are sent without being copied again.
+    """
+
+    def __init__(
+        self, shard: int, consistency: Consistency, kernels: ModuleType, buffers: Buffers
+    ) -> None:
+        self.shard = shard
+        self.slots: tuple[int, ...] = ()
+        self.tables: dict[str, Table] = {}
+        self.dense: dict[str, DenseShard] = {}
+        self.frozen: dict[int, FrozenShard] = {}
+        self.exports: dict[tuple[int, int], Moved] = {}
+        self.declared: dict[str, str] = {}
+        self.updates = 0
+        self._mean = isinstance(consistency, BSP) and consistency.reduce is Reduce.MEAN
+        self._kernels = kernels
+        self._buffers = buffers
+        self._memos: dict[int, Memo] = {}
+        self._restored: Restored | None = None
+        self._folder = ""
+
+    @property
+    def bytes(self) -> int:
+        """What tables and dense groups take."""
+        tables = sum(table.bytes for table in self.tables.values())
+        return tables + sum(group.bytes for group in self.dense.values())
+
+    # --- records
+
+    def run(self, what: Any) -> None:
+        """Changes the state by one record."""
+        if isinstance(what, Apply):
+            self._apply(what)
+        elif isinstance(what, orders.Prime):
+            self._prime(what)
+        elif isinstance(what, orders.Declare):
+            self._declare(what.name, what.text)
+        elif isinstance(what, Reached):
+            self._pass_cut(what.cut)
+        elif isinstance(what, Import):
+            self._import(what.load)
+        elif isinstance(what, Exported):
+            self.exports.pop((what.target, what.epoch), None)
+        elif isinstance(what, Assign):
+            self._assign(what.load)
+
+    def _apply(self, update: Apply) -> None:
+        self.updates += 1
+        loads: list[tuple[Push, Load]] = [(push, push.load) for push in update.pushes]
+        share = float(len(loads)) if self._mean and len(loads) > 1 else None
+        for name, table in self.tables.items():
+            parts = [(push, load.tables[name]) for push, load in loads if name in load.tables]
+            if parts:
+                self._set_hyper(table, parts[0][1].hyper)
+                unpacked = [self._part(table, push, part) for push, part in parts]
+                table.apply(unpacked, update.time, share)
+        for name, group in self.dense.items():
+            dense = [load.dense[name] for _, load in loads if name in load.dense]
+            if dense:
+                group.apply([self._dense_part(part) for part in dense], share)
+
+    def _set_hyper(self, table: Table, hyper: tuple[float, ...]) -> None:
+        if hyper != table.rule.hyper():
+            table.set_hyper(table.rule.with_hyper(hyper))
+
+    def _part(self, table: Table, push: Push, part: TablePush) -> Part:
+        grad = table.spec.wire.push.unpack(part.grad, table.spec.dim)
+        memo = self._memos.get(push.trainer)
+        places = None
+        if memo is not None and memo.pull == part.pulled:
+            places = memo.places.get(table.spec.name)
+        return Part(part.ids.numpy(), grad.numpy(), places)
+
+    def _dense_part(self, part: DensePush) -> DensePart:
+        grads = {dtype: packed[0] for dtype, packed in part.grads.items()}
+        return DensePart(grads, part.absent, part.hyper)
+
+    def _prime(self, order: orders.Prime) -> None:
+        self.slots = order.slots
+        self._open("" if order.awaited else order.folder)
+        declared, self.declared = {**self.declared, **order.declared}, {}
+        self.tables, self.dense = {}, {}
+        self._memos.clear()
+        for name, text in declared.items():
+            self._declare(name, text)
+
+    def _open(self, folder: str) -> None:
+        """Tables that are declared from now on begin as in that snapshot."""
+        self._folder = folder
+        self._restored = Restored.open(folder) if folder else None
+
+    def _declare(self, name: str, text: str) -> None:
+        if name in self.declared:
+            return
+        spec = specs.decode(text)
+        self.declared[name] = text
+        if isinstance(spec, TableSpec):
+            self.tables[name] = Table(spec, self._kernels)
+            if self._restored is not None:
+                self._restored.load_table(self.tables[name], self._own())
+        elif isinstance(spec, DenseSpec):
+            self.dense[name] = DenseShard(spec, self.slots, self.shard)
+            if self._restored is not None:
+                self._restored.load_dense(self.dense[name])
+
+    def _own(self) -> Any:
+        return np.asarray(self.slots) == self.shard
+
+    def _assign(self, values: Values) -> None:
+        group = self.dense.get(values.name)
+        if group is not None:
+            group.load(values.data, values.loader)
+
+    # --- cuts
+
+    def _pass_cut(self, cut: Cut) -> None:
+        if isinstance(cut.action, orders.Freeze):
+            self.frozen[cut.change] = self.freeze()
+        elif isinstance(cut.action, orders.Move):
+            assert cut.epoch is not None
+            targets = [shard for shard in cut.awaited if shard != self.shard]
+            self._move(cut.action.slots, targets, cut.epoch)
+
+    def freeze(self) -> FrozenShard:
+        """The shard as it is now."""
+        return FrozenShard(
+            {name: table.freeze() for name, table in self.tables.items()},
+            {name: group.data(group.pieces) for name, group in self.dense.items()},
+            {name: group.steps for name, group in self.dense.items()},
+        )
+
+    def copied(self) -> Copied:
+        """All but the rows of tables, as it is now."""
+        return Copied(
+            self.slots,
+            dict(self.declared),
+            self._folder,
+            self.updates,
+            {name: _copied(table) for name, table in self.tables.items()},
+            {
+                name: MovedDense(group.data(group.pieces), group.steps, group.is_loaded)
+                for name, group in self.dense.items()
+            },
+            dict(self.exports),
+        )
+
+    def become(self, copied: Copied, rows: Mapping[str, Sequence[Rows]]) -> None:
+        """Takes over what another server kept of this shard."""
+        self.slots, self.updates = copied.slots, copied.updates
+        for name, text in copied.declared.items():
+            self._declare(name, text)
+        self._open(copied.folder)
+        for name, about in copied.tables.items():
+            table = self.tables[name]
+            table.become(about.hyper, about.steps, about.swept, about.counts)
+            for piece in rows.get(name, ()):
+                table.enter(piece)
+            if about.candidates is not None:
+                table.enter_candidates(about.candidates)
+        for name, pieces in copied.dense.items():
+            group = self.dense[name]
+            group.enter(pieces.data, pieces.steps)
+            group.is_loaded = pieces.is_loaded
+        self.exports = dict(copied.exports)
+
+    def thaw(self, frozen: FrozenShard) -> None:
+        """Nobody needs to know any more how the shard was."""
+        for name, each in frozen.tables.items():
+            self.tables[name].thaw(each)
+
+    def _move(self, slots: tuple[int, ...], targets: Sequence[int], epoch: int) -> None:
+        """Sets rows and pieces aside for those who keep them from now on."""
+        new = np.asarray(slots)
+        self.slots = slots
+        self._memos.clear()
+        tables = {name: self._leave(table, new, targets) for name, table in self.tables.items()}
+        dense = {name: group.leave(slots) for name, group in self.dense.items()}
+        for target in targets:
+            pieces = {}
+            for name, data in dense.items():
+                group = self.dense[name]
+                own = {p: d for p, d in data.items() if slots[group.spec.pieces[p].slot] == target}
+                pieces[name] = MovedDense(own, group.steps, group.is_loaded)
+            moved = {name: parts[target] for name, parts in tables.items()}
+            self.exports[target, epoch] = Moved(moved, pieces)
+
+    def _leave(self, table: Table, slots: Any, targets: Sequence[int]) -> dict[int, MovedTable]:
+        left, going = {}, []
+        for target in targets:
+            rows = table.rows_in(slots == target)
+            taken = table.taken(rows)
+            waiting = table.take_candidates(slots == target)
+            left[target] = MovedTable(taken.ids, taken.columns, waiting, table.steps)
+            going.append(rows)
+        if going:
+            table.remove(np.concatenate(going))
+        return left
+
+    def _import(self, moved: Moved) -> None:
+        self._memos.clear()
+        for name, rows in moved.tables.items():
+            self.enter(name, rows)
+        for name, pieces in moved.dense.items():
+            group = self.dense[name]
+            group.enter(pieces.data, pieces.steps)
+            group.is_loaded = group.is_loaded or pieces.is_loaded
+
+    def enter(self, name: str, rows: MovedTable) -> None:
+        """Takes rows of a table in."""
+        table = self.tables[name]
+        table.steps = max(table.steps, rows.steps)
+        table.enter(Rows(rows.ids, dict(rows.columns)))
+        if rows.candidates is not None:
+            table.enter_candidates(rows.candidates)
+
+    # --- pulls
+
+    def read(self, ask: Ask, time: int) -> tuple[dict[str, Packed], dict[str, Any]]:
+        """What a pull asks for: rows by table, elements by dense group."""
+        memo = Memo(ask.number)
+        tables = {}
+        for name, ids in ask.tables.items():
+            tables[name] = self._read_table(self.tables[name], ask.worker, ids, time, memo)
+        if ask.tables and ask.trainer >= 0:
+            self._memos[ask.trainer] = memo
+        return tables, {name: self._read_dense(ask.worker, name) for name in ask.dense}
+
+    def _read_table(self, table: Table, to: str, ids: Tensor, time: int, memo: Memo) -> Packed:
+        shape = (len(ids), table.spec.dim)
+        kind = table.spec.wire.pull
+        exact = isinstance(kind, Float32)
+        out = self._buffers(to, shape, torch.float32) if exact else torch.empty(shape)
+        memo.places[table.spec.name] = table.pull(ids.numpy(), out.numpy(), time)
+        return (out,) if exact else kind.pack(out)
+
+    def _read_dense(self, to: str, name: str) -> dict[torch.dtype, Tensor] | None:
+        group = self.dense[name]
+        if not group.is_loaded:
+            return None
+        answer = {}
+        for dtype, flat in group.values().items():
+            answer[dtype] = self._buffers(to, flat.shape, dtype)
+            answer[dtype].copy_(flat)
+        return answer
+
+    def rows_wanted(self, load: Load) -> int:
+        """Bytes that a push may need at most."""
+        wanted = 0
+        for name, part in load.tables.items():
+            table = self.tables.get(name)
+            if table is not None:
+                wanted += len(part.ids) * table.row_bytes
+        return wanted
+
+
+def _copied(table: Table) -> CopiedTable:
+    counts = (table.evicted, table.dropped)
+    return CopiedTable(table.rule.hyper(), table.steps, table.swept, counts, table.candidates())

@@ -1,0 +1,88 @@
+"""What all who connect to a cluster must agree about, and where in the store its view lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rpc import extend
+from tensorwire.parameter_server.decisions.consistency import (
+    BSP,
+    SSP,
+    Async,
+    Consistency,
+    Reduce,
+)
+from tensorwire.parameter_server.decisions.views import View
+
+_NAMESPACE: Final = "tensorwire.ps"
+_CLUSTERS: Final = "clusters"
+
+
+def settings_of(consistency: Consistency, servers: list[str], trainers: int) -> dict[str, Any]:
+    """The settings of a cluster, as values of JSON."""
+    kind: list[Any] = [type(consistency).__name__]
+    if isinstance(consistency, BSP):
+        kind.append(consistency.reduce.value)
+    elif isinstance(consistency, SSP):
+        kind.append(consistency.staleness)
+    return {"consistency": kind, "servers": servers, "trainers": trainers}
+
+
+def consistency_of(settings: Mapping[str, Any]) -> Consistency:
+    """The inverse of :func:`settings_of`, for the consistency."""
+    kind, *rest = settings["consistency"]
+    if kind == "BSP":
+        return BSP(Reduce(rest[0]))
+    return SSP(rest[0]) if kind == "SSP" else Async()
+
+
+class Meeting:
+    """The group's store, as far as it is about clusters.
+
+    Args:
+        worker: through whom it is asked.
+    """
+
+    def __init__(self, worker: extend.Worker) -> None:
+        self._store = worker.store(_NAMESPACE)
+
+    def clusters(self) -> list[str]:
+        """The names of all clusters."""
+        found = self._store.get(_CLUSTERS)
+        return [] if found is None else [str(each) for each in json.loads(found)]
+
+    def enter(self, cluster: str) -> None:
+        """Adds a name to them."""
+        while True:
+            found = self._store.get(_CLUSTERS)
+            names = [] if found is None else json.loads(found)
+            if cluster in names:
+                return
+            wanted = json.dumps([*names, cluster]).encode()
+            if self._store.compare_and_set(_CLUSTERS, found, wanted) == wanted:
+                return
+
+    def view(self, cluster: str) -> View | None:
+        """The view of a cluster."""
+        found = self._store.get(f"view/{cluster}")
+        return None if found is None else View.decode(found.decode())
+
+    def replace(self, cluster: str, expected: View | None, view: View) -> View:
+        """Puts a view in the place of the expected one; returns which is there then."""
+        before = None if expected is None else expected.encode().encode()
+        found = self._store.compare_and_set(f"view/{cluster}", before, view.encode().encode())
+        assert found is not None
+        return View.decode(found.decode())
+
+    def claim(self, key: str, expected: str | None, value: str) -> str | None:
+        """Compare-and-set of a text; returns what is there then."""
+        before = None if expected is None else expected.encode()
+        found = self._store.compare_and_set(f"claim/{key}", before, value.encode())
+        return None if found is None else found.decode()
+
+    def claimed(self, key: str) -> str | None:
+        """Who has it."""
+        found = self._store.get(f"claim/{key}")
+        return None if found is None else found.decode()

@@ -1,0 +1,255 @@
+"""Whole clusters in one process: what trainers push is what servers keep, to the bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorwire import parameter_server as ps
+from tests.tensorwire.parameter_server.clusters import server_names, train
+
+IDS = 200
+
+
+def _batches(trainer: int, steps: int = 12) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(trainer)
+    return [
+        (
+            torch.randint(0, IDS, (30,), generator=generator),
+            torch.randn(30, 8, generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def _pushing(trainer: int, rule: ps.Rule) -> Callable[..., Tensor]:
+    def go(servers: int, trainers: int) -> Tensor:
+        cluster = ps.connect(server_names(servers), trainers=trainers)
+        table = cluster.table("items", 8, rule, init=ps.Uniform(0.1, seed=3))
+        for ids, grad in _batches(trainer):
+            table.push(ids, grad)
+        cluster.finish()
+        return table.pull(torch.arange(IDS))
+
+    return go
+
+
+def test_bits_do_not_depend_on_how_many_servers_there_are() -> None:
+    rule = ps.RowwiseAdagrad(lr=0.1)
+    trainers = [_pushing(0, rule), _pushing(1, rule)]
+    found = [train(trainers, count, 2, servers=count) for count in (1, 3)]
+    assert torch.equal(found[0][0], found[0][1])
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_a_table_of_one_trainer_is_an_embedding_of_torch_to_the_bit() -> None:
+    (rows,) = train([_pushing(0, ps.SGD(lr=0.1))], 2, 1, servers=2)
+
+    def begin(servers: int) -> Tensor:
+        cluster = ps.connect(server_names(servers))
+        table = cluster.table("items", 8, ps.SGD(lr=0.1), init=ps.Uniform(0.1, seed=3))
+        return table.pull(torch.arange(IDS))
+
+    (weight,) = train([begin], 1)
+    embedding = nn.Embedding(IDS, 8)
+    embedding.weight.data.copy_(weight)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    for ids, grad in _batches(0):
+        optimizer.zero_grad()
+        embedding(ids).backward(grad)
+        optimizer.step()
+    assert torch.equal(embedding.weight.data, rows)
+
+
+# --- dense parameters
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3))
+
+
+def _fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for _ in range(8):
+        x = torch.randn(16, 300, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), torch.arange(16) % 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor])
+def test_dense_parameters_on_three_servers_are_those_of_the_local_optimizer(kind: Any) -> None:
+    hyper = {"lr": 0.05, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.05}
+
+    def remote() -> list[Tensor]:
+        model = _mlp()
+        cluster = ps.connect(server_names(3))
+        return _fit(model, ps.Optimizer(cluster, model, dense=kind, **hyper))
+
+    (found,) = train([remote], servers=3)
+    local = _mlp()
+    for mine, theirs in zip(_fit(local, kind(local.parameters(), **hyper)), found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_all_trainers_begin_with_the_values_of_one() -> None:
+    def begin(seed: int) -> Callable[..., list[Tensor]]:
+        def go() -> list[Tensor]:
+            torch.manual_seed(seed)
+            model = nn.Linear(4, 4)
+            ps.Optimizer(ps.connect(server_names(2), trainers=2), model, dense=torch.optim.SGD)
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        return go
+
+    one, other = train([begin(1), begin(2)], servers=2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- consistency
+
+
+def _counting(pushes: int) -> Callable[..., Tensor]:
+    """Each push adds one to every row."""
+
+    def go(consistency: Any, servers: int, trainers: int) -> Tensor:
+        cluster = ps.connect(server_names(servers), consistency=consistency, trainers=trainers)
+        table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+        ids = torch.arange(40)
+        for _ in range(pushes):
+            table.pull(ids[:5])
+            table.push(ids, -torch.ones(40, 2))
+        cluster.finish()
+        return table.pull(ids)
+
+    return go
+
+
+@pytest.mark.parametrize("consistency", [ps.BSP(ps.Reduce.SUM), ps.SSP(0), ps.SSP(2), ps.Async()])
+def test_trainers_with_unequal_numbers_of_steps_finish_and_every_push_counts_once(
+    consistency: Any,
+) -> None:
+    rows = train([_counting(9), _counting(4)], consistency, 2, 2, servers=2)
+    assert bool((rows[0] <= 13).all())
+    (last,) = train([_counting(9)], consistency, 2, 1, servers=2)
+    assert bool((last == 9).all())
+
+
+def test_what_all_have_pushed_is_there_once_all_have_finished() -> None:
+    both = threading.Barrier(2)
+
+    def go(pushes: int) -> Callable[..., Tensor]:
+        def run() -> Tensor:
+            _counting(pushes)(ps.Async(), 2, 2)
+            both.wait(30)
+            cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+            return cluster.table("counts", 2, ps.SGD(lr=1.0)).pull(torch.arange(40))
+
+        return run
+
+    for rows in train([go(9), go(4)], servers=2):
+        assert bool((rows == 13).all())
+
+
+# --- snapshots and resizing
+
+
+def test_a_snapshot_is_restored_into_another_number_of_servers(tmp_path: Path) -> None:
+    def save() -> Tensor:
+        cluster = ps.connect(server_names(2))
+        table = cluster.table("items", 8, ps.Adam(lr=0.1), init=ps.Uniform(0.1, seed=3))
+        for ids, grad in _batches(0):
+            table.push(ids, grad)
+        cluster.snapshot(tmp_path / "one", extra={"epoch": 3}).wait(30)
+        for ids, grad in _batches(1):
+            table.push(ids, grad)
+        return table.pull(torch.arange(IDS))
+
+    def restore(servers: int) -> Tensor:
+        cluster = ps.connect(server_names(servers), restore=tmp_path / "one")
+        table = cluster.table("items", 8, ps.Adam(lr=0.1), init=ps.Uniform(0.1, seed=3))
+        for ids, grad in _batches(1):
+            table.push(ids, grad)
+        assert cluster.step == 24
+        return table.pull(torch.arange(IDS))
+
+    (rows,) = train([save], servers=2)
+    for servers in (1, 3):
+        (again,) = train([restore], servers, servers=servers)
+        assert torch.equal(rows, again)
+
+
+def test_servers_come_and_go_while_trainers_push() -> None:
+    def go(resizes: bool) -> Callable[..., Tensor]:
+        def run() -> Tensor:
+            cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+            table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+            ids = torch.arange(400)
+            for step in range(30):
+                table.push(ids, -torch.ones(400, 2))
+                if resizes and step in (8, 20):
+                    cluster.resize(server_names(3 if step == 8 else 2))
+            cluster.finish()
+            return table.pull(ids)
+
+        return run
+
+    def last() -> Tensor:
+        rows = go(resizes=True)()
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+        while cluster.stats()["trainers"]:
+            pass
+        rows = table.pull(torch.arange(400))
+        assert [len(s["shards"]) for s in cluster.stats()["servers"].values()] == [1, 1]
+        return rows
+
+    rows, _ = train([last, go(resizes=False)], servers=2, spare=1)
+    assert bool((rows == 60).all())
+
+
+# --- errors
+
+
+def test_mistakes_are_told_before_anything_is_sent() -> None:
+    def go() -> None:
+        cluster = ps.connect(server_names(1))
+        table = cluster.table("items", 8, ps.SGD(lr=0.1))
+        with pytest.raises(ps.DeclarationError, match=r"dim=8, not 4"):
+            cluster.table("items", 4, ps.SGD(lr=0.1))
+        with pytest.raises(ps.DeclarationError, match=r"consistency"):
+            ps.connect(server_names(1), consistency=ps.Async())
+        with pytest.raises(TypeError, match=r"torch.int32, not torch.int64"):
+            table.pull(torch.arange(3, dtype=torch.int32))
+        with pytest.raises(ValueError, match=r"\(3, 4\), not \(3, 8\)"):
+            table.push(torch.arange(3), torch.ones(3, 4))
+        with pytest.raises(TypeError, match=r"torch.float64, not torch.float32"):
+            table.push(torch.arange(3), torch.ones(3, 8, dtype=torch.float64))
+        with pytest.raises(ps.GradientError, match=r"table 'items' is not finite"):
+            table.push(torch.arange(3), torch.full((3, 8), float("nan")))
+        assert cluster.step == 0
+
+    train([go])
+
+
+def test_a_bad_step_is_skipped_or_counted_if_one_wants_that() -> None:
+    def go(policy: ps.NanPolicy) -> tuple[int, int, bool]:
+        cluster = ps.connect(server_names(1), nans=policy)
+        table = cluster.table("items", 2, ps.SGD(lr=0.1))
+        table.push(torch.arange(3), torch.full((3, 2), float("inf")))
+        finite = bool(torch.isfinite(table.pull(torch.arange(3))).all())
+        return cluster.step, cluster.bad_steps, finite
+
+    assert train([lambda: go(ps.NanPolicy.SKIP)]) == [(1, 1, True)]
+    assert train([lambda: go(ps.NanPolicy.COUNT)]) == [(1, 1, False)]
