@@ -53,7 +53,8 @@ def test_each_kind_of_leak_fails_only_the_test_that_leaked(pytester: pytest.Pyte
     segment = f"left_segment_{os.getpid()}"
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     pytester.makepyfile(_LEAKY.replace("{segment}", segment))
-    result = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cacheprovider")
+    ours = f"pythonpath={Path(__file__).parents[1]}"  # the fixture's module imports from tests/
+    result = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cacheprovider", "-o", ours)
     result.assert_outcomes(passed=3, errors=1)
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_leaks_one_of_each*"])
     for kind in ("left-thread", "-> socket:", "sleep 60", f"shared memory /dev/shm/{segment}"):
