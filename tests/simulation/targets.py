@@ -55,13 +55,13 @@ def play_passes(seed: int) -> object:
 
 def play_attempts(seed: int) -> object:
     """One call that is tried again."""
-    load(_RPC, "test_retry").check_attempts(seed)
+    load(_RPC / "protocol", "test_retry").check_attempts(seed)
     return None
 
 
 def play_store(seed: int) -> object:
     """A member of a group whose others come and go, as the store says."""
-    load(_RPC, "test_membership").check_look(seed)
+    load(_RPC / "group", "test_membership").check_look(seed)
     return None
 
 

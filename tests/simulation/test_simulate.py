@@ -1,8 +1,8 @@
 """Many simulated groups hold every rule, and one that does not is told in a few lines.
 
 A failing seed prints its transcript; play it again with
-``rpc.testing.simulate([seed])``. The long part, 10 000 seeds, is run by
-``make simulate``, or here with ``SIMULATE_SEEDS=10000``, as ``.ci/run`` does.
+``rpc.testing.simulate([seed])``. ``make simulate`` runs 10 000 seeds; ``SIMULATE_SEEDS``
+says how many are run here, which ``.ci/run`` sets to 2000.
 """
 
 from __future__ import annotations
