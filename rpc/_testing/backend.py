@@ -1,4 +1,4 @@
-"""What users of the faulty backends see: their options, agents and registration."""
+"""The options, agents and registration of the faulty backends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_available() -> bool:
 
 
 class _FaultyOptions(RpcBackendOptions):
-    """What the faults are; mixed into the options of the backend that has them."""
+    """The faults, mixed into the options of the backend that has them."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_SENDINGS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What fails and what is late.
+    """The messages that fail and those that are late.
 
     Args:
         fail: types of messages whose sending fails.
@@ -63,7 +63,7 @@ class Faults:
         return self.failures > 0 and not self.fail.isdisjoint(kinds)
 
     def seconds(self, kinds: set[str]) -> float:
-        """How late such a frame is."""
+        """The seconds by which such a frame is late."""
         return max((self.delay.get(kind, 0.0) for kind in kinds), default=0.0)
 
 
@@ -106,7 +106,7 @@ class FaultyTransport:
 
     @property
     def host_moves(self) -> Set[tuple[int, bool]]:
-        """Where tensors in host memory do not stay there."""
+        """The workers at which tensors in host memory do not stay there."""
         inner = self._inner
         return inner.host_moves if isinstance(inner, MapsDevices) else frozenset()
 

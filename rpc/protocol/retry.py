@@ -214,7 +214,7 @@ class _Caller(Generic[W, R]):
         return self._forget([n for n, entry in self.entries.items() if entry.is_over(False, now)])
 
     def outcomes(self) -> list[R]:
-        """All that are kept."""
+        """The outcomes that are kept."""
         return [e.outcome for e in self.entries.values() if e.outcome is not None]
 
     def _forget(self, numbers: Sequence[int]) -> list[R]:

@@ -4,8 +4,8 @@ Every worker that calls ``shutdown`` reports READY to the leader, the living
 worker with the lowest id. Once all are ready the leader runs *waves*: it probes
 everyone, and each worker answers as soon as it is quiet (no call outstanding,
 no handler running) with three counters: its activity (requests sent and
-handled so far) and the reference notices it exchanged with the workers that
-the leader named. Two successive waves with equal answers, in which the notices
+handled so far) and the reference messages it exchanged with the workers that
+the leader named. Two successive waves with equal answers, in which the messages
 sent and received add up, mean that nothing ran and nothing was under way in
 between (F. Mattern, "Algorithms for distributed termination detection", 1987).
 The group then enters the next phase:
@@ -167,8 +167,8 @@ class Termination:
 
         Args:
             activity: how many requests it sent and handled so far.
-            sent: how many notices it sent, by receiver.
-            received: how many notices it received, by sender.
+            sent: the number of messages it sent, by receiver.
+            received: the number of messages it received, by sender.
         """
         probe = self._probe
         if probe is None:

@@ -71,7 +71,7 @@ class _Arrival:
 
 
 _Event = _Arrival | _MemoryLink
-"""What happens at an end; a link stands for its loss."""
+"""An event at one end; a link stands for its loss."""
 
 
 class _Fate(enum.Enum):

@@ -162,13 +162,13 @@ class Transport(Protocol):
     """One worker's end of a way to move frames. See the module's promises."""
 
     inline_handlers: ClassVar[int]
-    """How many requests' handlers may run, and block, on delivering threads at once.
+    """The number of requests' handlers that may run, and block, on delivering threads at once.
 
     Above 0 only if the transport goes on delivering while that many are blocked.
     """
 
     inline_completions: ClassVar[int]
-    """How many replies may run what follows on them, and block, on delivering threads."""
+    """The number of replies whose callbacks may run, and block, on delivering threads."""
 
     delivers_while_waiting: ClassVar[bool]
     """True if delivery goes on while a delivering thread waits for a reply itself."""

@@ -38,7 +38,7 @@ def test_a_part_of_torchs_tests_passes(subject: str, tmp_path: Path):
     assert done.returncode == 0, noteworthy
     passed = re.search(r"^(\d+) passed, 0 failed", done.stdout, re.MULTILINE)
     assert passed is not None, noteworthy
-    assert int(passed[1]) > 25
+    assert int(passed[1]) > 12
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ _MEAN_RETURN_OF_RANDOM_PLAY = 22.0
 
 
 def test_the_agent_balances_the_pole_twice_as_long_as_by_chance(tmp_path: Path) -> None:
-    output = run_tutorial(tmp_path, "getting_started.cartpole", "--rounds", "16", "--steps", "256")
+    output = run_tutorial(tmp_path, "getting_started.cartpole", "--rounds", "12", "--steps", "256")
     assert "1 agent, 2 observers" in output
     assert number_after("games:", output) > 2 * _MEAN_RETURN_OF_RANDOM_PLAY
     assert_pictures(tmp_path, "cartpole.png")

@@ -68,16 +68,6 @@ def test_the_job_reads_at_least_95_percent_of_the_digits_and_draws_its_curves(
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-def test_a_killed_trainer_ends_the_job_with_an_error_that_names_it(tmp_path: Path) -> None:
-    with _training(tmp_path, *_FOREVER) as job:
-        job.wait_for_output("epoch 1:")
-        ranks = job.ranks()
-        os.kill(ranks[2], signal.SIGKILL)
-        assert job.wait(SECONDS_TO_NOTICE) == 1
-        assert job.output().endswith("the job has failed: trainer2 was killed by SIGKILL\n")
-        assert_all_gone(ranks)
-
-
 def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path) -> None:
     with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
         job.wait_for_output("epoch 1:")
@@ -85,17 +75,6 @@ def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path
         os.kill(ranks[0], signal.SIGKILL)
         assert job.wait(SECONDS_TO_NOTICE) == 1
         assert job.output().endswith("the job has failed: server was killed by SIGKILL\n")
-        assert_all_gone(ranks)
-
-
-def test_ctrl_c_ends_every_process_without_a_traceback(tmp_path: Path) -> None:
-    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
-        job.wait_for_output("epoch 1:")
-        ranks = job.ranks()
-        os.killpg(job.process.pid, signal.SIGINT)
-        assert job.wait(SECONDS_TO_NOTICE) == 128 + signal.SIGINT
-        assert "interrupted" in job.output()
-        assert "Traceback" not in job.output()
         assert_all_gone(ranks)
 
 
@@ -127,28 +106,12 @@ def test_no_process_outlives_a_launcher_that_was_killed_outright(tmp_path: Path)
         assert_all_gone(ranks)
 
 
-def test_ranks_started_by_hand_find_each_other(tmp_path: Path) -> None:
-    with _by_hand(tmp_path, "--epochs", "2") as (server, trainer):
-        assert server.wait(SECONDS_FOR_A_RUN) == 0, server.output()
-        assert trainer.wait(SECONDS_TO_NOTICE) == 0, trainer.output()
-        assert "1 server, 1 trainers" in server.output()
-        assert _accuracy(server.output()) > 50.0
-
-
 def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> None:
     with _by_hand(tmp_path, *_FOREVER) as (server, trainer):
         server.wait_for_output("epoch 1:")
         trainer.process.kill()
         assert server.wait(SECONDS_TO_NOTICE) == 1
         assert "WorkerLostError: worker 'trainer1'" in server.output()
-
-
-def test_a_trainer_started_by_hand_names_the_server_it_lost(tmp_path: Path) -> None:
-    with _by_hand(tmp_path, *_FOREVER) as (server, trainer):
-        server.wait_for_output("epoch 1:")
-        server.process.kill()
-        assert trainer.wait(SECONDS_TO_NOTICE) == 1
-        assert "worker 'server'" in trainer.output()
 
 
 def test_the_job_runs_under_torchrun(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a run needs.
+    """The group of a run and its faults.
 
     Args:
         seed: of the delays.

@@ -106,7 +106,7 @@ class _Group:
         self.world.apply(Step(self._number, RunPhase.WORK, act))
 
     def _under_way(self) -> list[Act]:
-        """Everything that can happen now, in any order."""
+        """The acts that can happen now, in any order."""
         world = self.world
         acts: list[Act] = [steps.Deliver(name) for name in world.network]
         acts += [steps.Hear(name) for name in world.news]

@@ -25,7 +25,7 @@ _UNWRITTEN = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """All that is needed to play a run again.
+    """A run as data, which plays it again.
 
     Args:
         size: workers at the start.

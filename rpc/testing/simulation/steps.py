@@ -202,7 +202,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Everything passes again."""
+    """A partition ends: all messages pass again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,12 @@ class Watcher:
     held_until: float = 0.0
     cut_until: float = 0.0
     plugs: int = 0
-    """How often it lost all its connections."""
+    """The number of times it lost all its connections."""
     condemned: set[Life] = field(default_factory=set)
     owing: set[Life] = field(default_factory=set)
     lines: set[Life] = field(default_factory=set)
     calls: dict[Life, float] = field(default_factory=dict)
-    """When the last call to a life will be over."""
+    """The time at which the last call to a life will be over."""
 
     @property
     def asleep_until(self) -> float:
@@ -224,7 +224,7 @@ class WatcherGroup:
         there.agent.noted(note)
 
     def tell(self, watcher: Watcher, to: Life, life: Life, reason: str) -> None:
-        """See ``Notices.tell``."""
+        """See ``ControlChannel.tell``."""
 
         def arrive(there: Watcher) -> None:
             if there.sees(watcher.life) and not there.expelled:
@@ -296,7 +296,7 @@ class WatcherGroup:
     def _others(self, watcher: Watcher) -> list[Watcher]:
         return [other for other in self.latest.values() if other is not watcher and other.alive]
 
-    # --- Mishaps
+    # --- Faults
 
     def _apply(self, fault: Fault) -> None:
         watcher = self.latest[fault.who]

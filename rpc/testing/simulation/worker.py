@@ -1,7 +1,7 @@
 """One simulated worker: the decision modules of an agent, wired as the agent wires them.
 
 It does what the agent's files around the decisions do (``caller``, ``callee``,
-``reference_keeper``, ``notices``, ``departure``), without their threads, bytes
+``keeper``, ``control_channel``, ``shutdown``), without their threads, bytes
 and sockets. What comes out of the decisions is carried out at once and shown to
 the ledger, which knows what must and must not be. It chooses nothing.
 """
@@ -131,7 +131,7 @@ class SimWorker:
         self.tries: dict[int, bool] = {}
         """The calls that may be tried again; the highest number so far is the last."""
         self.tries_until: dict[int, float] = {}
-        """When they are over even if they have no result."""
+        """The time at which they are over even if they have no result."""
         self.activity = 0
         self.begun = False
         self.finished = False
@@ -546,7 +546,7 @@ class SimWorker:
             self.follow(self.termination.quiet(self.activity, self.sent, self.received))
 
     def follow(self, effects: Iterable[TerminationEffect]) -> None:
-        """Carries out what the shutdown protocol decided, in order, as ``departure`` does."""
+        """Carries out what the shutdown protocol decided, in order, as ``shutdown`` does."""
         self._todo += effects
         if self._following:
             return

@@ -59,7 +59,7 @@ _FOREVER = 3600.0
 
 
 class World:
-    """Everything that one run is about.
+    """The whole state of one run.
 
     Args:
         machines: what decides.

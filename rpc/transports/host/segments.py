@@ -64,7 +64,7 @@ def _token_of(region: Region) -> memoryview:
 
 
 _Gap = tuple[int, int]
-"""Where a free part starts, and its length."""
+"""The start of a free part, and its length."""
 
 
 class _Segment:
@@ -84,9 +84,9 @@ class _Segment:
         self._taken: dict[int, int] = {}
         self._touched = start
         self._unseen = 0
-        """How many parts were taken since all were looked at."""
+        """The number of parts taken since all were looked at."""
         self.lent: set[int] = set()
-        """Where parts lie that this worker's own tensors are in, whoever else is done."""
+        """The places of parts that this worker's own tensors are in, whoever else is done."""
 
     def take(self, length: int, touched: bool) -> int | None:
         """The position of a part of ``length`` bytes, now taken; None if there is none.

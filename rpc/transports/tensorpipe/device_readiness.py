@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rpc.transports.tensorpipe.torch_agent import TorchAgent
 
 _LOOK_SECONDS = 0.1
-"""How often one that waits looks whether its call is over."""
+"""Seconds between two looks of a waiting thread whether its call is over."""
 
 
 class Inquiry:

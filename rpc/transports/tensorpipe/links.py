@@ -81,7 +81,7 @@ class PeerLink:
     replies_lent_from: int = field(init=False)
     """The size from which payloads of our replies may travel as a tensor."""
     readiness: Readiness = field(default_factory=Readiness)
-    """Whether its devices can take the tensors of our requests."""
+    """True if its devices can take the tensors of our requests."""
     lost: str | None = None
     """Why nothing can be sent to it; None while it can."""
     reported: bool = False
@@ -114,7 +114,7 @@ class PeerLink:
     close_request: AnswerFuture | None = None
     """Its CLOSE, not confirmed yet."""
     announced: int = 0
-    """How many calls it made before its CLOSE."""
+    """The number of calls it made before its CLOSE."""
     parted: bool = False
     """We confirmed its CLOSE."""
     left: bool = False

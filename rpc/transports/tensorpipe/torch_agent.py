@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SELF_ID = 0
-"""What every process calls itself; torch's ids never leave the process."""
+"""The name of every process for torch; its ids never leave the process."""
 
 _LAST_ID = 32_767
 _LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY

@@ -33,7 +33,7 @@ _MOST_IDENTIFIED = 256
 _PATIENCE_SECONDS = 1.0
 """A connection that named this worker, but proved nothing for so long, may be evicted."""
 _SILENCE_SECONDS = 5.0
-"""How long a connection may take to name the worker that it looks for."""
+"""Seconds that a connection may take to name the worker that it looks for."""
 _CREDENTIALS = struct.Struct("3i")
 
 

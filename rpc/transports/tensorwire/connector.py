@@ -40,7 +40,7 @@ _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
 _BACKLOG_PAUSE_SECONDS = 0.01
 OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What this worker lacks at the moment for another connection."""
+"""Errors for want of descriptors or memory, which may be there again in a moment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -57,7 +57,7 @@ class DeviceOffer(NamedTuple):
     descriptor: int
 
 
-class _Handle(NamedTuple):
+class Handle(NamedTuple):
     """The data by which another process opens memory; the first is the device's identity.
 
     The others are, in other order, what torch's ``UntypedStorage._share_cuda_`` returns.
@@ -73,12 +73,14 @@ class _Handle(NamedTuple):
     must_wait: bool
 
     def encode(self) -> bytes:
+        """The bytes that travel in a frame."""
         names = self.uuid, self.memory, self.counter, self.event
         numbers = self.size, self.offset, self.counter_offset, self.must_wait
         return _SIZES.pack(*numbers, *map(len, names)) + b"".join(names)
 
     @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> _Handle:
+    def decode(cls, data: bytes | bytearray | memoryview) -> Handle:
+        """The handle in some bytes; raises ``FrameError`` if there is none."""
         try:
             size, offset, counter_offset, must_wait, *lengths = _SIZES.unpack_from(data)
         except struct.error:
@@ -95,6 +97,119 @@ class _Handle(NamedTuple):
 
 class _NotOpenedError(RuntimeError):
     """Memory that was lent cannot be reached from here."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of this process's devices, as it is shared with other processes."""
+
+    def uuid(self, index: int) -> bytes:
+        """The identity of a device, the same in every process of the host."""
+
+    def token_on(self, token: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor in host memory, on a device."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the same device that begins its memory, with the same strides."""
+
+    def share(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """The data of a handle, in the order of torch's ``UntypedStorage._share_cuda_``."""
+
+    def release(self, counter: bytes, offset: int) -> None:
+        """Counts one process less that needs what was shared."""
+
+    def open(
+        self,
+        handle: Handle,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        device: str,
+    ) -> torch.Tensor:
+        """A copy of what another process shared; see :func:`borrow`."""
+
+
+class CudaMemory:
+    """CUDA's memory, shared as ``torch.multiprocessing`` shares it."""
+
+    def uuid(self, index: int) -> bytes:
+        """See :class:`DeviceMemory`."""
+        return str(torch.cuda.get_device_properties(index).uuid).encode()
+
+    def token_on(self, token: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """See :class:`DeviceMemory`."""
+        return token.to(device)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`DeviceMemory`."""
+        copied = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return copied.copy_(tensor.detach())
+
+    def share(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """See :class:`DeviceMemory`."""
+        share: Callable[[], tuple[Any, ...]] = tensor.untyped_storage()._share_cuda_
+        return share()
+
+    def release(self, counter: bytes, offset: int) -> None:
+        """See :class:`DeviceMemory`."""
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+
+    def open(
+        self,
+        handle: Handle,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        device: str,
+    ) -> torch.Tensor:
+        """See :class:`DeviceMemory`."""
+        if 0 in shape or reach(shape, strides) * dtype.itemsize > handle.size:
+            raise FrameError(f"a lent tensor of shape {shape} in {handle.size} bytes of memory")
+        try:
+            index = self._index(handle.uuid)
+            with ExitStack() as streams:
+                # torch gives memory back when the current stream is done: that of the copy.
+                for place in {torch.device(device), torch.device("cuda", index)}:
+                    if place.type == "cuda":
+                        streams.enter_context(torch.cuda.stream(torch.cuda.default_stream(place)))
+                lent = self.map(handle, index)
+                tensor = torch.empty(0, dtype=dtype, device=lent.device)
+                copied = tensor.set_(lent, 0, shape, strides).to(device, copy=True)
+                del lent, tensor
+        except _NotOpenedError:
+            self.release(handle.counter, handle.counter_offset)
+            raise
+        return copied
+
+    def _index(self, uuid: bytes) -> int:
+        """Returns the index of a device in this process.
+
+        Raises:
+            _NotOpenedError: none that this process can see.
+        """
+        for index in range(torch.cuda.device_count()):
+            if self.uuid(index) == uuid:
+                return index
+        name = uuid.decode(errors="replace")
+        raise _NotOpenedError(f"device {name} is not visible to this process")
+
+    def map(self, handle: Handle, index: int) -> torch.UntypedStorage:
+        """Another process's memory; when this is gone it is given back."""
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        try:
+            return torch.UntypedStorage._new_shared_cuda(
+                index,
+                handle.memory,
+                handle.size,
+                handle.offset,
+                handle.counter,
+                handle.counter_offset,
+                handle.event,
+                handle.must_wait,
+            )
+        except RuntimeError as error:
+            raise _NotOpenedError(str(error)) from error
 
 
 class _Lending:
@@ -122,11 +237,18 @@ class LentMemory:
 
     Args:
         peer_name: for log lines.
+        memory: of this process's devices.
         clock: tells the time in seconds.
     """
 
-    def __init__(self, peer_name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        peer_name: str,
+        memory: DeviceMemory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._peer_name = peer_name
+        self._memory = memory
         self._clock = clock
         self._lock = threading.Lock()
         self._lendings: dict[int, _Lending] = {}
@@ -142,8 +264,9 @@ class LentMemory:
             lending.is_offered = True
         try:
             token = os.urandom(TOKEN_BYTES)
-            tensor = _token_on(torch.frombuffer(bytearray(token), dtype=torch.uint8), device)
-            handle = _lend(tensor).encode()
+            in_host_memory = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+            tensor = self._memory.token_on(in_host_memory, device)
+            handle = _lend(self._memory, tensor).encode()
             data = _PID.pack(os.getpid()) + token + handle
             descriptor = os.memfd_create("tensorwire", os.MFD_CLOEXEC)
             try:
@@ -184,7 +307,7 @@ class LentMemory:
                 return
             until = lending.backoff.failed(error)
         if error in _NO_DESCRIPTOR:  # it never saw the handle, or it would have given it back
-            give_back(lending.handle)
+            give_back(lending.handle, self._memory)
         if until:
             _log.warning(
                 "worker %s cannot open memory of cuda:%d; tensors from there go through host "
@@ -204,7 +327,7 @@ class LentMemory:
         if lending is None or not lending.is_usable or not lending.backoff.may_try():
             return None
         try:
-            return _lend(_copy(tensor)).encode()
+            return _lend(self._memory, self._memory.copy(tensor)).encode()
         except RuntimeError as error:  # no memory for a copy, or no more events
             self._failed(device, lending, error)
             return None
@@ -224,12 +347,13 @@ class LentMemory:
             )
 
 
-def accept(descriptor: int, size: int) -> None:
+def accept(descriptor: int, size: int, memory: DeviceMemory) -> None:
     """Reads what a peer offers, to see whether that is possible.
 
     Args:
         descriptor: of the file with the handle.
         size: of the file.
+        memory: of this process's devices.
 
     Raises:
         OSError: it is not.
@@ -242,7 +366,8 @@ def accept(descriptor: int, size: int) -> None:
     if _PID.unpack_from(data)[0] == os.getpid():
         raise OSError(errno.EINVAL, "a process cannot open memory of its own")
     try:
-        tensor = _open(_Handle.decode(data[start:]), torch.uint8, (TOKEN_BYTES,), (1,), "cpu")
+        handle = Handle.decode(data[start:])
+        tensor = memory.open(handle, torch.uint8, (TOKEN_BYTES,), (1,), "cpu")
     except RuntimeError as error:
         raise OSError(_number_of(error) or errno.ENODEV, str(error)) from error
     if bytes(tensor.tolist()) != data[_PID.size : start]:
@@ -255,6 +380,7 @@ def borrow(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     device: str,
+    memory: DeviceMemory,
 ) -> torch.Tensor:
     """A copy of a tensor that was lent, ready on the default stream; gives it back.
 
@@ -264,109 +390,28 @@ def borrow(
         shape: of the tensor.
         strides: of the tensor, which is dense.
         device: where the copy is made, for example ``cuda:1``.
+        memory: of this process's devices.
 
     Raises:
         FrameError: it is no handle, or not of as much memory.
         RuntimeError: the memory cannot be opened, or there is none for the copy.
     """
-    return _open(_Handle.decode(handle), dtype, shape, strides, device)
+    return memory.open(Handle.decode(handle), dtype, shape, strides, device)
 
 
-def give_back(handle: bytes | bytearray | memoryview) -> None:
+def give_back(handle: bytes | bytearray | memoryview, memory: DeviceMemory) -> None:
     """Takes note that nobody opens what was lent; either end may."""
-    lent = _Handle.decode(handle)
-    _release(lent.counter, lent.counter_offset)
+    lent = Handle.decode(handle)
+    memory.release(lent.counter, lent.counter_offset)
 
 
-def _lend(tensor: torch.Tensor) -> _Handle:
+def _lend(memory: DeviceMemory, tensor: torch.Tensor) -> Handle:
     """The handle of a tensor that begins its memory, which lives until it was given back."""
-    uuid = _uuid(tensor.device.index)
-    _, memory, size, offset, counter, counter_offset, event, must_wait = _share(tensor)
-    return _Handle(uuid, memory, counter, event, size, offset, counter_offset, must_wait)
-
-
-def _open(
-    handle: _Handle,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    device: str,
-) -> torch.Tensor:
-    if 0 in shape or reach(shape, strides) * dtype.itemsize > handle.size:
-        raise FrameError(f"a lent tensor of shape {shape} in {handle.size} bytes of memory")
-    try:
-        index = _index(handle.uuid)
-        with ExitStack() as streams:
-            # torch gives memory back when the current stream is done: that of the copy.
-            for place in {torch.device(device), torch.device("cuda", index)}:
-                if place.type == "cuda":
-                    streams.enter_context(torch.cuda.stream(torch.cuda.default_stream(place)))
-            lent = _over_shared(handle, index)
-            tensor = torch.empty(0, dtype=dtype, device=lent.device).set_(lent, 0, shape, strides)
-            del lent
-            copied = tensor.to(device, copy=True)
-            del tensor
-    except _NotOpenedError:
-        _release(handle.counter, handle.counter_offset)
-        raise
-    return copied
+    uuid = memory.uuid(tensor.device.index)
+    _, name, size, offset, counter, counter_offset, event, must_wait = memory.share(tensor)
+    return Handle(uuid, name, counter, event, size, offset, counter_offset, must_wait)
 
 
 def _number_of(error: Exception) -> int:
     """The system's number of an error; a device without memory is short of it as the host is."""
     return errno.ENOMEM if isinstance(error, torch.OutOfMemoryError) else number_of(error)
-
-
-def _token_on(token: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return token.to(device)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """One that begins its memory, with the same strides."""
-    copied = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copied.copy_(tensor.detach())
-
-
-def _uuid(index: int) -> bytes:
-    return str(torch.cuda.get_device_properties(index).uuid).encode()
-
-
-def _index(uuid: bytes) -> int:
-    """Returns the index of a device in this process.
-
-    Raises:
-        _NotOpenedError: none that this process can see.
-    """
-    for index in range(torch.cuda.device_count()):
-        if _uuid(index) == uuid:
-            return index
-    raise _NotOpenedError(f"device {uuid.decode(errors='replace')} is not visible to this process")
-
-
-def _share(tensor: torch.Tensor) -> tuple[Any, ...]:
-    share: Callable[[], tuple[Any, ...]] = tensor.untyped_storage()._share_cuda_
-    return share()
-
-
-def _release(counter: bytes, offset: int) -> None:
-    torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
-
-
-def _over_shared(handle: _Handle, index: int) -> torch.UntypedStorage:
-    """Another process's memory; when this is gone it is given back."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    try:
-        return torch.UntypedStorage._new_shared_cuda(
-            index,
-            handle.memory,
-            handle.size,
-            handle.offset,
-            handle.counter,
-            handle.counter_offset,
-            handle.event,
-            handle.must_wait,
-        )
-    except RuntimeError as error:
-        raise _NotOpenedError(str(error)) from error

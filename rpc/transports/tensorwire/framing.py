@@ -143,7 +143,7 @@ class _Skimmed:
     header: bytearray
     table: bytearray
     sections: Iterator[memoryview]
-    """Where its bytes belong, one place after the other; none is empty."""
+    """The memory its bytes belong in, one place after the other; none is empty."""
 
     def parts(self) -> tuple[bytes, bytes, Buffer]:
         """Header, table and payload, once all sections are filled."""

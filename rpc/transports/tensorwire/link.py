@@ -45,7 +45,15 @@ from rpc.transports.host.frame_table import (
 from rpc.transports.host.regions import Array, view_of
 from rpc.transports.host.segments import SHARED_FROM, Budget, ReceivedSegments, SendPool, SharedSlot
 from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
-from rpc.transports.tensorwire.cuda_ipc import LENT_FROM, LentMemory, accept, borrow, give_back
+from rpc.transports.tensorwire.cuda_ipc import (
+    LENT_FROM,
+    CudaMemory,
+    DeviceMemory,
+    LentMemory,
+    accept,
+    borrow,
+    give_back,
+)
 from rpc.transports.tensorwire.device_maps import PeerDeviceMap, to_device, to_host
 from rpc.transports.tensorwire.framing import (
     Buffer,
@@ -88,6 +96,7 @@ class Resources:
         max_message_bytes: see ``Settings``.
         copier: copies.
         awake_seconds: how long the other end polls before it sleeps, on average.
+        device_memory: of this process's devices.
     """
 
     budget: Budget
@@ -95,6 +104,7 @@ class Resources:
     max_message_bytes: int
     copier: CopyThreads
     awake_seconds: float
+    device_memory: DeviceMemory = field(default_factory=CudaMemory)
 
 
 @dataclass(slots=True)
@@ -103,7 +113,7 @@ class _Draft:
 
     rows: list[bytes] = field(default_factory=list)
     slots: list[SharedSlot] = field(default_factory=list)
-    """What was filled in shared memory."""
+    """The slot in shared memory that was filled."""
     lent: list[bytes] = field(default_factory=list)
     """Handles of tensors that stay on their devices."""
     parts: list[Buffer] = field(default_factory=list)
@@ -150,9 +160,10 @@ class Link:
         self._devices = devices
         self._limit = resources.max_message_bytes
         self._copy = resources.copier.copy
+        self._device_memory = resources.device_memory
         self._pool = self._lent = None
         if same_host:
-            self._lent = LentMemory(peer_name)
+            self._lent = LentMemory(peer_name, resources.device_memory)
             self._pool = SendPool(resources.budget, resources.copier.copy, peer_name, _INSTEAD)
         self._places = tuple(Placement) if same_host else HOST_PLACEMENTS
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
@@ -164,7 +175,7 @@ class Link:
         self.announce: Callable[[], None] | None = None
         """Sends a small message at once, of any meaning; set with ``main``."""
         self.heard_at = -math.inf
-        """When something came last from the other end, which has polled since."""
+        """The time at which something last came from the other end, which has polled since."""
         self._awake_seconds = resources.awake_seconds
         self._announced_at = -math.inf
         self.bulk: list[Sender] = []
@@ -261,7 +272,7 @@ class Link:
         if self._pool is not None:
             self._pool.take_back(draft.slots)
         for handle in draft.lent:
-            give_back(handle)
+            give_back(handle, self._device_memory)
 
     def _add_payload(self, draft: _Draft, payload: Buffer) -> None:
         size = len(payload)
@@ -403,7 +414,7 @@ class Link:
         try:
             descriptor = _descriptor_of_offer(descriptors)
             try:
-                accept(descriptor, offered.size)
+                accept(descriptor, offered.size, self._device_memory)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -453,7 +464,7 @@ class Link:
             if item.place is Placement.SHARED:
                 self._array(item, arrays)  # dies at once, which gives its slot back
             elif item.place is Placement.LENT and type(frame.payload) is not Unreceived:
-                give_back(_handle_in(frame.payload, item))
+                give_back(_handle_in(frame.payload, item), self._device_memory)
         return unreceived(frame, sum(item.nbytes for item in items), self._peer_name, problem)
 
     def _with_parts(self, frame: Frame, left: Iterator[Item], arrays: dict[int, Array]) -> Frame:
@@ -468,7 +479,7 @@ class Link:
         tensors: list[torch.Tensor] = []
         for item in left:
             if item.place is Placement.LENT:
-                tensors.append(_borrowed(inline, item))
+                tensors.append(_borrowed(inline, item, self._device_memory))
                 continue
             if item.place is Placement.INLINE:
                 tensor = tensor_over(inline, item, item.position)
@@ -504,6 +515,7 @@ def _handle_in(inline: Buffer, item: Item) -> Buffer:
     return inline[item.position : item.position + item.segment]
 
 
-def _borrowed(inline: Buffer, item: Item) -> torch.Tensor:
+def _borrowed(inline: Buffer, item: Item, memory: DeviceMemory) -> torch.Tensor:
     assert item.dtype is not None
-    return borrow(_handle_in(inline, item), item.dtype, item.shape, item.strides, item.device)
+    handle = _handle_in(inline, item)
+    return borrow(handle, item.dtype, item.shape, item.strides, item.device, memory)

@@ -23,7 +23,7 @@ _RECEIVE_BYTES = 65536
 _BYTES_SOON = 1 << 14
 _BYTES_NOW = 1 << 18
 _FRAME_COUNTS_FOR_SHIFT = 7
-"""What is remembered of a frame weighs more than its bytes."""
+"""A frame counts for ``2**7`` bytes more than its own: the memory of what is kept of it."""
 _clock = time.perf_counter
 _CLOSED = "the connection was closed by the other end"
 

@@ -143,7 +143,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
 
     @property
     def bind_address(self) -> str | None:
-        """Where this worker listens for TCP; None where that follows from the store's address."""
+        """The address this worker listens on for TCP; None to derive it from the store's."""
         return self._settings.bind_address
 
     def settings(self) -> Settings:

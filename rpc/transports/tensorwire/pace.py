@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 QUICK_SECONDS: Final = 0.0005
-"""What takes less is not looked at: to read a thread's processor time costs half a microsecond."""
+"""Shorter work is not measured: reading a thread's processor time takes half a microsecond."""
 _LONG_SECONDS: Final = 0.002
 _WAITED_SHARE: Final = 0.75
 

@@ -50,7 +50,7 @@ _MAIN_THREAD = threading.main_thread().ident
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
 _FAILED = Reply(Status.ERROR).encode()
-"""All that a transport has to say of messages: that of an accepted request nothing will come."""
+"""The reply of a transport to a request that it accepted and could not send."""
 
 
 class RemotePeer:

@@ -22,7 +22,7 @@ from torch_suite.setup import Sabotage, Setup, Start, Subject
 
 _HOME = Path(__file__).resolve().parents[1]
 _RUNS = _HOME.parents[1] / "runs" / "conformance"
-_PARTS = 12
+_PARTS = 24
 _PART_OF = {Subject.TORCH: 0, Subject.TENSORPIPE: 0, Subject.TENSORWIRE: 1}
 _TRIED_AGAIN = 10
 """With more failures than these something is broken, and trying again would take long."""
@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what to test, one after the other: torch, tensorpipe, tensorwire",
     )
     parser.add_argument("-k", default="", help="only tests whose Class.test matches this regex")
-    parser.add_argument("--part", action="store_true", help="only a part that takes half a minute")
+    parser.add_argument(
+        "--part", action="store_true", help="only a part that takes a quarter of a minute"
+    )
     parser.add_argument("--failed", action="store_true", help="only what did not pass last time")
     parser.add_argument("--all", action="store_true", help="also exempt tests that would hang")
     parser.add_argument("--shards", type=int, default=2, help="tests at the same time (2)")
@@ -179,7 +181,7 @@ class _Choice:
         return found is not None and found.hangs
 
     def _not_in_part(self, test: str) -> bool:
-        """The part in CI has a twelfth of what may pass, another one for each of our backends.
+        """The part in CI has one in 24 that may pass, others for each of our backends.
 
         It has nothing that needs a GPU.
         """

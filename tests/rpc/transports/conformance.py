@@ -186,7 +186,7 @@ def check_that_requests_wait(a: Worker, b: Worker, room: int) -> None:
 def _memory(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in the order of its strides."""
     flat = tensor.as_strided((tensor.numel(),), (1,)).contiguous()
-    return bytes(flat.view(torch.uint8).tolist())
+    return bytes(memoryview(flat.view(torch.uint8).numpy()))
 
 
 def _same(found: torch.Tensor, sent: torch.Tensor) -> bool:
@@ -322,8 +322,8 @@ class TransportConformance:
             found = [f.tensors[0] for _, f in (b.received[before[0] :] + c.received[before[1] :])]
             for number, tensor in enumerate(found):
                 tensor.fill_(number + 2)
-            assert [set(t.tolist()) for t in found] == [{n + 2.0} for n in range(6)]
-            assert set(sent.tolist()) == {1.0}
+            assert all(bool((t == n + 2).all()) for n, t in enumerate(found))
+            assert bool((sent == 1).all())
 
     def test_received_tensors_can_be_kept(self, group: Callable[[int], list[Worker]]) -> None:
         a, b = group(2)
@@ -331,7 +331,7 @@ class TransportConformance:
             a.call(b, b"h", b"", torch.full((60_000,), float(number))).tensors[0]
             for number in range(40)
         ]
-        assert [set(tensor.tolist()) for tensor in kept] == [{float(n)} for n in range(40)]
+        assert all(bool((tensor == n).all()) for n, tensor in enumerate(kept))
 
     def test_a_received_tensor_survives_the_transport(
         self, group: Callable[[int], list[Worker]]
@@ -341,7 +341,7 @@ class TransportConformance:
         a.close()
         b.close()
         found.add_(1)
-        assert set(found.tolist()) == {4.0}
+        assert bool((found == 4).all())
 
     def test_frames_to_oneself_arrive(self, group: Callable[[int], list[Worker]]) -> None:
         (a,) = group(1)

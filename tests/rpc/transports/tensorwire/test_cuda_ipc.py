@@ -17,13 +17,14 @@ from rpc.transports.base import Frame, FrameKind, Unreceived
 from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.frame_table import HOST_PLACEMENTS, Placement, look_at, unpack_table
 from rpc.transports.host.segments import Budget
-from rpc.transports.tensorwire import cuda_ipc as device_memory
 from rpc.transports.tensorwire.channel import QueuedFrame
 from rpc.transports.tensorwire.cuda_ipc import (
     LENT_FROM,
+    CudaMemory,
+    DeviceMemory,
     DeviceOffer,
+    Handle,
     LentMemory,
-    _Handle,
     accept,
     borrow,
 )
@@ -41,15 +42,26 @@ ELEMENTS = LENT_FROM // 4
 
 
 class Card:
-    """What torch and the driver do, for two workers that see the same devices."""
+    """Device memory for two workers that see the same devices: what torch and the driver do."""
 
     def __init__(self, gpus: Gpus) -> None:
         self.gpus = gpus
         self.needed: dict[bytes, int] = {}
         self.copied_on: list[tuple[Stream, Stream]] = []
-        self.refuses_to_lend = self.refuses_to_open = False
+        self.refuses_to_lend = self.refuses_to_open = self.is_full = False
         self.now = 0.0
         self._memory: dict[bytes, torch.Tensor] = {}
+
+    def uuid(self, index: int) -> bytes:
+        return f"GPU-{index}".encode()
+
+    def token_on(self, token: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return self.gpus.tensor(token, device.index)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("the device is full")
+        return self.gpus.tensor(tensor.data.clone(), tensor.device.index)
 
     def share(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         if self.refuses_to_lend:
@@ -61,14 +73,14 @@ class Card:
 
     def open(
         self,
-        handle: _Handle,
+        handle: Handle,
         dtype: torch.dtype,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         device: str,
     ) -> torch.Tensor:
         if self.refuses_to_open:
-            device_memory._release(handle.counter, handle.counter_offset)
+            self.release(handle.counter, handle.counter_offset)
             raise RuntimeError("invalid device context")
         lent = self._memory[handle.memory]
         assert lent.nbytes == handle.size
@@ -85,20 +97,8 @@ class Card:
 
 
 @pytest.fixture
-def card(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Card:
-    """In place of torch; the process that opens has another number than that which lends."""
-    made = Card(gpus)
-    monkeypatch.setattr(device_memory, "_share", made.share)
-    monkeypatch.setattr(device_memory, "_open", made.open)
-    monkeypatch.setattr(device_memory, "_release", made.release)
-    monkeypatch.setattr(device_memory, "_uuid", lambda index: f"GPU-{index}".encode())
-    monkeypatch.setattr(
-        device_memory, "_copy", lambda tensor: gpus.tensor(tensor.data.clone(), tensor.device.index)
-    )
-    monkeypatch.setattr(
-        device_memory, "_token_on", lambda token, device: gpus.tensor(token, device.index)
-    )
-    return made
+def card(gpus: Gpus) -> Card:
+    return Card(gpus)
 
 
 @contextlib.contextmanager
@@ -108,10 +108,10 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-def try_it(offer: DeviceOffer) -> None:
+def try_it(offer: DeviceOffer, memory: DeviceMemory) -> None:
     """Accepts an offer, and closes its file."""
     try:
-        accept(offer.descriptor, offer.size)
+        accept(offer.descriptor, offer.size, memory)
     finally:
         os.close(offer.descriptor)
 
@@ -123,47 +123,47 @@ def offer_in_vain(lent: LentMemory, device: torch.device) -> None:
     os.close(offer.descriptor)
 
 
-HANDLE = _Handle(b"GPU-1", b"memory 0", b"/counter", b"event", 1 << 40, 512, 7, True)
+HANDLE = Handle(b"GPU-1", b"memory 0", b"/counter", b"event", 1 << 40, 512, 7, True)
 
 
 class TestHandle:
     def test_it_arrives_as_it_was_sent_whatever_stands_behind_it(self) -> None:
-        assert _Handle.decode(memoryview(HANDLE.encode() + b"more")) == HANDLE
+        assert Handle.decode(memoryview(HANDLE.encode() + b"more")) == HANDLE
 
     @given(st.integers(0, len(HANDLE.encode()) - 1))
     def test_what_ends_early_is_refused(self, length: int) -> None:
         with pytest.raises(FrameError, match="ends early"):
-            _Handle.decode(HANDLE.encode()[:length])
+            Handle.decode(HANDLE.encode()[:length])
 
     @given(st.binary(max_size=100))
     def test_any_bytes_are_a_handle_or_refused(self, data: bytes) -> None:
         with contextlib.suppress(FrameError):
-            _Handle.decode(data)
+            Handle.decode(data)
 
     def test_a_tensor_that_is_larger_than_the_memory_is_refused_before_that_is_opened(self) -> None:
         small = HANDLE._replace(size=100).encode()
         for shape, strides in [((26,), (1,)), ((5, 5), (6, 1)), ((0,), (1,))]:
             with pytest.raises(FrameError, match="in 100 bytes of memory"):
-                borrow(small, torch.float32, shape, strides, "cuda:0")
+                borrow(small, torch.float32, shape, strides, "cuda:0", CudaMemory())
 
 
 class TestLending:
     def test_nothing_is_lent_before_the_peer_has_read_what_was_offered(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         offer = lent.offer(GPU0)
         assert offer is not None
         assert lent.offer(GPU0) is None
         assert lent.lend(gpus.tensor()) is None
         with another_process(monkeypatch):
-            try_it(offer)
+            try_it(offer, card)
         lent.answered(0, True)
         assert lent.lend(gpus.tensor()) is not None
         assert lent.lend(gpus.tensor(index=1)) is None
 
     def test_each_device_is_offered(self, card: Card) -> None:
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         offers = [lent.offer(device) for device in (GPU0, GPU1)]
         assert [offer.device for offer in offers if offer is not None] == [0, 1]
         for offer in offers:
@@ -173,7 +173,7 @@ class TestLending:
     def test_a_refusal_is_logged_once_and_nothing_is_lent(
         self, card: Card, gpus: Gpus, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         offer_in_vain(lent, GPU1)
         lent.answered(1, False)
         assert (lent.lend(gpus.tensor(index=1)), lent.offer(GPU1)) == (None, None)
@@ -184,7 +184,7 @@ class TestLending:
         self, card: Card, caplog: pytest.LogCaptureFixture
     ) -> None:
         card.refuses_to_lend = True
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         assert [lent.offer(GPU0), lent.offer(GPU0)] == [None, None]
         (record,) = caplog.records
         assert "cannot be lent to worker bob (no more events)" in record.getMessage()
@@ -197,14 +197,14 @@ class TestLending:
 
         monkeypatch.setattr(os, "ftruncate", refuse)
         before = os.listdir("/proc/self/fd")
-        assert LentMemory("bob").offer(GPU0) is None
+        assert LentMemory("bob", card).offer(GPU0) is None
         assert os.listdir("/proc/self/fd") == before
         assert "no space is left" in caplog.text
 
     def test_when_lending_fails_later_tensors_go_another_way_from_then_on(
         self, card: Card, gpus: Gpus, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         offer_in_vain(lent, GPU0)
         lent.answered(0, True)
         card.refuses_to_lend = True
@@ -215,7 +215,7 @@ class TestLending:
     def test_a_device_for_which_the_peer_lacks_something_is_offered_again_after_a_pause(
         self, card: Card, gpus: Gpus, error: int, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lent = LentMemory("bob", lambda: card.now)
+        lent = LentMemory("bob", card, lambda: card.now)
         for pause in (1, 2, 4, 8, 16, 32, 32):
             offer_in_vain(lent, GPU1)
             assert lent.offer(GPU1) is None
@@ -232,7 +232,7 @@ class TestLending:
     def test_a_handle_that_did_not_arrive_is_given_back_by_the_one_who_lent(
         self, card: Card
     ) -> None:
-        lent = LentMemory("bob")
+        lent = LentMemory("bob", card)
         offer_in_vain(lent, GPU0)
         lent.answered(0, False, errno.EMFILE)
         assert set(card.needed.values()) == {0}
@@ -244,16 +244,13 @@ class TestLending:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        lent = LentMemory("bob", lambda: card.now)
+        lent = LentMemory("bob", card, lambda: card.now)
         offer_in_vain(lent, GPU0)
         lent.answered(0, True)
 
-        def full(_: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("the device is full")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(device_memory, "_copy", full)
-            assert lent.lend(gpus.tensor()) is None
+        card.is_full = True
+        assert lent.lend(gpus.tensor()) is None
+        card.is_full = False
         assert lent.lend(gpus.tensor()) is None
         card.now += 1
         assert lent.lend(gpus.tensor()) is not None
@@ -261,75 +258,86 @@ class TestLending:
 
     def test_an_answer_to_nothing_is_refused(self, card: Card) -> None:
         with pytest.raises(FrameError, match="that was not made"):
-            LentMemory("bob").answered(0, True)
+            LentMemory("bob", card).answered(0, True)
 
 
 class TestAccepting:
     def test_a_process_does_not_open_its_own_memory(self, card: Card) -> None:
-        offer = LentMemory("bob").offer(GPU0)
+        offer = LentMemory("bob", card).offer(GPU0)
         assert offer is not None
         with pytest.raises(OSError, match="of its own"):
-            try_it(offer)
+            try_it(offer, card)
 
     def test_memory_in_which_something_else_stands_is_refused(
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offer = LentMemory("bob").offer(GPU0)
+        offer = LentMemory("bob", card).offer(GPU0)
         assert offer is not None
         os.pwrite(offer.descriptor, b"another token!!!", 8)
         with another_process(monkeypatch), pytest.raises(OSError, match="something else"):
-            try_it(offer)
+            try_it(offer, card)
 
     def test_memory_that_cannot_be_opened_is_refused(
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offer = LentMemory("bob").offer(GPU0)
+        offer = LentMemory("bob", card).offer(GPU0)
         assert offer is not None
         card.refuses_to_open = True
         with another_process(monkeypatch), pytest.raises(OSError, match="invalid device context"):
-            try_it(offer)
+            try_it(offer, card)
 
-    def test_a_file_without_an_offer_is_a_fault_of_the_peer(self) -> None:
+    def test_a_file_without_an_offer_is_a_fault_of_the_peer(self, card: Card) -> None:
         descriptor = os.memfd_create("test")
         with pytest.raises(FrameError, match="ends early"):
-            try_it(DeviceOffer(0, 4096, descriptor))
+            try_it(DeviceOffer(0, 4096, descriptor), card)
+
+
+class MappedHere(CudaMemory):
+    """Maps memory of this process in place of another's.
+
+    Attributes:
+        mapped_on: the streams on which it did, of the device that it is on.
+        released: the counters that were counted down.
+    """
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self.mapped_on: list[Stream] = []
+        self.released: list[tuple[bytes, int]] = []
+
+    def uuid(self, index: int) -> bytes:
+        return f"GPU-{index}".encode()
+
+    def map(self, handle: Handle, index: int) -> torch.UntypedStorage:
+        self.mapped_on.append(self._gpus.current(index))
+        return torch.arange(6.0).untyped_storage()
+
+    def release(self, counter: bytes, offset: int) -> None:
+        self.released.append((counter, offset))
 
 
 class TestOpening:
     """What is torch's, with memory of this process in place of another's."""
 
     @pytest.fixture
-    def opened_on(self, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-        """The streams on which memory was opened, of the device that it is on."""
-        streams: list[Stream] = []
-
-        def over_shared(handle: _Handle, index: int) -> torch.UntypedStorage:
-            streams.append(gpus.current(index))
-            return torch.arange(6.0).untyped_storage()
-
+    def memory(self, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> MappedHere:
         monkeypatch.setattr(torch.cuda, "stream", gpus.on)
-        monkeypatch.setattr(device_memory, "_uuid", lambda index: f"GPU-{index}".encode())
-        monkeypatch.setattr(device_memory, "_over_shared", over_shared)
-        return streams
+        return MappedHere(gpus)
 
     def test_a_copy_is_made_on_the_default_stream_of_the_device(
-        self, gpus: Gpus, opened_on: list[Stream]
+        self, gpus: Gpus, memory: MappedHere
     ) -> None:
         with gpus.side_stream(1):
-            tensor = borrow(HANDLE.encode(), torch.float32, (3, 2), (1, 3), "cpu")
+            tensor = borrow(HANDLE.encode(), torch.float32, (3, 2), (1, 3), "cpu", memory)
         assert tensor.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
         assert tensor.stride() == (1, 3)
-        assert opened_on == [gpus.default(1)]
+        assert memory.mapped_on == [gpus.default(1)]
 
-    def test_memory_of_a_device_that_is_not_visible_is_given_back(
-        self, opened_on: list[Stream], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        released: list[tuple[bytes, int]] = []
-        monkeypatch.setattr(device_memory, "_release", lambda *which: released.append(which))
+    def test_memory_of_a_device_that_is_not_visible_is_given_back(self, memory: MappedHere) -> None:
         hidden = HANDLE._replace(uuid=b"GPU-9").encode()
         with pytest.raises(RuntimeError, match="GPU-9 is not visible"):
-            borrow(hidden, torch.float32, (2,), (1,), "cpu")
-        assert (released, opened_on) == ([(b"/counter", 7)], [])
+            borrow(hidden, torch.float32, (2,), (1,), "cpu", memory)
+        assert (memory.released, memory.mapped_on) == ([(b"/counter", 7)], [])
 
 
 class Sending:
@@ -352,7 +360,8 @@ class Sending:
 class Ends:
     """A link at the worker that sends, and at the one that receives."""
 
-    def __init__(self, *, same_host: bool = True) -> None:
+    def __init__(self, card: Card, *, same_host: bool = True) -> None:
+        self.card = card
         self.main, self.bulk, self.answers = Sending(), Sending(), Sending()
         self.sender, self.receiver = self._link(same_host), self._link(same_host)
         self.sender.main = self.main  # type: ignore[assignment]
@@ -360,7 +369,7 @@ class Ends:
 
     def _link(self, same_host: bool) -> Link:
         resources = Resources(
-            Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyThreads("test", 0), 100e-6
+            Budget(LIMIT), ReceiveBuffers(LIMIT), LIMIT, CopyThreads("test", 0), 100e-6, self.card
         )
         return Link(resources, "bob", PeerDeviceMap("bob", {GPU0: GPU1}), same_host=same_host)
 
@@ -398,7 +407,7 @@ class TestLink:
     def test_tensors_are_lent_once_that_was_seen_to_work(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ends = Ends()
+        ends = Ends(card)
         values = torch.arange(2.0 * ELEMENTS).reshape(2, -1).t()
         first = ends.send(gpus.tensor(values))
         assert Placement.LENT not in ends.places(first)
@@ -423,7 +432,7 @@ class TestLink:
     def test_what_the_sender_writes_after_it_has_sent_is_not_seen(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ends = Ends()
+        ends = Ends(card)
         tensor = gpus.tensor(torch.ones(ELEMENTS))
         ends.send(tensor)
         with another_process(monkeypatch):
@@ -440,7 +449,7 @@ class TestLink:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        ends = Ends()
+        ends = Ends(card)
         ends.send(gpus.tensor(torch.ones(ELEMENTS)))
         card.refuses_to_open = True
         with another_process(monkeypatch):
@@ -459,7 +468,7 @@ class TestLink:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setattr("rpc.transports.host.backoff.FIRST_PAUSE_SECONDS", 0.0)
-        ends = Ends()
+        ends = Ends(card)
         for arrives in (False, False, True):
             ends.send(gpus.tensor(torch.ones(ELEMENTS)))
             with another_process(monkeypatch):
@@ -473,7 +482,7 @@ class TestLink:
     def test_a_tensor_that_cannot_be_opened_any_more_fails_its_call_and_no_other(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ends = Ends()
+        ends = Ends(card)
         tensors = [gpus.tensor(torch.ones(ELEMENTS)) for _ in range(3)]
         ends.send(tensors[0])
         with another_process(monkeypatch):
@@ -488,7 +497,7 @@ class TestLink:
     def test_what_is_lent_for_a_message_that_is_not_sent_comes_back(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ends = Ends()
+        ends = Ends(card)
         tensor = gpus.tensor(torch.ones(ELEMENTS))
         ends.send(tensor)
         with another_process(monkeypatch):
@@ -505,7 +514,7 @@ class TestLink:
     def test_nothing_is_lent_to_another_host_nor_taken_from_there(
         self, card: Card, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        far, near = Ends(same_host=False), Ends()
+        far, near = Ends(card, same_host=False), Ends(card)
         far.send(gpus.tensor(torch.ones(ELEMENTS)))
         assert [each for each in far.bulk.sent if each.kind == WireKind.DEVICE] == []
         near.send(gpus.tensor(torch.ones(ELEMENTS)))
@@ -515,7 +524,7 @@ class TestLink:
             far.receive(near.send(gpus.tensor(torch.ones(ELEMENTS))))
 
     def test_a_tensor_for_host_memory_is_not_lent(self, card: Card, gpus: Gpus) -> None:
-        ends = Ends()
+        ends = Ends(card)
         ends.send(torch.ones(ELEMENTS))
         assert ends.bulk.sent == [each for each in ends.bulk.sent if each.kind != WireKind.DEVICE]
 

@@ -123,7 +123,7 @@ def test_large_tensors_among_breaks_arrive_as_they_were(make: Maker, settings: S
     sizes = [3_000, 6_000, 20_000, 300_000, 1_500_000]
     with cutting(cutter, 0.015) as cuts:
         number = 0
-        while number < 40 or len(cuts) < 10:
+        while number < 15 or len(cuts) < 5:
             sent = [torch.full((size,), number + place) for place, size in enumerate(sizes)]
             a.check_echoes(b, b"%d" % number, b"p" * 70_000, sent)
             b.received.clear()

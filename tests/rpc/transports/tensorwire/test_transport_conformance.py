@@ -15,10 +15,9 @@ class TestTensorWireConformance(TransportConformance):
         params=[
             Settings(),
             Settings(shared_memory_bytes=0),
-            Settings(local_paths=False),
             Settings(local_paths=False, bind_address="::1", bulk_connections=3),
         ],
-        ids=["shared memory", "unix", "tcp", "ipv6"],
+        ids=["shared memory", "unix", "tcp"],
     )
     def transports(self, request: pytest.FixtureRequest) -> Callable[[], TensorWireTransport]:
         settings: Settings = request.param
