@@ -65,12 +65,11 @@ is 0; that they arrived is seen at the owners, whose ``num_forks`` falls to 0.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rpc.ids import GlobalId, Life, Reference, new_tuple
+from rpc.protocol.reference_state import ForkState, Hold, User, ValueEntry, is_pending
 from rpc.protocol.reference_terms import (
     Carrier,
     Counts,
@@ -102,53 +101,6 @@ from rpc.wire.control import (
 
 _V = TypeVar("_V")
 
-# --- State ------------------------------------------------------------------
-
-
-class _ForkState(enum.Enum):
-    """The states of a user, by whether the owner knows its fork."""
-
-    CREATING = enum.auto()
-    """The reply of ``remote()`` has not come."""
-    REGISTERING = enum.auto()
-    """REGISTER was sent and not answered."""
-    CONFIRMED = enum.auto()
-    GONE = enum.auto()
-    """The owner does not know the fork, or will not once the DELETE sent arrives."""
-
-
-@dataclass(slots=True)
-class _User:
-    """A handle of this worker to a value of another."""
-
-    handle: UserHandle
-    state: _ForkState
-    failure: Failure | None = None
-    dropped: bool = False
-    held_for: set[GlobalId] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Hold:
-    """A reason to keep a user's fork: it was passed to ``to`` and is not settled there."""
-
-    user: GlobalId
-    to: Life
-    passage: Passage
-
-
-@dataclass(slots=True)
-class _ValueEntry:
-    """A value of this worker, or the placeholder for one whose creation was overtaken.
-
-    ``deleted_early`` has the creator's fork, if its DELETE overtook its creation.
-    """
-
-    awaits_creation: bool = False
-    deleted_early: frozenset[GlobalId] = frozenset()
-    forks: dict[GlobalId, Life] = field(default_factory=dict)
-    local_references: int = 0
-
 
 class ReferenceTable:
     """All references that one life of a worker owns or uses.
@@ -162,9 +114,9 @@ class ReferenceTable:
         self._life = Life(worker_id, incarnation)
         self._next_counter = 0
         self._lost: dict[int, int] = {}  # worker: its highest incarnation known to be over
-        self._users: dict[GlobalId, _User] = {}  # by fork
-        self._holds: dict[GlobalId, _Hold] = {}  # by the fork or token that was passed
-        self._entries: dict[GlobalId, _ValueEntry] = {}  # by RRef
+        self._users: dict[GlobalId, User] = {}  # by fork
+        self._holds: dict[GlobalId, Hold] = {}  # by the fork or token that was passed
+        self._entries: dict[GlobalId, ValueEntry] = {}  # by RRef
         self._creations_made: dict[Life, int] = {}  # by owner
         self._creations_seen: dict[Life, DuplicateFilter] = {}  # by creator
 
@@ -173,7 +125,7 @@ class ReferenceTable:
     def create_here(self) -> OwnerHandle:
         """``remote()`` to this worker itself: the value's place is kept at once."""
         handle = self.new_value()
-        self._entries[handle.reference.rref] = _ValueEntry(local_references=1)
+        self._entries[handle.reference.rref] = ValueEntry(local_references=1)
         return handle
 
     def new_value(self) -> OwnerHandle:
@@ -191,7 +143,7 @@ class ReferenceTable:
         reference: Reference = new_tuple(Reference, (self._new_id(), owner, creation))
         fork = self._new_id()
         handle: UserHandle = new_tuple(UserHandle, (reference, fork))
-        self._users[fork] = _User(handle, _ForkState.CREATING)
+        self._users[fork] = User(handle, ForkState.CREATING)
         return handle, new_tuple(Passed, (reference, fork, Passage.CREATION))
 
     def creation_confirmed(self, fork: GlobalId) -> list[Effect]:
@@ -199,7 +151,7 @@ class ReferenceTable:
         user = self._users.get(fork)
         if user is None or user.failure is not None:
             return []
-        user.state = _ForkState.CONFIRMED
+        user.state = ForkState.CONFIRMED
         return [HandleConfirmed(fork)]
 
     def creation_failed(self, fork: GlobalId, reason: str) -> list[Effect]:
@@ -241,14 +193,14 @@ class ReferenceTable:
         else:
             passage = Passage.BORROW
         passed: Passed = new_tuple(Passed, (handle.reference, self._new_id(), passage))
-        self._holds[passed.fork] = _Hold(handle.fork, to, passage)
+        self._holds[passed.fork] = Hold(handle.fork, to, passage)
         self._users[handle.fork].held_for.add(passed.fork)
         return passed
 
     def _share_owned(self, handle: OwnerHandle, to: Life) -> Passed:
         """An entry that is missing was never shared: a handle counts as a local reference."""
         rref = handle.reference.rref
-        entry = self._entries.setdefault(rref, _ValueEntry(local_references=1))
+        entry = self._entries.setdefault(rref, ValueEntry(local_references=1))
         fork = self._new_id()
         if to == self._life:
             entry.local_references += 1
@@ -292,13 +244,13 @@ class ReferenceTable:
             return self._receive_owned(passed)
         handle = UserHandle(passed.reference, passed.fork)
         if passed.passage is Passage.GRANT:
-            self._users[passed.fork] = _User(handle, _ForkState.CONFIRMED)
+            self._users[passed.fork] = User(handle, ForkState.CONFIRMED)
             return handle, [HandleConfirmed(passed.fork)]
         owner = passed.reference.owner
         if passed.passage is not Passage.CHILD or self._is_lost(owner):
             reason = f"{owner}, which owned the value, is gone"
             return handle, self._receive_gone(handle, passed, reason)
-        self._users[passed.fork] = _User(handle, _ForkState.REGISTERING)
+        self._users[passed.fork] = User(handle, ForkState.REGISTERING)
         return handle, self._send(owner, Register(passed.reference, passed.fork))
 
     def look_up(self, reference: Reference) -> str | None:
@@ -324,7 +276,7 @@ class ReferenceTable:
         return handle, self._accept(passed)
 
     def _receive_gone(self, handle: UserHandle, passed: Passed, reason: str) -> list[Effect]:
-        user = _User(handle, _ForkState.GONE)
+        user = User(handle, ForkState.GONE)
         self._users[handle.fork] = user
         return self._fail(user, FailureKind.STALE, reason) + self._accept(passed)
 
@@ -359,7 +311,7 @@ class ReferenceTable:
         reference = passed.reference
         if self._is_lost(sender) or not self._seen(reference.rref.life).accept(reference.creation):
             return []
-        entry = self._entries.setdefault(reference.rref, _ValueEntry())
+        entry = self._entries.setdefault(reference.rref, ValueEntry())
         entry.awaits_creation = False
         if passed.fork not in entry.deleted_early:
             entry.forks[passed.fork] = sender
@@ -394,15 +346,15 @@ class ReferenceTable:
 
     def _on_registered(self, message: Registered) -> list[Effect]:
         user = self._users.get(message.fork)
-        if user is None or user.state is not _ForkState.REGISTERING:
+        if user is None or user.state is not ForkState.REGISTERING:
             return []
-        user.state = _ForkState.CONFIRMED
+        user.state = ForkState.CONFIRMED
         accepted = self._tell_parent(message.fork)
         return [HandleConfirmed(message.fork), *accepted, *self._settle(user)]
 
     def _on_rejected(self, message: Rejected) -> list[Effect]:
         user = self._users.get(message.fork)
-        if user is None or user.state is not _ForkState.REGISTERING:
+        if user is None or user.state is not ForkState.REGISTERING:
             return []
         failed = self._fail(user, FailureKind.STALE, message.reason)
         accepted = self._tell_parent(message.fork)
@@ -443,18 +395,18 @@ class ReferenceTable:
         for rref in list(self._entries):
             effects += self._entry_lost_worker(rref, reason)
         for user in list(self._users.values()):
-            if user.state is not _ForkState.GONE and self._is_lost(user.handle.reference.owner):
+            if user.state is not ForkState.GONE and self._is_lost(user.handle.reference.owner):
                 effects += self._user_lost_owner(user, reason)
         for token, hold in list(self._holds.items()):
             if self._is_lost(hold.to):
                 effects += self._end_hold(token)
         return effects
 
-    def _user_lost_owner(self, user: _User, reason: str) -> list[Effect]:
+    def _user_lost_owner(self, user: User, reason: str) -> list[Effect]:
         """The parent of a fork that never registered may still reach the owner: it is told."""
         failed = self._fail(user, FailureKind.OWNER_LOST, reason)
         fork = user.handle.fork
-        accepts = user.state is _ForkState.REGISTERING
+        accepts = user.state is ForkState.REGISTERING
         accepted = self._tell_parent(fork) if accepts else []
         return failed + accepted + self._gone(user)
 
@@ -490,16 +442,16 @@ class ReferenceTable:
     def is_confirmed(self, fork: GlobalId) -> bool:
         """True if the owner is known to know ``fork``."""
         user = self._users.get(fork)
-        return user is not None and user.state is _ForkState.CONFIRMED
+        return user is not None and user.state is ForkState.CONFIRMED
 
     def counts(self) -> Counts:
         """Counts everything; takes time in proportion."""
-        known = [user for user in self._users.values() if user.state is not _ForkState.GONE]
+        known = [user for user in self._users.values() if user.state is not ForkState.GONE]
         borrows = sum(hold.passage is Passage.BORROW for hold in self._holds.values())
         return Counts(
             num_user_rrefs=len(known),
             num_owner_rrefs=len(self._entries),
-            num_pending_users=sum(map(_is_pending, known)),
+            num_pending_users=sum(map(is_pending, known)),
             num_forks=sum(len(entry.forks) for entry in self._entries.values()),
             num_pending_children=len(self._holds) - borrows,
             num_borrows=borrows,
@@ -536,7 +488,7 @@ class ReferenceTable:
     def _seen(self, creator: Life) -> DuplicateFilter:
         return self._creations_seen.setdefault(creator, DuplicateFilter())
 
-    def _entry_for(self, reference: Reference) -> _ValueEntry | str:
+    def _entry_for(self, reference: Reference) -> ValueEntry | str:
         """The entry of a value said to be here, a placeholder, or why there is neither."""
         creator = reference.rref.life
         if reference.owner != self._life:
@@ -548,7 +500,7 @@ class ReferenceTable:
             return f"{creator}, which created it, was lost, and nobody else kept it alive"
         if creator == self._life or reference.creation in self._seen(creator):
             return "its value was freed, because workers that kept it alive were lost"
-        placeholder = _ValueEntry(awaits_creation=True)
+        placeholder = ValueEntry(awaits_creation=True)
         self._entries[reference.rref] = placeholder
         return placeholder
 
@@ -580,27 +532,27 @@ class ReferenceTable:
         user.held_for.discard(token)
         return self._settle(user)
 
-    def _fail(self, user: _User, kind: FailureKind, reason: str) -> list[Effect]:
+    def _fail(self, user: User, kind: FailureKind, reason: str) -> list[Effect]:
         """The first failure of a handle is the one it keeps."""
         if user.failure is not None:
             return []
         user.failure = Failure(kind, reason)
         return [HandleFailed(user.handle.fork, user.failure)]
 
-    def _settle(self, user: _User) -> list[Effect]:
+    def _settle(self, user: User) -> list[Effect]:
         """Deletes a fork that nobody can use any more, and forgets a dropped handle."""
         usable = not user.dropped and user.failure is None
-        if user.state is _ForkState.GONE:
+        if user.state is ForkState.GONE:
             self._forget_if_dropped(user)
             return []
-        if usable or user.held_for or user.state is _ForkState.REGISTERING:
+        if usable or user.held_for or user.state is ForkState.REGISTERING:
             return []
         reference, fork = user.handle.reference, user.handle.fork
         return self._send(reference.owner, Delete(reference, fork)) + self._gone(user)
 
-    def _gone(self, user: _User) -> list[Effect]:
+    def _gone(self, user: User) -> list[Effect]:
         """The owner does not know the fork any more: nothing needs to be held for it."""
-        user.state = _ForkState.GONE
+        user.state = ForkState.GONE
         self._drop_holds(user.held_for)
         user.held_for.clear()
         self._forget_if_dropped(user)
@@ -610,13 +562,6 @@ class ReferenceTable:
         for token in tokens:
             del self._holds[token]
 
-    def _forget_if_dropped(self, user: _User) -> None:
+    def _forget_if_dropped(self, user: User) -> None:
         if user.dropped:
             self._users.pop(user.handle.fork, None)
-
-
-def _is_pending(user: _User) -> bool:
-    """A creation that was given up is not waited for; a registration always is."""
-    if user.state is _ForkState.CREATING:
-        return user.failure is None
-    return user.state is _ForkState.REGISTERING

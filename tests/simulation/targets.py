@@ -91,6 +91,7 @@ class Target:
 
 TARGETS = (
     Target("rpc.protocol.references", None, ("rpc/protocol/test_references.py",)),
+    Target("rpc.protocol.reference_state", None, ("rpc/protocol/test_references.py",)),
     Target("rpc.protocol.calls", None, ("rpc/protocol/test_calls.py",)),
     Target("rpc.group.members", None, ("rpc/group/test_members.py",), (play_group, play_silence)),
     Target("rpc.protocol.termination", None, ("rpc/protocol/test_termination.py",)),

@@ -13,16 +13,14 @@ import socket
 import threading
 import time
 
-import torch
-
 from rpc.devices import note_host_moves
-from rpc.errors import EncodeError, RpcError, WorkerLostError
+from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime.executor import is_shared_thread
 from rpc.runtime.text import says
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
-from rpc.transports.host.frame_table import Look, look_at
+from rpc.transports.host.frame_table import Look
 from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.connection import PASSING, Connection
@@ -36,13 +34,13 @@ from rpc.transports.tensorwire.connector import (
 from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.outbound import checked_size, look_at_all
 from rpc.transports.tensorwire.reconnect import Reconnector
 from rpc.transports.tensorwire.shared import Shared
 from rpc.wire.messages import Reply, Status
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-_MAX_HEADER_BYTES = 1 << 28
 _KERNEL_POLL_SECONDS = 0.002
 _STUCK_SECONDS = 1.0
 """A reply to a worker that has taken nothing for so long holds up its thread no more."""
@@ -83,6 +81,7 @@ class RemotePeer:
         self._shared = shared
         self._make = ConnectionMaker(shared, self._bulk_arrived, self._channel_ended)
         self._deliver = shared.deliver
+        self._max_bytes = shared.resources.max_message_bytes
         self.window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
         self._last_request = 0.0
         self._lock = threading.Lock()
@@ -111,8 +110,8 @@ class RemotePeer:
         if frame.kind is FrameKind.REPLY:
             self._send_reply(frame)
             return
-        looks = self._look_at(frame.tensors, self._devices) if frame.tensors else ()
-        size = self._check(frame, looks)
+        looks = look_at_all(frame.tensors, self._devices) if frame.tensors else ()
+        size = checked_size(frame, looks, self._max_bytes)
         link = self.outgoing
         # A control message is small, and never waits: threads that others depend on send them.
         is_request = frame.kind is FrameKind.REQUEST
@@ -142,35 +141,13 @@ class RemotePeer:
 
     def _send_reply(self, frame: Frame) -> None:
         link = self.incoming
-        looks = self._look_at(frame.tensors, self._devices_back) if frame.tensors else ()
-        self._check(frame, looks)
+        looks = look_at_all(frame.tensors, self._devices_back) if frame.tensors else ()
+        checked_size(frame, looks, self._max_bytes)
         if link is None:
             raise self._lost_error()
         self._await_sockets(link)
         requests = self._shared.requests
         link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
-
-    @staticmethod
-    def _look_at(tensors: tuple[torch.Tensor, ...], devices: PeerDeviceMap) -> tuple[Look, ...]:
-        for tensor in tensors:
-            if not tensor.is_cpu:
-                devices.check(tensors)
-                break
-        return tuple(map(look_at, tensors))
-
-    def _check(self, frame: Frame, looks: tuple[Look, ...]) -> int:
-        """The size of a frame; raises if it is too large to be sent."""
-        payload = frame.payload
-        size = len(frame.header)
-        if size > _MAX_HEADER_BYTES:
-            raise EncodeError(f"message header of {size} bytes; the limit is {_MAX_HEADER_BYTES}")
-        size += payload.nbytes if isinstance(payload, memoryview) else len(payload)
-        for look in looks:
-            size += look.nbytes
-        limit = self._shared.resources.max_message_bytes
-        if size > limit:
-            raise EncodeError(f"message of {size} bytes; the limit is {limit} (max_message_bytes)")
-        return size
 
     def _await_window(self, correlation: int, size: int) -> None:
         shared = self._shared
