@@ -44,9 +44,9 @@ def parse_remote_device(text: str) -> RemoteDevice:
 
 def _parse_worker(worker: str, text: str) -> str | int:
     prefix, colon, number = worker.partition(":")
-    if not colon:
+    if not colon or prefix != "rank":  # such as "stage:1", which rpcrun names a worker
         return worker
-    if prefix == "rank" and number.isdecimal() and number.isascii():
+    if number.isdecimal() and number.isascii():
         return int(number)
     raise _parse_error(text)
 

@@ -495,6 +495,7 @@ class Pipeline:
         """Begins a session with the workers that are there now, and optimizers made anew."""
         self._formation.leave()
         self._formation = Formation(self._design)
+        self._step = 0
         for optimizer in self._optimizers:
             optimizer.renew()
 

@@ -115,9 +115,13 @@ def install(session: str, rows: Rows, actions: tuple[Action, ...]) -> None:
     Sessions.here().find(session).install(rows, actions)
 
 
-def run(session: str, order: StepOrder) -> StepReport:
-    """Does this worker's part of a step."""
-    return Sessions.here().find(session).run(order)
+def run(session: str, order: StepOrder) -> StepReport | None:
+    """Does this worker's part of a step; None if that was called off, which is nobody's error."""
+    part = Sessions.here().find(session)
+    try:
+        return part.run(order)
+    except StepAbortedError:
+        return None
 
 
 def abort(session: str, step: int, last: int, reason: str) -> Progress | None:

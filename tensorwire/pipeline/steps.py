@@ -37,7 +37,7 @@ class Step:
 
     order: StepOrder
     rows: Mapping[str, tuple[Action, ...]]
-    replies: Mapping[str, rpc.Future[StepReport]]
+    replies: Mapping[str, rpc.Future[StepReport | None]]
 
 
 class Steps:
@@ -88,7 +88,7 @@ class Steps:
             while len(reports) < len(step.replies):
                 worker = done.get()
                 try:
-                    reports[worker] = step.replies[worker].wait()
+                    reports[worker] = _report(step, worker)
                 except Exception as error:
                     raise self._failure(step, worker, error, later) from error
         except StageFailedError:
@@ -182,6 +182,13 @@ def _argument(name: str, given: Given) -> tuple[Any, ...]:
     if not name:
         return given.positional
     return (given.positional[int(name)] if name.isdigit() else given.keywords[name],)
+
+
+def _report(step: Step, worker: str) -> StepReport:
+    report = step.replies[worker].wait()
+    if report is None:
+        raise RuntimeError(f"step {step.order.step} was called off by another thread")
+    return report
 
 
 def _lost_worker(worker: str, error: BaseException) -> str | None:

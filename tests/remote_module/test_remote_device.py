@@ -19,6 +19,8 @@ SECOND_GPU = torch.device("cuda", 1)
         ("ps_0-b/cuda:1", "ps_0-b", SECOND_GPU),
         ("rank:0/cuda:1", 0, SECOND_GPU),
         ("rank:12", 12, CPU),
+        ("stage:1/cuda:1", "stage:1", SECOND_GPU),
+        ("stage:1", "stage:1", CPU),
         ("rank:0/cpu", 0, CPU),
     ],
 )
@@ -37,8 +39,6 @@ def test_worker_and_device_are_read(text: str, worker: str | int, device: torch.
         "rank:",
         "rank:x",
         "rank:-1/cpu",
-        "a:1",
-        "a:b:c",
     ],
 )
 def test_bad_syntax_is_refused_with_the_text_and_the_valid_forms(text: str) -> None:
