@@ -71,7 +71,7 @@ tutorials: $(READY)
 	$(TUTORIAL).profiling.profile --epochs 2 $(SMALL)
 	$(TUTORIAL).batching.inference --rounds 2 $(SMALL)
 	$(TUTORIAL).batching.updates --rounds 2 $(SMALL)
-	$(TUTORIAL).pipeline.train --epochs 2 --rounds 3 $(SMALL)
+	$(TUTORIAL).pipeline.train --steps 100 --width 64 --rounds 2 $(SMALL)
 
 test: $(READY)
 	@$(TEST) $(ARGS)

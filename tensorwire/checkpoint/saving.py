@@ -274,6 +274,8 @@ def _load(plain: Any, value: Any, name: str, shares: dict[str, list[tuple[str, S
         return {**plain, **mine}
     if isinstance(value, (list, tuple)) and isinstance(plain, (list, tuple)):
         if len(value) != len(plain):
+            if not any(map(_takes_a_state, value)):
+                return plain
             raise DamagedCheckpointError(f"{name!r} has {len(plain)} items, not {len(value)}")
         pairs = enumerate(zip(plain, value, strict=True))
         return type(value)(_load(p, v, _join(name, n), shares) for n, (p, v) in pairs)
@@ -300,9 +302,13 @@ def _has(plain: dict[str, Any], key: str, value: Any, name: str) -> bool:
     """Says whether something was saved under a key; an object needs it."""
     if key in plain:
         return True
-    if as_spread_out(value) is not None or isinstance(value, Stateful):
+    if _takes_a_state(value):
         raise DamagedCheckpointError(f"the checkpoint has nothing by the name {_join(name, key)!r}")
     return False
+
+
+def _takes_a_state(value: Any) -> bool:
+    return as_spread_out(value) is not None or isinstance(value, Stateful)
 
 
 def _join(name: str, key: object) -> str:

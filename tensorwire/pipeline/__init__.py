@@ -18,6 +18,7 @@ from tensorwire.pipeline.pipeline import Pipeline
 from tensorwire.pipeline.randomness import seed_of
 from tensorwire.pipeline.schedules import SCHEDULES, Schedule
 from tensorwire.pipeline.timing import Costs, Timeline, play, theory
+from tensorwire.pipeline.trace import Trace
 from tensorwire.pipeline.validation import held_microbatches, validate
 from tensorwire.pipeline.wiring import Wiring
 
@@ -36,6 +37,7 @@ __all__ = [
     "StepAbortedError",
     "Table",
     "Timeline",
+    "Trace",
     "Wiring",
     "held_microbatches",
     "play",

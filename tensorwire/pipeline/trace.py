@@ -104,7 +104,11 @@ class Trace:
         """Draws into axes of matplotlib's; see :meth:`save_png`."""
         for row, spans in enumerate(self.spans.values()):
             place = (row - 0.4, 0.8)
-            waits = [(self._at(s.waited), (s.began - s.waited) / _MILLISECOND) for s in spans]
+            since = [max(span.waited, self._begin) for span in spans]
+            waits = [
+                (self._at(waited), (span.began - waited) / _MILLISECOND)
+                for waited, span in zip(since, spans, strict=True)
+            ]
             axes.broken_barh(waits, place, facecolors=_WAITING)
             for kind, colour in _COLOURS.items():
                 mine = [span for span in spans if span.action.kind is kind]
@@ -115,6 +119,7 @@ class Trace:
                 axes.text(middle, row, str(span.action.microbatch), ha="center", va="center",
                           fontsize=6, color="white", clip_on=True)  # fmt: skip
         axes.set_yticks(range(len(self.spans)), list(self.spans))
+        axes.set_xlim(left=0)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
         axes.set_title(f"{title}{': ' if title else ''}{self}", fontsize=9)

@@ -1,45 +1,70 @@
-"""The pipeline computes what the network as a whole does, and learns, in any number of stages."""
+"""The pipeline learns what the whole model would, and goes on from a checkpoint."""
 
 from __future__ import annotations
 
+import argparse
+import copy
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from tqdm import tqdm
 
-import rpc
 from rpc.testing import as_worker, local_group
-from tests.torch_features import needs_profiles_of_all_threads
 from tests.tutorials.jobs import assert_pictures, number_after, run_tutorial
-from tutorials.pipeline.train import Pipeline, Stage, layers
+from tutorials.getting_started.language_model import Corpus
+from tutorials.pipeline import train
+from tutorials.pipeline.model import loss, transformer
+from tutorials.pipeline.train import make_pipeline
 
 
-def _layers_of(stage: rpc.RRef[Stage]) -> nn.Module:
-    return stage.local_value().layers
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_two_workers_learn_what_the_whole_model_would(schedule: str) -> None:
+    model = transformer(characters=11, length=6, width=8, blocks=4)
+    text = torch.randint(0, 11, (4, 7))
+    with local_group("main", "stage1", "stage2") as agents, as_worker(agents[0]):
+        pipe = make_pipeline(model, ["stage1", "stage2"], schedule, 4, 6)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        whole = copy.deepcopy(model)
+        found = pipe.train_step(text[:, :-1], target=text[:, 1:])
+        expected = loss(whole(text[:, :-1]), text[:, 1:])
+        torch.testing.assert_close(found, expected)
+        expected.backward()
+        torch.optim.SGD(whole.parameters(), lr=0.1).step()
+        optimizer.step()
+        state = pipe.state_dict()
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[name], value)
 
 
-def test_three_stages_give_what_the_whole_network_gives_however_a_batch_is_cut() -> None:
-    images = torch.rand(6, 1, 8, 8)
-    with local_group("main", "stage1", "stage2", "stage3") as group, as_worker(group[0]):
-        pipeline = Pipeline(["stage1", "stage2", "stage3"], width=8, seed=3)
-        parts = [rpc.rpc_sync(each.owner(), _layers_of, (each,)) for each in pipeline.stages]
-        whole = nn.Sequential(*parts)
-        assert len([*whole.parameters()]) == len([*nn.Sequential(*layers(8)).parameters()])
-        for micro_batches in (1, 2, 6):
-            with torch.no_grad():
-                found = pipeline.forward(images, micro_batches)
-            torch.testing.assert_close(found, whole(images))
+def test_training_that_was_cut_short_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_SAVED_EVERY", 3)
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # else it starts a thread that stays
+    text = torch.randint(0, 11, (200,))
+    corpus = Corpus(text, text)
+    options = argparse.Namespace(
+        steps=6, batch_size=4, length=6, seed=0, resume=False, output=tmp_path
+    )
+    model = transformer(characters=11, length=6, width=8, blocks=2)
+    with local_group("main", "stage1", "stage2") as agents, as_worker(agents[0]):
+        whole, again = (make_pipeline(model, ["stage1", "stage2"], "1f1b", 2, 6) for _ in range(2))
+        bits = train.train(whole, corpus, options)
+        shutil.rmtree(tmp_path / "checkpoints" / "6")
+        options.resume = True
+        assert train.train(again, corpus, options) == bits
+        assert len(bits) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("pipeline")
-@needs_profiles_of_all_threads
-def test_two_stages_learn_and_are_less_idle_with_micro_batches(tmp_path: Path) -> None:
-    arguments = ["--epochs", "2", "--width", "16", "--batch-size", "64", "--rounds", "2"]
-    output = run_tutorial(tmp_path, "pipeline.train", *arguments)
-    assert number_after("final test accuracy:", output) > 20.0
-    assert number_after("16 micro-batches:", output) > 0
-    assert number_after("8 micro-batches: stages idle", output) < 100.0
+def test_it_learns_writes_and_draws_every_schedule(tmp_path: Path) -> None:
+    small = ["--width", "16", "--batch-size", "8", "--micro-batches", "4", "--rounds", "1"]
+    output = run_tutorial(tmp_path, "pipeline.train", "--steps", "40", "--written", "5", *small)
+    assert number_after("step 40:", output) < math.log2(97)
+    assert number_after("zb-h1, 4 micro-batches:", output) > 0
     assert "ERROR" not in output
-    assert_pictures(tmp_path, "bubble.png")
+    assert_pictures(tmp_path, "loss.png", "schedules.png")

@@ -40,8 +40,8 @@ from tutorials import launch, pictures
 _PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "importlib", "json",
              "logging", "unittest", "urllib")  # fmt: skip
 _INDENT = "    "  # is one character to the model
-_ALPHABET = "\t\n" + "".join(chr(code) for code in range(32, 127))
-_UNKNOWN = _ALPHABET.index("?")
+ALPHABET = "\t\n" + "".join(chr(code) for code in range(32, 127))
+_UNKNOWN = ALPHABET.index("?")
 _HELD_OUT = 0.05
 
 
@@ -62,7 +62,7 @@ class Corpus:
     def bits_without_context(self) -> float:
         """Bits per held-out character if one knows only how frequent each character is."""
         seen = Counter(self.training.tolist())
-        total = sum(seen.values()) + len(_ALPHABET)
+        total = sum(seen.values()) + len(ALPHABET)
         bits = [-math.log2((seen[code] + 1) / total) for code in self.held_out.tolist()]
         return sum(bits) / len(bits)
 
@@ -73,7 +73,7 @@ def load() -> Corpus:
     files = sorted(path for name in _PACKAGES for path in (library / name).glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     text = text.replace(_INDENT, "\t")
-    codes = {character: code for code, character in enumerate(_ALPHABET)}
+    codes = {character: code for code, character in enumerate(ALPHABET)}
     numbers = torch.tensor([codes.get(character, _UNKNOWN) for character in text])
     training, held_out = numbers.tensor_split([int(len(numbers) * (1 - _HELD_OUT))])
     return Corpus(training, held_out)
@@ -89,7 +89,7 @@ class LanguageModel:
     """
 
     def __init__(self, embedding_at: str, decoder_at: str, width: int) -> None:
-        characters = len(_ALPHABET)
+        characters = len(ALPHABET)
         self._embedding: Any = rpc.remote(embedding_at, nn.Embedding, (characters, width // 2))
         self._decoder: Any = rpc.remote(decoder_at, nn.Linear, (width, characters))
         self._lstm = nn.LSTM(width // 2, width)
@@ -119,12 +119,12 @@ class LanguageModel:
         """Go on after ``beginning``, one character at a time, drawn from the predictions."""
         written = beginning
         state = None
-        text = torch.tensor([_ALPHABET.index(character) for character in beginning])
+        text = torch.tensor([ALPHABET.index(character) for character in beginning])
         with torch.no_grad():
             for _ in range(length):
                 scores, state = self(text.unsqueeze(1), state)
                 text = torch.multinomial((scores[-1, 0] / temperature).softmax(dim=0), 1)
-                written += _ALPHABET[int(text)]
+                written += ALPHABET[int(text)]
         return written.replace("\t", _INDENT)
 
 

@@ -185,7 +185,8 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(tmp_path: Path) -> No
         with pytest.raises(DamagedCheckpointError, match="nothing by the name 'encoder'"):
             checkpoint.load(tmp_path / "1", {"encoder": other})
         with pytest.raises(DamagedCheckpointError, match="'list' has 2 items, not 3"):
-            checkpoint.load(tmp_path / "1", {"list": [0, 0, 0]})
+            checkpoint.load(tmp_path / "1", {"list": [0, 0, other]})
+        assert checkpoint.load(tmp_path / "1", {"list": []})["list"] == [1, 2]
         with pytest.raises(ValueError, match="keep=0 must be at least 1"):
             checkpoint.save(tmp_path / "2", {}, keep=0)
 

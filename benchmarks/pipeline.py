@@ -1,0 +1,340 @@
+"""Compares pipelines: ours, torch.distributed.pipelining over gloo, and one by hand on torch's RPC.
+
+    python -m benchmarks.pipeline --stages 2 4
+
+All train the same transformer, with as many processes as stages and one thread in each, and
+step its optimizer. All groups are alive at the same time; the measurement goes round them in
+slices of a second, and those whose turn it is not are stopped. The losses of a first few steps
+must agree.
+
+``ours`` and ``pipelining`` run 1F1B. ``by hand`` is torch's RPC tutorial: references that are
+passed from stage to stage, distributed autograd, ``DistributedOptimizer``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.member import die_with_parent
+from tutorials.pipeline.model import beginnings, loss, transformer
+
+_CHARACTERS, _LENGTH = 97, 64
+_SECONDS = 1.0
+_STEPS_COMPARED = 3
+_SECONDS_TO_ANSWER = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained.
+
+    Args:
+        stages: of the pipeline, and processes.
+        width: of the transformer.
+        blocks: of the transformer.
+        batch: texts in a step.
+        microbatches: of a step.
+    """
+
+    stages: int
+    width: int
+    blocks: int
+    batch: int
+    microbatches: int
+
+    def layers(self) -> list[nn.Sequential]:
+        """The stages, with the same values in every process."""
+        torch.manual_seed(0)
+        model = transformer(_CHARACTERS, _LENGTH, self.width, self.blocks)
+        model[-1] = nn.Linear(self.width, _CHARACTERS, bias=False)  # torch's ties no weights
+        cuts = [0, *map(int, beginnings(model, self.stages)), len(model)]
+        layers = list(model)
+        return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(cuts)]
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """One batch, the same everywhere."""
+        torch.manual_seed(1)
+        text = torch.randint(0, _CHARACTERS, (self.batch, _LENGTH + 1))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    @property
+    def tokens(self) -> int:
+        """How many there are in a step."""
+        return self.batch * _LENGTH
+
+
+Step = Callable[[], float]
+"""One step of training. Returns the loss where it is known, else 0."""
+
+
+def ours(case: Case, rank: int, meeting: str) -> Step | None:
+    """This library's pipeline over TENSORWIRE; rank 0 drives and has the first stage."""
+    import rpc
+    from remote_module import RemoteModule
+    from tensorwire.pipeline import Pipeline
+
+    options = rpc.TensorWireRpcBackendOptions(init_method=f"file://{meeting}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=case.stages, rpc_backend_options=options)
+    if rank:
+        return None
+    stages = [RemoteModule(f"worker{n}", _as_it_is, (s,)) for n, s in enumerate(case.layers())]
+    pipe = Pipeline(stages, "1f1b", case.microbatches, loss)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.05)
+    text, following = case.data()
+
+    def step() -> float:
+        value = pipe.train_step(text, target=following)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.item()
+
+    return step
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def pipelining(case: Case, rank: int, meeting: str) -> Step:
+    """torch.distributed.pipelining over gloo; every rank runs its part."""
+    from torch import distributed
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=case.stages
+    )
+    module = case.layers()[rank]
+    stage = PipelineStage(module, rank, case.stages, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, case.microbatches, loss_fn=loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    text, following = case.data()
+
+    def step() -> float:
+        found: list[Tensor] = []
+        if rank == case.stages - 1:
+            schedule.step(target=following, losses=found)
+        else:
+            schedule.step(*([text] if rank == 0 else []))
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(found).mean().item() if found else 0.0
+
+    return step
+
+
+class _Stage:
+    """A stage of the pipeline by hand, as torch's RPC tutorial writes it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._turn = threading.Lock()
+
+    def forward(self, microbatch: Any) -> Tensor:
+        """Take a reference, return a value."""
+        x = microbatch.to_here()
+        with self._turn:
+            output: Tensor = self._module(x)
+        return output
+
+    def parameter_references(self) -> list[Any]:
+        """References to this stage's weights."""
+        from torch import distributed
+
+        rpc: Any = distributed.rpc
+        return [rpc.RRef(parameter) for parameter in self._module.parameters()]
+
+
+def by_hand(case: Case, rank: int, meeting: str) -> Step | None:
+    """References passed from stage to stage on torch's RPC; rank 0 drives as in ``ours``."""
+    from torch import distributed
+
+    rpc: Any = distributed.rpc
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=case.stages, rpc_backend_options=options)
+    if rank:
+        return None
+    stages: list[Any] = [
+        rpc.remote(f"worker{n}", _Stage, (module,)) for n, module in enumerate(case.layers())
+    ]
+    references = [each.rpc_sync().parameter_references() for each in stages]
+    parameters = [reference for some in references for reference in some]
+    optimizer = _torch_optimizer(parameters)
+    text, following = case.data()
+    autograd: Any = distributed.autograd
+
+    def step() -> float:
+        with autograd.context() as context:
+            results = []
+            for part in text.chunk(case.microbatches):
+                passed_on = rpc.RRef(part)
+                for stage in stages[:-1]:
+                    passed_on = stage.remote().forward(passed_on)
+                results.append(stages[-1].rpc_async().forward(passed_on))
+            value = loss(torch.cat(torch.futures.wait_all(results)), following)
+            autograd.backward(context, [value])
+            optimizer.step(context)
+        return value.item()
+
+    return step
+
+
+def _torch_optimizer(parameters: list[Any]) -> Any:
+    from torch.distributed import optim
+
+    cls: Any = optim.DistributedOptimizer
+    return cls(torch.optim.SGD, parameters, lr=0.05)
+
+
+COLUMNS: dict[str, Callable[[Case, int, str], Step | None]] = {
+    "ours": ours,
+    "pipelining": pipelining,
+    "by hand": by_hand,
+}
+
+
+class Group:
+    """The processes of one column; stopped unless it is their turn."""
+
+    def __init__(self, column: str, case: Case) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
+        self._ends: list[Connection] = []
+        self._processes = []
+        fork = multiprocessing.get_context("fork")
+        for rank in range(case.stages):
+            near, far = fork.Pipe()
+            arguments = (column, case, rank, f"{self._folder.name}/meeting", far)
+            self._processes.append(fork.Process(target=_live, args=arguments, daemon=True))
+            self._processes[-1].start()
+            far.close()
+            self._ends.append(near)
+        self._drivers = [end for end in self._ends if self._answer(end)]
+        self.losses = [max(self.run(1)) for _ in range(_STEPS_COMPARED)]
+        self._signal(signal.SIGSTOP)
+
+    def measure(self, steps: int) -> float:
+        """Seconds per step."""
+        self._signal(signal.SIGCONT)
+        self.run(1)  # to get going again
+        began = time.perf_counter()
+        self.run(steps)
+        taken = time.perf_counter() - began
+        self._signal(signal.SIGSTOP)
+        return taken / steps
+
+    def run(self, steps: int) -> list[float]:
+        """Do some steps; returns what each process knows of the last one's loss."""
+        for end in self._drivers:
+            end.send(steps)
+        return [self._answer(end) for end in self._drivers]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._folder.cleanup()
+
+    def _answer(self, end: Connection) -> Any:
+        if not end.poll(_SECONDS_TO_ANSWER):
+            raise RuntimeError("a process of the benchmark does not answer")
+        return end.recv()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None, "it was started"
+            os.kill(process.pid, number)
+
+
+def _live(column: str, case: Case, rank: int, meeting: str, end: Connection) -> None:
+    """What a process does: steps, as many as it is told; it is killed when all is done."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    step = COLUMNS[column](case, rank, meeting)
+    end.send(step is not None)
+    if step is None:
+        threading.Event().wait()
+    assert step is not None, "only a driver comes here"
+    while True:
+        value = 0.0
+        for _ in range(end.recv()):
+            value = step()
+        end.send(value)
+
+
+def compare(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each column in each round."""
+    found: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    with ExitStack() as stack:
+        groups = {}
+        for column in COLUMNS:
+            groups[column] = Group(column, case)
+            stack.callback(groups[column].close)
+        _require_same_losses({column: group.losses for column, group in groups.items()})
+        steps = max(1, round(_SECONDS / groups["ours"].measure(2)))
+        for _ in tqdm(range(rounds), unit=" rounds", disable=None):
+            for column, group in groups.items():
+                found[column].append(case.tokens / group.measure(steps))
+    return found
+
+
+def _require_same_losses(losses: dict[str, list[float]]) -> None:
+    expected = torch.tensor(losses["ours"])
+    for column, own in losses.items():
+        if not torch.allclose(torch.tensor(own), expected, rtol=1e-4):
+            raise RuntimeError(f"{column} loses {own}, ours {losses['ours']}")
+
+
+def report(case: Case, found: dict[str, list[float]]) -> str:
+    """Medians, their spread, and how many times as fast ours is, round by round."""
+    lines = [
+        f"{case.stages} stages, {case.blocks} blocks {case.width} wide, batches of {case.batch} "
+        f"texts of {_LENGTH}, {case.microbatches} micro-batches"
+    ]
+    for column, rates in found.items():
+        ratio = statistics.median(a / b for a, b in zip(found["ours"], rates, strict=True))
+        spread = f"({min(rates):.0f} to {max(rates):.0f})"
+        median = statistics.median(rates)
+        lines.append(f"  {column:<11}{median:8.0f} tokens/s {spread}; ours / this {ratio:.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--stages", type=int, nargs="+", default=[2, 4], help="(%(default)s)")
+    add("--width", type=int, nargs="+", default=[64, 256], help="(%(default)s)")
+    add("--blocks", type=int, default=8, help="of the transformer (%(default)s)")
+    add("--batch", type=int, default=16, help="texts in a step (%(default)s)")
+    add("--microbatches", type=int, default=8, help="(%(default)s)")
+    add("--rounds", type=int, default=7, help="(%(default)s)")
+    options = parser.parse_args(arguments)
+    for width in options.width:
+        for stages in options.stages:
+            case = Case(stages, width, options.blocks, options.batch, options.microbatches)
+            print(report(case, compare(case, options.rounds)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
