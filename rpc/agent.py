@@ -367,7 +367,19 @@ class Agent(process_forks.Member):
             yield self.watch.close
         yield partial(self.executor.close, seconds)
         yield partial(self.completions.close, seconds)
+        yield self._name_what_runs_on
         yield self.group_shutdown.closed
+
+    def _name_what_runs_on(self) -> None:
+        """Says in the log which calls did not end in the time that closing gave them."""
+        for row in self.callee.serving():
+            _logger.error(
+                "%r left while %s, called by %r, was still running after %.1f s",
+                self.info.name,
+                row["call"],
+                self.group.peer(row["from"]).info.name,
+                row["age"],
+            )
 
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
@@ -388,11 +400,15 @@ class Agent(process_forks.Member):
         """As :meth:`find`, but without waiting; a ``WorkerInfo`` is looked up by its name."""
         return self.directory.find_now(to)
 
-    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        """A worker that is in the group now, by name or id; this one without an argument."""
+    def get_worker_info(
+        self, worker: str | int | None = None, *, wait_for_return: float | None = None
+    ) -> WorkerInfo:
+        """A worker that is in the group now, by name or id; see :func:`rpc.get_worker_info`."""
         if worker is None:
             return self.info
-        return self.directory.look_up(worker)
+        if wait_for_return is None:
+            return self.directory.look_up(worker)
+        return self.directory.await_return(worker, wait_for_return)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """The workers that are not lost, by id."""

@@ -372,16 +372,33 @@ new_method = method_factory("to_here", RRef.to_here.__doc__)
 """The last of the methods that the original makes."""
 
 
-def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+def get_worker_info(
+    worker_name: str | int | None = None, *, wait_for_return: float | None = None
+) -> WorkerInfo:
     """Returns the :class:`rpc.WorkerInfo` of a worker.
 
     Args:
         worker_name: name or id of the worker; default this one.
+        wait_for_return: in a dynamic group, seconds to wait for a worker that left or was
+            lost, and will come back under its name, or has not joined yet; 0 for no limit.
+            Default: do not wait.
 
     Raises:
         UnknownWorkerError: there is no such worker.
+        WorkerLeftError: it left the group.
+        WorkerLostError: it was lost.
+
+    Example::
+
+        try:
+            rpc.rpc_sync("ps:0", push, (gradients,))
+        except rpc.WorkerLostError:
+            rpc.get_worker_info("ps:0", wait_for_return=60.0)
+            rpc.rpc_sync("ps:0", push, (gradients,))
     """
-    return current_agent().get_worker_info(worker_name)
+    if wait_for_return is not None and not 0 <= wait_for_return < float("inf"):
+        raise ValueError(f"wait_for_return={wait_for_return!r} must be seconds from 0, or None")
+    return current_agent().get_worker_info(worker_name, wait_for_return=wait_for_return)
 
 
 def workers(prefix: str | None = None) -> list[WorkerInfo]:

@@ -56,6 +56,14 @@ class Directory:
         membership = self.membership_of(to)
         if membership is not None:
             membership.look_again(self._timeouts.of(UNSET_RPC_TIMEOUT))
+            membership.refuse(to)
+        return self._group.find(to)
+
+    def await_return(self, to: str | int, seconds: float) -> WorkerInfo:
+        """As :meth:`find`, but one that left or was lost is waited for, too; 0: no limit."""
+        membership = self.membership
+        if membership is not None and isinstance(to, str | int) and may_exist(to):
+            membership.wait_for(to, seconds, for_return=True)
         return self._group.find(to)
 
     def membership_of(self, to: Destination) -> Membership | None:

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError
-from rpc.group.store_host import StoreServer, uses_libuv, warn_of_slow_resolver
+from rpc.group.store_host import StoreServer, is_address, uses_libuv, warn_of_slow_resolver
 from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient
 
 _logger = logging.getLogger("rpc")
@@ -231,7 +231,8 @@ def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float
         client.until = min(until, now + _LONGEST_ATTEMPT)
         try:
             client.connect()
-            warn_of_slow_resolver(f"{place.host!r} and connecting", time.monotonic() - now)
+            if not is_address(place.host):
+                warn_of_slow_resolver(f"{place.host!r} and connecting", time.monotonic() - now)
             return
         except UnicodeError as error:
             raise OSError(f"{place.host!r} is no name of a host: {error}") from error

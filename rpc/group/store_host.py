@@ -28,7 +28,7 @@ from rpc.runtime.threads import Thread
 _logger = logging.getLogger("rpc")
 
 _BACKLOG: Final = 1024
-SLOW_SECONDS: Final = 1.0
+SLOW_SECONDS: Final = 2.0
 _SECONDS_TO_BEGIN: Final = 0.2
 _SECONDS_TO_SHARE: Final = 30.0
 _ANY: Final = ("::", "0.0.0.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -176,3 +177,17 @@ def test_a_member_that_fails_is_named_with_the_end_of_its_log() -> None:
     assert done.returncode == 1
     assert "ours, rank 0 ended unexpectedly" in done.stderr
     assert "CARRIER_PIGEON" in done.stderr
+
+
+def test_starts_of_groups_are_measured_beside_torchs() -> None:
+    columns = ["--columns", "torch", "TENSORWIRE"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.start", "--workers", "2", "--rounds", "1", *columns],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"[0-9.]+ s \([0-9.]+ to [0-9.]+\), cpu +[0-9]+ ms", done.stdout)) == 2

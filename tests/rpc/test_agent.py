@@ -8,6 +8,7 @@ import functools
 import gc
 import math
 import operator
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -721,3 +722,16 @@ def test_a_call_has_one_name_in_the_log_and_in_dumps(
     until(lambda: gc.collect() >= 0 and "nobody looked" in caplog.text)
     assert "the call of partial on bob failed and nobody looked" in caplog.text
     assert [row.method for row in pair[0].metrics().made] == ["partial"]
+
+
+def test_one_that_leaves_in_haste_names_the_calls_that_it_leaves_running(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    alice, bob = connect("alice", "bob")
+    alice.rpc_async("bob", _wait_for, (id(_keep(release)),))
+    until(lambda: bool(bob.callee.serving()))
+    bob.shutdown(graceful=False)
+    release.set()
+    assert re.search(r"'bob' left while .*_wait_for, called by 'alice', was still", caplog.text)
+    alice.shutdown()

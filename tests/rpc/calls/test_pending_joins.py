@@ -8,6 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from rpc.errors import (
     EncodeError,
     RpcTimeoutError,
     UnknownWorkerError,
+    WorkerLeftError,
 )
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Membership
@@ -46,9 +48,10 @@ def join(clock: VirtualClock) -> Iterator[Join]:
     table, hub, agents = MemberTable(signed(HashStore())), MemoryHub(clock), list[Agent]()
 
     def join(name: str) -> Agent:
-        agent = Agent(WorkerInfo(name, len(agents)), 0, hub.transport(), clock=clock)
+        life = sum(each.info.name == name for each in agents)
+        agent = Agent(WorkerInfo(name, len(agents)), life, hub.transport(), clock=clock)
         agents.append(agent)
-        me = Record(name, agent.info.id, None, 0, "test", agent.start())
+        me = Record(name, agent.info.id, None, life, "test", agent.start())
         agent.membership = Membership(agent, table, me, lambda records: None)
         agent.membership.join()
         return agent
@@ -199,3 +202,21 @@ def test_one_that_has_joined_is_known_when_asked_about(alice: Agent, join: Join)
     for name in ("bob", "carol", "dave"):
         join(name)
         assert alice.get_worker_info(name).name == name
+
+
+def test_one_that_left_is_waited_for_by_whoever_says_that_it_will_return(
+    alice: Agent, join: Join
+) -> None:
+    first = join("bob")
+    assert alice.get_worker_info("bob", wait_for_return=20.0) == first.info
+    first.shutdown()
+    with pytest.raises(WorkerLeftError, match="'bob'"):
+        until(lambda: not alice.get_worker_info("bob"))
+    with pytest.raises(WorkerLeftError, match="'bob'"):
+        alice.get_worker_info("bob", wait_for_return=0.05)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(alice.get_worker_info, "bob", wait_for_return=0)
+        until(lambda: alice.debug_info()["waiting_for"] == ["bob"])
+        join("bob")
+        assert found.result(20).name == "bob"
+    assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
