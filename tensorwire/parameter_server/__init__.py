@@ -4,6 +4,7 @@ Rooms: ``decisions`` is the protocol, without I/O; ``kernels`` and ``storage`` k
 ``server`` and ``client`` do what was decided.
 """
 
+from tensorwire.parameter_server.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving, connect
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
@@ -22,7 +23,8 @@ from tensorwire.parameter_server.errors import (
 )
 from tensorwire.parameter_server.initialisers import Constant, Initialiser, Normal, Uniform
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.optimizer import Optimizer
+from tensorwire.parameter_server.optimizer import Optimizer, Pushing, TrainerOptimizer
+from tensorwire.parameter_server.prefetch import prefetch
 from tensorwire.parameter_server.rules import (
     FTRL,
     SGD,
@@ -68,6 +70,7 @@ __all__ = [
     "Per",
     "Precision",
     "Pulled",
+    "Pushing",
     "Reduce",
     "RolledBack",
     "RowwiseAdagrad",
@@ -77,10 +80,12 @@ __all__ = [
     "SnapshotError",
     "Table",
     "TopK",
+    "TrainerOptimizer",
     "Uniform",
     "UnusedFor",
     "Wanted",
     "Wire",
     "connect",
+    "prefetch",
     "serve",
 ]

@@ -204,3 +204,19 @@ def joined_state(
         parts = [state[key] for _, state in pieces]
         joined[key] = torch.cat(parts).reshape(tuple(shape)) if is_cut else value
     return joined
+
+
+def split_state(spec: DenseSpec, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of a piece in the state of its parameter."""
+    if spec.spread is Spread.ELEMENTS:
+        return state_of_piece(state, piece, spec.shapes[piece.parameter])
+    return {key: _copied(value) for key, value in state.items()}
+
+
+def whole_state(
+    spec: DenseSpec, parameter: int, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """The state of a parameter, of the states of all its pieces in order."""
+    if spec.spread is Spread.ELEMENTS:
+        return joined_state(pieces, spec.shapes[parameter])
+    return dict(pieces[0][1])

@@ -215,6 +215,14 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Getting:
+    """Somebody wants the pieces of a dense group that a shard keeps, with their state."""
+
+    shard: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPiece:
     """Some rows of a shard that is being copied.
 

@@ -1,8 +1,10 @@
-"""A ``torch.optim.Optimizer`` whose parameters and tables servers keep and move."""
+"""A ``torch.optim.Optimizer`` whose parameters, state and tables servers keep and move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -10,10 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
 from tensorwire.parameter_server.client.table import Table
+from tensorwire.parameter_server.embedding import tables_of
+from tensorwire.parameter_server.fetched import Fetched
+
+
+class Pushing(enum.Enum):
+    """When gradients of dense parameters leave for the servers."""
+
+    STEP = "at each step"
+    """All together, in ``step``. They may be clipped, scaled and accumulated before."""
+    BACKWARD = "during backward"
+    """Each as soon as it is there; then it is freed. Gradients take the memory of one parameter.
+    Each push counts as a step of the cluster's clock."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -24,12 +39,16 @@ class Optimizer(torch.optim.Optimizer):
     work on them as on any other. A step is one message to each server: its gradients, and
     what the next step needs.
 
+    Parameters that are set here, as by ``model.load_state_dict``, are set at the servers with
+    the next step.
+
     Args:
         cluster: where the parameters are.
         model: its dense parameters are moved, and the tables that its modules use.
         dense: class of the optimizer of dense parameters. Default none: they stay as they are.
         tables: further tables.
         name: of the dense parameters in the cluster; models of one cluster need different ones.
+        pushing: when gradients of dense parameters leave. Default at each step.
         hyper: arguments of ``dense``.
 
     Raises:
@@ -52,11 +71,56 @@ class Optimizer(torch.optim.Optimizer):
         *,
         tables: Iterable[Table] = (),
         name: str = "model",
+        pushing: Pushing = Pushing.STEP,
         **hyper: Any,
     ) -> None:
+        found = [*_tables_of(model), *tables]
+        stand_ins = {id(table.gradient.parameter) for table in found}
         parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+        parameters = [each for each in parameters if id(each) not in stand_ins]
         local = dense(parameters, **hyper) if dense is not None and parameters else None
-        self._begin(cluster, local, [*_tables_of(model), *tables], name)
+        self._begin(cluster, local, found, name, pushing)
+
+    @classmethod
+    def wrap(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        cluster: Cluster,
+        model: nn.Module | None = None,
+        *,
+        tables: Iterable[Table] = (),
+        name: str = "model",
+        pushing: Pushing = Pushing.STEP,
+    ) -> Optimizer:
+        """Moves a constructed optimizer to the servers, with its state.
+
+        Works with any optimizer whose step needs no closure. The parameter groups stay the same
+        objects, so that schedulers made for ``optimizer`` go on working.
+
+        Args:
+            optimizer: the optimizer; not to be used itself any more.
+            cluster: where its parameters and its state go.
+            model: tables that its modules use are moved too. Default none.
+            tables: further tables.
+            name: of the dense parameters in the cluster.
+            pushing: when gradients of dense parameters leave. Default at each step.
+
+        Returns:
+            What takes its place.
+
+        Raises:
+            DeclarationError: another trainer has another optimizer under this name.
+            TypeError: it is no optimizer.
+            ValueError: it needs a closure.
+
+        Example::
+
+            optimizer = ps.Optimizer.wrap(torch.optim.AdamW(model.parameters()), cluster)
+        """
+        instance("wrap", "optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
+        made = cls.__new__(cls)
+        made._begin(cluster, optimizer, [*_tables_of(model), *tables], name, pushing)
+        return made
 
     def _begin(
         self,
@@ -64,32 +128,51 @@ class Optimizer(torch.optim.Optimizer):
         local: torch.optim.Optimizer | None,
         tables: Iterable[Table],
         name: str,
+        pushing: Pushing,
     ) -> None:
+        instance("ps.Optimizer", "pushing", pushing, Pushing, "a ps.Pushing")
         self.cluster = cluster
+        self.local = local
         self.tables = list(dict.fromkeys(tables))
         self.group: DenseGroup | None = None
         if local is None and not self.tables:
             raise ValueError("ps.Optimizer: the model has no tables, and no optimizer for others")
-        super().__init__([{"params": []}], {})
+        super().__init__([{"params": []}], {} if local is None else dict(local.defaults))
         cluster.join()
         if local is not None:
             self.group = cluster.dense(name, local)
-        dense_groups = local.param_groups if local is not None else []
+            local.state.clear()
         self._table_groups = [_group_of(table) for table in self.tables]
-        self.param_groups: list[dict[str, Any]] = [*dense_groups, *self._table_groups]
-        for table, group in zip(self.tables, self._table_groups, strict=True):
-            table.used = partial(_show, table, group)
+        self._show_groups()
+        self._pushing = pushing
+        if pushing is Pushing.BACKWARD and self.group is not None:
+            for place, parameter in enumerate(self.group.parameters):
+                _on_gradient(parameter, partial(self._push_one, place))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, and the rows that were used for them.
+    def _show_groups(self) -> None:
+        dense = [] if self.local is None else self.local.param_groups
+        self.param_groups: list[dict[str, Any]] = [*dense, *self._table_groups]
+
+    def __repr__(self) -> str:
+        kind = "no dense parameters" if self.local is None else type(self.local).__name__
+        return f"ps.Optimizer({kind}, tables={[table.name for table in self.tables]})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: servers must know all parameters from the beginning.
 
         Args:
-            set_to_none: as in torch.
+            param_group: as in torch.
+
+        Raises:
+            ValueError: always, after construction.
         """
-        super().zero_grad(set_to_none)
-        for table in self.tables:
-            table.uses.clear()
-            table.used()
+        if hasattr(self, "_pushing"):
+            raise ValueError(
+                "ps.Optimizer: parameters cannot be added; make another one, with another name"
+            )
+        super().add_param_group(param_group)
+
+    # --- steps
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Pushes the gradients, and gets what the next step needs.
@@ -108,28 +191,46 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        push = None if self._is_skipped() else self._gradients()
-        try:
-            pulled = self.cluster.exchange(push, self._wanted(), skip=True).wait()
-        finally:
-            for table in self.tables:
-                table.uses.clear()
-                table.used()
-        self._accept(pulled)
+        self._upload_changes()
+        self._exchange(None if self._is_skipped() else self._gradients())
         return loss
 
     def skip(self) -> None:
         """A step without gradients, so that nobody waits for this trainer's."""
-        for table in self.tables:
-            table.uses.clear()
-            table.used()
-        self._accept(self.cluster.exchange(None, self._wanted(), skip=True).wait())
+        self._exchange(None)
+
+    def _exchange(self, push: Gradients | None) -> None:
+        wishes = {t: t.wish(t.next_ids, 1) for t in self.tables if t.next_ids is not None}
+        dense = () if self.group is None else (self.group.name,)
+        wanted = Wanted({table.name: wish.missing for table, wish in wishes.items()}, dense)
+        is_step = self._pushing is Pushing.STEP or bool(self.tables)
+        try:
+            pulled: Pulled | None = self.cluster.exchange(
+                push if is_step else None, wanted if wishes or dense else None, skip=is_step
+            ).wait()
+        finally:
+            for table in self.tables:
+                table.gradient.take()
+                table.next_ids = None
+        if pulled is not None:
+            self._accept(pulled, wishes)
 
     def reload(self) -> None:
         """Gets the dense parameters as the servers have them, after ``RolledBack``."""
         if self.group is not None:
             wanted = Wanted(dense=(self.group.name,))
-            self._accept(self.cluster.exchange(None, wanted).wait())
+            self._accept(self.cluster.exchange(None, wanted).wait(), {})
+
+    def upload(self) -> None:
+        """Sets the dense parameters at the servers to those here; :meth:`step` does so itself
+        if they were changed.
+        """
+        if self.group is not None:
+            self.group.upload()
+
+    def _upload_changes(self) -> None:
+        if self.group is not None and self.group.is_changed:
+            self.group.upload()
 
     def _is_skipped(self) -> bool:
         """True if ``GradScaler`` has found gradients that are not finite; else unscales them."""
@@ -152,38 +253,122 @@ class Optimizer(torch.optim.Optimizer):
             if found is not None:
                 tables[table.name] = found
         dense: dict[str, list[Tensor | None]] = {}
-        if self.group is not None:
+        if self.group is not None and self._pushing is Pushing.STEP:
             dense[self.group.name] = self.group.gradients()
         return Gradients(tables, dense)
 
-    def _wanted(self) -> Wanted | None:
-        tables = {t.name: t.next_ids for t in self.tables if t.next_ids is not None}
-        dense = () if self.group is None else (self.group.name,)
-        return Wanted(tables, dense) if tables or dense else None
+    def _push_one(self, place: int, parameter: Tensor) -> None:
+        """Pushes the gradient of one parameter, and frees it."""
+        assert self.group is not None
+        self._upload_changes()
+        grads: list[Tensor | None] = [None] * len(self.group.parameters)
+        grads[place], parameter.grad = parameter.grad, None
+        self.cluster.exchange(Gradients(dense={self.group.name: grads}), None).wait()
 
-    def _accept(self, pulled: Pulled | None) -> None:
-        if pulled is None:
-            return
+    def _accept(self, pulled: Pulled, wishes: dict[Table, Fetched]) -> None:
         if self.group is not None:
             values = pulled.dense[self.group.name]
             if values is not None:
                 self.group.accept(values)
-        for table in self.tables:
-            if table.next_ids is not None and table.name in pulled.tables:
-                table.bring(table.next_ids, pulled.tables[table.name])
-                table.next_ids = None
+        for table, wish in wishes.items():
+            wish.promise(partial(pulled.tables.__getitem__, table.name))
+            table.bring(wish)
+
+    # --- state
+
+    @contextmanager
+    def _state_here(self) -> Iterator[torch.optim.Optimizer | None]:
+        """The local optimizer, for a while with the state that servers have."""
+        local, group = self.local, self.group
+        if local is None or group is None:
+            yield None
+            return
+        try:
+            for place, state in group.state().items():
+                local.state[group.parameters[place]] = state
+            yield local
+        finally:
+            local.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as that of the local optimizer would be, fetched from the servers.
+
+        Rows of tables and their state are not part of it (``Cluster.snapshot``), only the
+        hyper-parameters of tables, under ``"tables"``.
+        """
+        self._upload_changes()
+        with self._state_here() as local:
+            found = {"state": {}, "param_groups": []} if local is None else local.state_dict()
+        if self.tables:
+            hyper = [{k: v for k, v in g.items() if k != "params"} for g in self._table_groups]
+            found["tables"] = hyper
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Sets state and hyper-parameters here and at the servers, and the parameters as here.
+
+        Args:
+            state_dict: of this optimizer, or of a local one of the same class.
+
+        Raises:
+            ValueError: it is that of another model.
+        """
+        given = dict(state_dict)
+        for saved in given.pop("tables", []):
+            for group in self._table_groups:
+                if group["table"] == saved["table"]:
+                    group.update(saved)
+        if self.local is None or self.group is None:
+            return
+        self.local.load_state_dict(given)
+        self._show_groups()
+        self.group.upload(keeps_state=False)
+        self.local.state.clear()
+
+
+class TrainerOptimizer(Optimizer):
+    """:class:`Optimizer`, made as other programs make optimizers: with parameters first.
+
+    Args:
+        params: parameters or groups of them.
+        inner: class of the optimizer.
+        cluster: where the parameters are.
+        name: of the parameters in the cluster.
+        pushing: when gradients leave. Default at each step.
+        hyper: arguments of ``inner``.
+
+    Example::
+
+        Trainer(..., optimizer_cls_and_kwargs=(
+            ps.TrainerOptimizer, {"inner": torch.optim.AdamW, "cluster": cluster, "lr": 1e-3}))
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        inner: Callable[..., torch.optim.Optimizer],
+        cluster: Cluster,
+        name: str = "model",
+        pushing: Pushing = Pushing.STEP,
+        **hyper: Any,
+    ) -> None:
+        self._begin(cluster, inner(params, **hyper), [], name, pushing)
+
+
+def _on_gradient(parameter: Any, then: Callable[[Tensor], None]) -> None:
+    parameter.register_post_accumulate_grad_hook(then)
 
 
 def _tables_of(model: nn.Module | None) -> list[Table]:
-    modules = [] if model is None else list(model.modules())
-    found: list[Any] = [getattr(module, "table", None) for module in modules]
+    found = [] if model is None else tables_of(model)
     return [table for table in found if isinstance(table, Table)]
 
 
 def _group_of(table: Table) -> dict[str, Any]:
     """A table as a parameter group: its rule's fields are the hyper-parameters."""
     hyper = {each.name: getattr(table.rule, each.name) for each in fields(table.rule)}  # type: ignore[arg-type]
-    return {"params": [], "table": table.name, **hyper}
+    return {"params": [table.gradient.parameter], "table": table.name, **hyper}
 
 
 def _set_rule(table: Table, group: dict[str, Any]) -> None:
@@ -191,7 +376,3 @@ def _set_rule(table: Table, group: dict[str, Any]) -> None:
     names = [each.name for each in fields(table.rule)]  # type: ignore[arg-type]
     if any(getattr(table.rule, each) != group[each] for each in names):
         table.rule = type(table.rule)(**{each: group[each] for each in names})
-
-
-def _show(table: Table, group: dict[str, Any]) -> None:
-    group["params"] = [use.rows for use in table.uses]

@@ -21,6 +21,7 @@ from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server import spec as specs
 from tensorwire.parameter_server.arguments import instance, whole
+from tensorwire.parameter_server.cache import Cache
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
     Exchanging,
@@ -34,8 +35,13 @@ from tensorwire.parameter_server.client.splitting import WholeDense, WholeTable
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions import orders, views
 from tensorwire.parameter_server.decisions.clock import PushKind
-from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
-from tensorwire.parameter_server.decisions.replica import Assign, NotHead
+from tensorwire.parameter_server.decisions.consistency import (
+    BSP,
+    SSP,
+    Async,
+    Consistency,
+    staleness_of,
+)
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 from tensorwire.parameter_server.dense_spec import describe, spread_of
 from tensorwire.parameter_server.initialisers import Constant, Initialiser
@@ -143,7 +149,7 @@ class Cluster:
         evict: UnusedFor | None = None,
         precision: Precision = Precision.FLOAT32,
         wire: Kind | Wire = FLOAT32,
-        cache: Any = None,
+        cache: Cache | None = None,
     ) -> Table:
         """Declares a table. All who declare it must say the same of it.
 
@@ -163,6 +169,7 @@ class Cluster:
             TypeError: an argument is of a wrong kind.
             ValueError: an argument is out of range.
         """
+        instance(f"table {name!r}", "cache", cache, (Cache, type(None)), "a ps.Cache or None")
         spec = TableSpec(
             name, dim, optimizer, init or Constant(), admit, evict, precision, both_ways(wire)
         )
@@ -208,7 +215,7 @@ class Cluster:
                 group.accept(values)
                 return
             if self._is_loader(group):
-                self._set(group)
+                group.upload(keeps_state=False)
             else:
                 time.sleep(_PAUSE)
 
@@ -228,27 +235,17 @@ class Cluster:
             lives = False
         return not lives and meeting.claim(key, found, me) == me
 
-    def _set(self, group: DenseGroup) -> None:
-        values = group.values()
-        while True:
-            epoch, shards = self.session.view.epoch, self.session.view.active
-            answers = [
-                self.session.ask_shard(shard, messages.Setting(shard, Assign(values)))
-                for shard in shards
-            ]
-            if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
-                self.session.refresh()
-                if self.session.view.epoch == epoch:
-                    return
-            time.sleep(_PAUSE)
-            self.session.refresh()
-
     # --- training
 
     @property
     def step(self) -> int:
         """Pushes that this trainer has made."""
         return self.session.next
+
+    @property
+    def is_stale(self) -> bool:
+        """True if a pull may lack the last pushes of its trainer and of others."""
+        return staleness_of(self.consistency) != 0
 
     @property
     def number(self) -> int:
@@ -330,6 +327,8 @@ class Cluster:
         tables = {}
         for name, (ids, grad) in push.tables.items():
             table = self._known(name)
+            if table.feedback is not None:
+                grad = table.feedback.corrected(ids, grad)
             tables[name] = WholeTable(table.spec, ids, grad, table.rule.hyper())
         dense = {}
         for name, grads in push.dense.items():

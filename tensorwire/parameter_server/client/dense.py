@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tensorwire.parameter_server import messages
+from tensorwire.parameter_server.decisions.replica import Assign, NotHead
 from tensorwire.parameter_server.dense_spec import (
     DenseSpec,
+    Piece,
     hyper_of,
-    joined_state,
     parameters_of,
-    state_of_piece,
+    split_state,
+    whole_state,
 )
+from tensorwire.parameter_server.server.calling import LOST
 from tensorwire.parameter_server.server.state import Values
 from tensorwire.parameter_server.storage.dense import PieceData
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
-__all__ = ["DenseGroup", "joined_state"]
+_PAUSE: Final = 0.05
 
 
 class DenseGroup:
@@ -41,6 +46,7 @@ class DenseGroup:
         self.name = spec.name
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
+        self._versions = self._current()
 
     def __repr__(self) -> str:
         count = sum(each.numel() for each in self.parameters)
@@ -59,16 +65,72 @@ class DenseGroup:
         """Sets the parameters to what came from the servers."""
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value.view(parameter.shape))
+        self._versions = self._current()
 
-    def values(self) -> Values:
-        """What the servers begin with: the parameters as they are here, and their state."""
+    # --- what servers have, and what is set here
+
+    @property
+    def is_changed(self) -> bool:
+        """True if a parameter was written to here since the last values came from servers."""
+        return self._versions != self._current()
+
+    def _current(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
+
+    def values(self, keeps_state: bool = False) -> Values:
+        """The parameters as they are here, and their state.
+
+        Args:
+            keeps_state: leaves the state out; that of the servers stays as it is.
+        """
         data = {}
         for place, piece in enumerate(self.spec.pieces):
             parameter = self.parameters[piece.parameter]
             flat = parameter.detach().to("cpu").reshape(-1)
-            state = self.optimizer.state.get(parameter, {})
-            shape = self.spec.shapes[piece.parameter]
-            data[place] = PieceData(
-                flat[piece.start : piece.stop].clone(), state_of_piece(state, piece, shape)
-            )
-        return Values(self.name, self.cluster.number, data)
+            value = flat[piece.start : piece.stop].clone()
+            data[place] = PieceData(value, {} if keeps_state else self._state_of(piece))
+        return Values(self.name, self.cluster.number, data, keeps_state)
+
+    def _state_of(self, piece: Piece) -> dict[str, Any]:
+        state = self.optimizer.state.get(self.parameters[piece.parameter], {})
+        cut = split_state(self.spec, piece, state)
+        return {key: v.to("cpu") if isinstance(v, Tensor) else v for key, v in cut.items()}
+
+    def upload(self, keeps_state: bool = True) -> None:
+        """Sets the servers' values to those here.
+
+        Args:
+            keeps_state: whether the servers' state of the optimizer stays, too; otherwise it
+                becomes that of the local optimizer.
+        """
+        values = self.values(keeps_state)
+        self._of_all(lambda shard: messages.Setting(shard, Assign(values)))
+        self._versions = self._current()
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """The servers' state of the optimizer, by the number of the parameter."""
+        answers = self._of_all(lambda shard: messages.Getting(shard, self.name))
+        found: dict[int, PieceData] = {}
+        for each in answers:
+            found.update(each)
+        pieces: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = {}
+        for place, piece in enumerate(self.spec.pieces):
+            pieces.setdefault(piece.parameter, []).append((piece, found[place].state))
+        return {
+            parameter: whole_state(self.spec, parameter, mine)
+            for parameter, mine in pieces.items()
+            if mine[0][1]
+        }
+
+    def _of_all(self, message: Any) -> list[Any]:
+        """Asks the head of every shard, again if the map changes meanwhile."""
+        session = self.cluster.session
+        while True:
+            epoch, shards = session.view.epoch, session.view.active
+            answers = [session.ask_shard(shard, message(shard)) for shard in shards]
+            if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
+                session.refresh()
+                if session.view.epoch == epoch:
+                    return answers
+            time.sleep(_PAUSE)
+            session.refresh()

@@ -159,19 +159,9 @@ def joined_values(
     return values
 
 
-def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ids in the order in which they come, and for each id its place among them."""
-    numbers = np.ascontiguousarray(ids.reshape(-1).numpy())
-    scratch = np.empty((max(2 * len(numbers), 2), 2), np.int64)
-    scratch[:, 1] = -1
-    unique, inverse = np.empty_like(numbers), np.empty_like(numbers)
-    count = kernels().dedup(scratch, numbers, unique, inverse)
-    return torch.from_numpy(unique[:count].copy()), torch.from_numpy(inverse)
-
-
 def summed(grad: Tensor, inverse: Tensor, count: int) -> Tensor:
     """Gradients of the same id added up, in the order in which they come."""
     total = torch.zeros(count, grad.shape[-1])
     flat = np.ascontiguousarray(grad.reshape(-1, grad.shape[-1]).numpy())
-    kernels().add_rows(flat, inverse.numpy(), total.numpy())
+    kernels().add_rows(flat, inverse.reshape(-1).numpy(), total.numpy())
     return total

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tensorwire.parameter_server.cache import Cache, RowCache
 from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
-from tensorwire.parameter_server.client.splitting import distinct, summed
+from tensorwire.parameter_server.client.splitting import summed
+from tensorwire.parameter_server.distinct import distinct
+from tensorwire.parameter_server.feedback import Feedback
+from tensorwire.parameter_server.fetched import Fetched
+from tensorwire.parameter_server.gradient import RowGradient
 from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.spec import TableSpec
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class Use:
-    """Rows that a forward pass has used; after ``backward`` their gradients are in ``rows.grad``.
-
-    Args:
-        ids: all different.
-        rows: a leaf of the graph, one row for each id.
-    """
-
-    ids: Tensor
-    rows: Tensor
 
 
 class Table:
@@ -39,24 +29,26 @@ class Table:
         dim: columns of a row.
         cluster: where it is.
         rule: how rows move from now on; changed by schedulers of an optimizer.
-        uses: what forward passes have used since the last step.
+        gradient: of the rows that were used since the last step.
         next_ids: different ids that the next forward pass will want; the next step of the
             optimizer pulls them in its one message.
+        cache: the rows that this worker keeps; None if it keeps none.
+        feedback: what packing has left out of gradients; None if it leaves nothing out.
     """
 
-    def __init__(self, cluster: Cluster, spec: TableSpec, cache: Any) -> None:
+    def __init__(self, cluster: Cluster, spec: TableSpec, cache: Cache | None) -> None:
         self.cluster = cluster
         self.spec = spec
         self.name = spec.name
         self.dim = spec.dim
         self.rule: Rule = spec.rule
-        self.cache = cache
-        self.uses: list[Use] = []
+        self.gradient = RowGradient(spec.dim)
         self.next_ids: Tensor | None = None
-        self.cache_of_rows: Any = None
-        self.feedback: Any = None
-        self.used: Callable[[], object] = _nothing
-        self._fetched: tuple[Tensor, Tensor, int] | None = None
+        self.cache = None if cache is None else RowCache(cache, spec.dim)
+        kind = spec.wire.push
+        self.feedback = None if kind.is_exact else Feedback(kind, spec.dim)
+        self._ready: list[Fetched] = []
+        self._rollbacks = 0
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim}, optimizer={self.rule!r})"
@@ -78,61 +70,66 @@ class Table:
         """
         self._check_ids(ids)
         unique, inverse = distinct(ids)
-        rows = self.fetch(unique)
-        return rows[inverse].view(*ids.shape, self.dim)
+        return self.fetch(unique)[inverse]
 
     def fetch(self, ids: Tensor) -> Tensor:
-        """The rows of ids that are all different: of the last exchange, or pulled now.
+        """The rows of ids that are all different: prefetched, kept here, or pulled now.
 
         Args:
-            ids: int64, ``(n,)``.
+            ids: int64, ``(n,)``, on the CPU.
 
         Returns:
             ``(n, dim)``, float32, the caller's own.
         """
-        fetched = self._fetched
-        if fetched is not None and fetched[2] == self.cluster.step:
-            self._fetched = None
-            if ids is fetched[0] or torch.equal(ids, fetched[0]):
-                return fetched[1]
-        if self.cache_of_rows is not None:
-            rows: Tensor = self.cache_of_rows.fetch(self, ids)
-            return rows
-        return self.fetch_now(ids)
+        self._forget_what_was_undone()
+        for each in self._ready:
+            found = each.take(ids) if each.step == self.cluster.step else None
+            if found is not None:
+                return found
+        wish = self.wish(ids)
+        wish.promise(lambda: self._pull(wish.missing))
+        rows = wish.take(ids)
+        assert rows is not None
+        return rows
 
-    def fetch_now(self, ids: Tensor) -> Tensor:
-        """As :meth:`fetch`, from the servers always."""
+    def _pull(self, ids: Tensor) -> Tensor:
+        if not len(ids):
+            return torch.empty(0, self.dim)
         pulled: Pulled = self.cluster.exchange(None, Wanted({self.name: ids})).wait()
         return pulled.tables[self.name]
 
-    def bring(self, ids: Tensor, rows: Tensor) -> None:
-        """Rows came that the next :meth:`fetch` of these ids may have, in this step."""
-        self._fetched = (ids, rows, self.cluster.step)
-
-    def use(self, ids: Tensor, rows: Tensor) -> None:
-        """A forward pass uses these rows, whose gradients are to be pushed with the next step.
+    def wish(self, ids: Tensor, later: int = 0) -> Fetched:
+        """Rows that will be wanted; those that are ``missing`` must be pulled.
 
         Args:
             ids: int64, all different.
-            rows: a leaf that requires gradients, one row for each id.
+            later: steps until they are used.
         """
-        self.uses.append(Use(ids, rows))
-        self.used()
+        self._forget_what_was_undone()
+        return Fetched(ids, self.cluster.step + later, self.dim, self.cache)
+
+    def bring(self, fetched: Fetched) -> None:
+        """Gives :meth:`fetch` rows that it may hand out in their step."""
+        step = self.cluster.step
+        self._ready = [each for each in self._ready if each.step >= step]
+        self._ready.append(fetched)
+
+    def _forget_what_was_undone(self) -> None:
+        if self._rollbacks != self.cluster.session.rollbacks:
+            self._rollbacks = self.cluster.session.rollbacks
+            self._ready.clear()
+            if self.cache is not None:
+                self.cache.clear()
+            if self.feedback is not None:
+                self.feedback.clear()
 
     def take_gradient(self) -> tuple[Tensor, Tensor] | None:
         """All gradients since the last step: ids that are all different, and a row for each."""
-        uses = [use for use in self.uses if use.rows.grad is not None]
-        self.uses.clear()
-        self.used()
-        if not uses:
+        taken = self.gradient.take()
+        if taken is None:
             return None
-        grads = [use.rows.grad for use in uses if use.rows.grad is not None]
-        if len(uses) == 1:
-            return uses[0].ids, grads[0].to("cpu", torch.float32).contiguous()
-        ids = torch.cat([use.ids for use in uses])
-        unique, inverse = distinct(ids)
-        return unique, summed(torch.cat([g.to("cpu", torch.float32) for g in grads]), inverse,
-                              len(unique))  # fmt: skip
+        ids, grad = taken
+        return ids, grad.to("cpu", torch.float32).contiguous()
 
     def push(self, ids: Tensor, grad: Tensor) -> None:
         """Pushes gradients of rows: one step of this trainer, for this table alone.
@@ -173,7 +170,3 @@ class Table:
     def gradients(self, ids: Tensor, grad: Tensor) -> Gradients:
         """As a step."""
         return Gradients({self.name: self.gradient_of(ids, grad)})
-
-
-def _nothing() -> None:
-    pass

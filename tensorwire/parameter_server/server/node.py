@@ -247,6 +247,21 @@ class Node:
         else:
             self.carry_out(message.shard, shard.replica.assigned(message.values, call))
 
+    def _get(self, call: Call, message: messages.Getting) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None or not shard.replica.is_head:
+            call.answer(NotHead())
+            return
+        found = shard
+
+        def answer() -> None:
+            with found.lane.state_lock:
+                group = found.state.dense[message.name]
+                data = group.data(group.pieces)
+            call.answer(data)
+
+        self.later(answer)
+
     def _copy_piece(self, call: Call, message: messages.CopyPiece) -> None:
         call.answer(self.copies.take(message))
 
@@ -292,6 +307,7 @@ class Node:
         messages.Logged: _logged,
         messages.Bring: _bring,
         messages.Setting: _set,
+        messages.Getting: _get,
         messages.CopyPiece: _copy_piece,
         messages.Install: _install,
         messages.CountOf: _count_of,

@@ -62,11 +62,19 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What an ``Assign`` sets: pieces of a dense group, by their places."""
+    """What an ``Assign`` sets: pieces of a dense group, by their places.
+
+    Args:
+        name: of the group.
+        loader: the trainer that says so.
+        data: the pieces.
+        keeps_state: whether the state of the optimizer stays as it is.
+    """
 
     name: str
     loader: int
     data: Mapping[int, PieceData]
+    keeps_state: bool = False
 
 
 @dataclass(slots=True)
@@ -236,7 +244,7 @@ class ShardState:
     def _assign(self, values: Values) -> None:
         group = self.dense.get(values.name)
         if group is not None:
-            group.load(values.data, values.loader)
+            group.load(values.data, values.loader, values.keeps_state)
 
     # --- cuts
 

@@ -156,11 +156,19 @@ class DenseShard:
             else:
                 parameter.grad = parameter.grad + grad
 
-    def load(self, data: Mapping[int, PieceData], loader: int) -> None:
-        """Sets pieces, all of them or some, as ``loader`` says they are."""
-        own = set(self.pieces)
-        new = {place: each for place, each in data.items() if place in own}
-        self._arrange({**self.data(self.pieces), **new})
+    def load(self, data: Mapping[int, PieceData], loader: int, keeps_state: bool = False) -> None:
+        """Sets pieces, all of them or some, as ``loader`` says they are.
+
+        Args:
+            data: the pieces.
+            loader: the trainer that says so.
+            keeps_state: whether their state stays as it is.
+        """
+        old = self.data(self.pieces)
+        new = {place: each for place, each in data.items() if place in old}
+        if keeps_state:
+            new = {place: PieceData(each.value, old[place].state) for place, each in new.items()}
+        self._arrange({**old, **new})
         self.is_loaded = True
         self.loader = loader
 
