@@ -25,6 +25,7 @@ from tensorwire.parameter_server.initialisers import Constant, Initialiser, Norm
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.optimizer import Optimizer, Pushing, TrainerOptimizer
 from tensorwire.parameter_server.prefetch import prefetch
+from tensorwire.parameter_server.reading import read
 from tensorwire.parameter_server.rules import (
     FTRL,
     SGD,
@@ -47,6 +48,7 @@ __all__ = [
     "Adam",
     "Async",
     "BFloat16",
+    "Cache",
     "Cluster",
     "Constant",
     "DeclarationError",
@@ -87,5 +89,6 @@ __all__ = [
     "Wire",
     "connect",
     "prefetch",
+    "read",
     "serve",
 ]

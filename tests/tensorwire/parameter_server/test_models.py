@@ -1,0 +1,239 @@
+"""Models with tables on servers learn what they learn in one process, with fewer messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.feedback import Feedback
+from tests.tensorwire.parameter_server.clusters import server_names, train
+
+IDS, DIM, STEPS = 60, 8, 6
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def batches(trainer: int = 0, steps: int = STEPS) -> Iterator[Batch]:
+    r = torch.Generator().manual_seed(trainer)
+    for _ in range(steps):
+        ids = torch.randint(0, IDS, (2, 12, 5), generator=r)
+        yield ids[0], ids[1], torch.randint(0, 2, (12,), generator=r).float()
+
+
+class Clicks(nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self, users: nn.Module, items: nn.Module) -> None:
+        super().__init__()
+        self.users, self.items = users, items
+        torch.manual_seed(3)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        both = torch.cat((self.users(users).mean(1), self.items(items)), 1)
+        return self.top(both).squeeze(1)
+
+
+def remote(cluster: ps.Cluster, **options: Any) -> tuple[Clicks, list[ps.Table]]:
+    tables = [
+        cluster.table(name, DIM, ps.SGD(lr=0.5), init=ps.Uniform(0.1, seed), **options)
+        for seed, name in enumerate(("users", "items"))
+    ]
+    return Clicks(ps.Embedding(tables[0]), ps.EmbeddingBag(tables[1], "sum")), tables
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    users, items, clicked = batch
+    return nn.functional.binary_cross_entropy_with_logits(model(users, items), clicked)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, given: Iterable[Batch]) -> list[float]:
+    losses = []
+    for batch in given:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ids_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch[0], batch[1]
+
+
+def one_process(weights: list[Tensor]) -> tuple[list[float], list[Tensor]]:
+    users, items = (nn.Embedding.from_pretrained(w.clone(), freeze=False) for w in weights)
+    bag = nn.EmbeddingBag.from_pretrained(weights[1].clone(), freeze=False, mode="sum")
+    del items
+    model = Clicks(users, bag)
+    rows = [users.weight, bag.weight]
+    optimizer = torch.optim.SGD(
+        [{"params": rows, "lr": 0.5}, {"params": model.top.parameters(), "lr": 0.1}], lr=0.1
+    )
+    return fit(model, optimizer, batches()), [*rows, *model.top.parameters()]
+
+
+@pytest.mark.parametrize("prefetched", [False, True], ids=["on demand", "prefetched"])
+def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(prefetched: bool) -> None:
+    def go() -> tuple[list[Tensor], list[float], list[Tensor], int]:
+        cluster = ps.connect(server_names(2))
+        model, tables = remote(cluster)
+        every = torch.arange(IDS)
+        before = [table.pull(every) for table in tables]
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
+        pulls = cluster.session._pulls
+        given: Iterable[Batch] = batches()
+        if prefetched:
+            given = ps.prefetch(given, model.users, model.items, ids=ids_of)
+        losses = fit(model, optimizer, given)
+        pulls = cluster.session._pulls - pulls
+        after = [*(table.pull(every) for table in tables), *model.top.parameters()]
+        return before, losses, after, pulls
+
+    ((before, losses, after, pulls),) = train([go], servers=2)
+    wanted, weights = one_process(before)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    for mine, theirs in zip(after, weights, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert pulls == (STEPS + 1 if prefetched else 3 * STEPS)
+
+
+def test_prefetching_changes_no_bit_for_two_trainers_in_step() -> None:
+    def go(trainer: int, prefetched: bool) -> Callable[[], list[Tensor]]:
+        def run() -> list[Tensor]:
+            cluster = ps.connect(server_names(2), trainers=2)
+            model, tables = remote(cluster)
+            optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam)
+            given: Iterable[Batch] = batches(trainer)
+            if prefetched:
+                given = ps.prefetch(given, model.users, model.items, ids=ids_of)
+            fit(model, optimizer, given)
+            rows = [table.pull(torch.arange(IDS)) for table in tables]
+            cluster.finish()
+            return [*rows, *(p.detach().clone() for p in model.parameters() if p.dim())]
+
+        return run
+
+    plain = train([go(0, False), go(1, False)], servers=2)
+    ahead = train([go(0, True), go(1, True)], servers=2)
+    for one, other in zip(plain[0][:2], ahead[1][:2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_are_pulled_ahead_where_staleness_is_allowed() -> None:
+    def go() -> list[float]:
+        cluster = ps.connect(server_names(1), consistency=ps.SSP(1))
+        model, _ = remote(cluster)
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
+        given = [next(iter(batches()))] * 30
+        return fit(model, optimizer, ps.prefetch(given, model.users, model.items, ids=ids_of))
+
+    (losses,) = train([go])
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_cache_saves_pulls_of_hot_rows_and_evaluation_moves_no_clock() -> None:
+    def go() -> tuple[int, int, int]:
+        cluster = ps.connect(server_names(1))
+        model, tables = remote(cluster, cache=ps.Cache(rows=1000, staleness=2))
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
+        fit(model, optimizer, [next(iter(batches()))] * STEPS)
+        with torch.no_grad():
+            loss_of(model, next(iter(batches())))
+        assert tables[0].cache is not None
+        return cluster.step, tables[0].cache.hits, tables[0].cache.misses
+
+    ((step, hits, misses),) = train([go])
+    different = len(next(iter(batches()))[0].unique())
+    assert step == STEPS
+    assert (hits, misses) == (4 * different, 3 * different)
+
+
+def test_a_table_that_is_not_used_in_a_step_stays_as_it_is() -> None:
+    def go() -> tuple[Tensor, Tensor]:
+        cluster = ps.connect(server_names(2))
+        model, tables = remote(cluster)
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
+        before = tables[1].pull(torch.arange(IDS))
+        model.users(torch.arange(5)).sum().backward()
+        optimizer.step()
+        return before, tables[1].pull(torch.arange(IDS))
+
+    ((before, after),) = train([go], servers=2)
+    assert torch.equal(before, after)
+
+
+KINDS = [ps.BFloat16(), ps.Float16(), ps.Int8(), ps.TopK(0.25)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_packing_leaves_out_is_sent_later(kind: Any) -> None:
+    feedback = Feedback(kind, DIM)
+    ids = torch.tensor([5, -9, 7])
+    r = torch.Generator().manual_seed(1)
+    given, arrived = torch.zeros(3, DIM), torch.zeros(3, DIM)
+    for _ in range(200):
+        grad = torch.randn(3, DIM, generator=r)
+        given += grad
+        arrived += kind.unpack(kind.pack(feedback.corrected(ids, grad)), DIM)
+
+    assert (given - arrived).abs().max() < 20  # of one step, not of two hundred
+    lossy = kind.unpack(kind.pack(grad), DIM)
+    assert not torch.equal(lossy, grad)
+
+
+def test_a_model_learns_as_well_with_packed_gradients() -> None:
+    given = [next(iter(batches()))] * 40
+
+    def go(wire: Any) -> Callable[[], float]:
+        def run() -> float:
+            cluster = ps.connect(server_names(2))
+            model, _ = remote(cluster, wire=wire)
+            optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
+            return fit(model, optimizer, given)[-1]
+
+        return run
+
+    (plain,) = train([go(ps.Float32())], servers=2)
+    for wire in (ps.Int8(), ps.Wire(push=ps.TopK(0.5))):
+        assert train([go(wire)], servers=2)[0] == pytest.approx(plain, rel=0.03)
+
+
+def test_a_snapshot_is_read_without_a_cluster(tmp_path: Path) -> None:
+    ids = torch.arange(-20, 20)
+
+    def go() -> Tensor:
+        cluster = ps.connect(server_names(2))
+        table = cluster.table("items", DIM, ps.Adagrad(lr=0.1), init=ps.Uniform(0.1, 3))
+        table.push(ids, torch.ones(len(ids), DIM))
+        cluster.snapshot(tmp_path / "one").wait(30)
+        return table.pull(ids)
+
+    (rows,) = train([go], servers=2)
+    found, weight = ps.read(tmp_path / "one", "items")
+    assert torch.equal(found, ids)
+    assert torch.equal(weight, rows)
+    assert torch.equal(ps.read(tmp_path / "one", "items", "state.sum")[1], torch.ones(40, DIM))
+    with pytest.raises(KeyError, match="no table 'users'"):
+        ps.read(tmp_path / "one", "users")
+    with pytest.raises(KeyError, match=r"not 'state\.mean'"):
+        ps.read(tmp_path / "one", "items", "state.mean")
+
+
+def test_prefetching_wants_modules_and_as_many_tensors() -> None:
+    with pytest.raises(ValueError, match="give the modules"):
+        next(ps.prefetch([1], ids=lambda batch: batch))
+
+    def go() -> None:
+        model, _ = remote(ps.connect(server_names(1)))
+        with pytest.raises(ValueError, match="1 tensors for 2 modules"):
+            next(ps.prefetch(batches(), model.users, model.items, ids=lambda b: b[0]))
+
+    train([go])
