@@ -13,8 +13,6 @@ import logging
 import queue
 import random
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ import torch
 
 from rpc.runtime import executor as executor_module
 from rpc.runtime.executor import Executor, blocking, in_handler
+from tests.programs import run_program
 from tests.waiting import eventually
 
 SECONDS = 10.0
@@ -707,7 +706,10 @@ def test_torchs_number_of_threads_holds_on_every_thread_that_runs_tasks(way: str
 
 
 @pytest.mark.slow
-def test_the_end_of_a_process_waits_for_a_handler_in_an_operator_that_was_abandoned() -> None:
+@pytest.mark.usefixtures("process_server")
+def test_the_end_of_a_process_waits_for_a_handler_in_an_operator_that_was_abandoned(
+    tmp_path: Path,
+) -> None:
     """The interpreter would abort it."""
     program = """
 import contextvars, threading, time, torch
@@ -726,5 +728,5 @@ executor.submit(multiply)
 began.wait()
 executor.close(0.01)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert (done.returncode, b"1 handlers do not end" in done.stderr) == (0, True), done.stderr
+    done = run_program(tmp_path, program)
+    assert (done.returncode, "1 handlers do not end" in done.stderr) == (0, True), done.stderr

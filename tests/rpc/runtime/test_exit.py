@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.errors import AgentClosedError
 from rpc.runtime import exit as process_end
+from tests.programs import run_program, start_program
 
 SECONDS = 20.0
 
@@ -69,7 +68,7 @@ meet = rpc.{backend}RpcBackendOptions(init_method="file://{store}")
 rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=2, rpc_backend_options=meet)
 if rank == 0:
     rpc.rpc_async("worker1", endless.{handler})
-    sys.stdin.read()
+    open("{over}").read()
     rpc.shutdown(graceful=False)
 else:
     endless.begun.acquire()
@@ -140,53 +139,40 @@ def test_what_does_not_end_is_waited_for_no_longer_than_is_said(pair: list[Agent
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("process_server")
 @pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
 def test_a_process_whose_handlers_run_operators_ends_with_its_own_status(
     backend: str, tmp_path: Path
 ) -> None:
     (tmp_path / "busy.py").write_text(_BUSY)
-    (tmp_path / "main.py").write_text(
-        _PROGRAM.format(backend=backend, store=tmp_path / "store", status=3)
-    )
-    ended = subprocess.run(
-        [sys.executable, tmp_path / "main.py"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    program = _PROGRAM.format(backend=backend, store=tmp_path / "store", status=3)
+    ended = run_program(tmp_path, program)
     assert (ended.returncode, ended.stdout) == (3, ""), ended.stderr
     assert ended.stderr.count("the process of this worker ended") == 8
-
-
-def start(folder: Path, rank: int) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[3])
-    return subprocess.Popen(
-        [sys.executable, folder / "main.py", str(rank)],
-        env={**os.environ, "PYTHONPATH": root},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def run_two(folder: Path, backend: str, handler: str, leave: str) -> tuple[float, str]:
     """What the one that is called says of its time, and to stderr."""
     (folder / "endless.py").write_text(_ENDLESS)
-    (folder / "main.py").write_text(
-        _ONE_OF_TWO.format(backend=backend, store=folder / "store", handler=handler, leave=leave)
+    store, over = folder / "store", folder / "over"
+    os.mkfifo(over)  # the caller reads it to its end
+    program = _ONE_OF_TWO.format(
+        backend=backend, store=store, over=over, handler=handler, leave=leave
     )
-    caller, called = start(folder, 0), start(folder, 1)
-    out, err = called.communicate(timeout=60)
-    caller.communicate(timeout=60)
-    assert (called.returncode, caller.returncode) == (3, 0), err
-    return float(out), err
+    caller, called = (start_program(folder, program, rank) for rank in "01")
+    ended = called.wait()
+    os.close(os.open(over, os.O_WRONLY))
+    assert (ended.returncode, caller.wait().returncode) == (3, 0), ended.stderr
+    return float(ended.stdout), ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave", [_AGAIN, "pass"])
-@pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
+@pytest.mark.usefixtures("process_server")
+@pytest.mark.parametrize(
+    ("backend", "leave"),
+    [("TensorPipe", _AGAIN), ("TensorWire", "pass")],
+    ids=["TensorPipe-again", "TensorWire"],
+)
 def test_a_handler_that_never_ends_keeps_neither_shutdown_nor_the_end_of_its_process(
     backend: str, leave: str, tmp_path: Path
 ) -> None:
@@ -195,6 +181,7 @@ def test_a_handler_that_never_ends_keeps_neither_shutdown_nor_the_end_of_its_pro
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("process_server")
 @pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
 def test_a_handler_may_shut_its_worker_down(backend: str, tmp_path: Path) -> None:
     seconds, err = run_two(tmp_path, backend, "shut_down", "pass")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ import pytest
 
 from rpc.runtime.store_visits import ProcessEndsError, Visits
 from tests.free_ports import free_port
+from tests.programs import run_program
 
 SECONDS = 30.0
 
@@ -102,6 +101,7 @@ def test_nobody_is_admitted_after_the_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("process_server")
 @pytest.mark.parametrize("busy", [_WATCHES_THE_GROUP, _LOOKS_FOR_A_VERDICT, _FOUND_NO_HOST])
 @pytest.mark.parametrize(
     ("backend", "last_line", "status", "last_words"),
@@ -111,7 +111,7 @@ def test_nobody_is_admitted_after_the_end() -> None:
     ],
 )
 def test_a_process_ends_with_its_own_status_without_a_shutdown(
-    backend: str, busy: str, last_line: str, status: int, last_words: str
+    backend: str, busy: str, last_line: str, status: int, last_words: str, tmp_path: Path
 ) -> None:
     program = (
         "import sys, time, rpc\n"
@@ -120,12 +120,6 @@ def test_a_process_ends_with_its_own_status_without_a_shutdown(
         f"options = rpc.{backend}RpcBackendOptions(init_method=url)\n"
         f"{busy}\n{last_line}\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ended = run_program(tmp_path, program)
     words = ended.stderr.splitlines()
     assert (ended.returncode, words[-1] if words else "") == (status, last_words), ended.stderr

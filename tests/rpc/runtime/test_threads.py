@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from rpc.runtime.threads import Thread
+from tests.programs import run_program
 
 SECONDS = 20.0
 
@@ -93,6 +93,7 @@ def test_no_thread_starts_once_no_python_code_runs(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("process_server")
 @pytest.mark.parametrize("backend", ["TensorPipe", "TensorWire"])
 def test_a_programs_exit_hooks_may_call_and_shut_down(backend: str, tmp_path: Path) -> None:
     program = (
@@ -102,10 +103,5 @@ def test_a_programs_exit_hooks_may_call_and_shut_down(backend: str, tmp_path: Pa
         f"meet = rpc.{backend}RpcBackendOptions(init_method='file://{tmp_path}/store')\n"
         "rpc.init_rpc('a', rank=0, world_size=1, rpc_backend_options=meet)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        timeout=60,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"3\n", b"")
+    ended = run_program(tmp_path, program)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "3\n", "")

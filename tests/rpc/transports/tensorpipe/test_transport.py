@@ -26,6 +26,7 @@ from rpc.transports.tensorpipe.torch_agent import POOL_THREADS
 from rpc.transports.tensorpipe.transport import TensorPipeTransport, available
 from rpc.wire.messages import Reply, Status
 from rpc.worker_info import WorkerInfo
+from tests.programs import run_program
 from tests.rpc.transports.conformance import (
     SECONDS,
     TransportConformance,
@@ -542,7 +543,7 @@ class TestStarting:
         assert told[-2:] == [cuda, {cuda[1]: cuda[0]}], "its way back to itself is among them"
 
     def test_a_process_in_which_torchs_agent_did_not_start_may_try_again_and_end_without_closing(
-        self,
+        self, tmp_path: Path
     ) -> None:
         program = (
             "from rpc.errors import BringUpError\n"
@@ -558,12 +559,9 @@ class TestStarting:
             "    else:\n"
             "        print('started with', transports)\n"
         )
-        root = str(Path(__file__).parents[4])
-        ended = subprocess.run(
-            [sys.executable, "-c", program], cwd=root, capture_output=True, timeout=60
-        )
-        assert (ended.returncode, ended.stderr) == (0, b"")
-        assert ended.stdout.endswith(b"started with None\n")
+        ended = run_program(tmp_path, program)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout.endswith("started with None\n")
 
 
 class TestLeaving:
