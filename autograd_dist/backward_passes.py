@@ -34,13 +34,11 @@ from autograd_dist.wire import (
     spread,
 )
 from rpc.errors import AgentClosedError, CallCancelledError
-from rpc.ids import new_tuple
-from rpc.outcomes.slot import Slot
-from rpc.runtime import deadlines
+from rpc.extend import Slot, is_cancelled, new_tuple, when_cancelled
 
 if TYPE_CHECKING:
+    from rpc import Future
     from rpc.extend import Answer, Worker
-    from rpc.outcomes.futures import Future
 
 
 Driver = PassDriver[Slot]
@@ -108,7 +106,7 @@ class BackwardPasses:
         home: Home[Failure | None] = Home(self._worker)
         driver = self._make_driver(context, pass_id, retain_graph, home.close)
         driver.home = home
-        forget = deadlines.when_cancelled(lambda: driver.failed(_GIVEN_UP))
+        forget = when_cancelled(lambda: driver.failed(_GIVEN_UP))
         try:
             self._begin(driver)
             error = in_span(PASS, _to_the_end, driver, home, roots)
@@ -328,7 +326,7 @@ def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:
     """What tells the caller of a pass that it failed: SystemExit and the like as they are."""
     if cause is not None and not isinstance(cause, Exception):
         return cause
-    if deadlines.is_cancelled():
+    if is_cancelled():
         return CallCancelledError(_GIVEN_UP.text)
     error = failure.as_error()
     error.__cause__ = cause

@@ -48,12 +48,11 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.ids import new_tuple
+from rpc.extend import new_tuple
 
 if TYPE_CHECKING:
-    from rpc.extend import Worker
-    from rpc.extensions import Answer
-    from rpc.outcomes.futures import Future
+    from rpc import Future
+    from rpc.extend import Answer, Worker
 
 _log = logging.getLogger("rpc")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autograd_dist.errors import BackwardError, WorkerLostInBackwardError
 from rpc.errors import WorkerLostError
-from rpc.runtime.text import text_of
+from rpc.extend import text_of
 
 _LIVES = 1 << 64
 

@@ -17,8 +17,7 @@ import torch
 
 from autograd_dist.errors import BackwardError
 from rpc.errors import CallCancelledError, RpcTimeoutError
-from rpc.runtime import deadlines
-from rpc.runtime.executor import blocking
+from rpc.extend import blocking, is_cancelled, when_cancelled
 
 
 def _no_limit() -> float:
@@ -60,7 +59,7 @@ class GradFields:
             if use.wanted.isdisjoint(self._user_of) or self._are_free(use):
                 self._note(use)
                 return
-        forget = deadlines.when_cancelled(self._look_again)
+        forget = when_cancelled(self._look_again)
         try:
             with blocking():
                 self._take_later(use, self._patience())
@@ -69,7 +68,7 @@ class GradFields:
 
     def _take_later(self, use: Use, patience: float | None) -> None:
         def is_decided() -> bool:
-            return self._are_free(use) or use.is_given_up or deadlines.is_cancelled()
+            return self._are_free(use) or use.is_given_up or is_cancelled()
 
         with self._lock:
             # All at once: who holds some never waits for the rest.
@@ -149,7 +148,7 @@ class Use:
 def _give_up(use: Use) -> NoReturn:
     if use.is_given_up:
         raise BackwardError("the pass was over before it could use the .grad of its leaves")
-    if deadlines.is_cancelled():
+    if is_cancelled():
         raise CallCancelledError(
             "the .grad of a leaf was waited for in a handler that its caller gave up"
         )

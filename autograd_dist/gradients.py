@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rpc.runtime import streams
+from rpc.extend import leave_tensors, take_tensors
 
 
 class LeafGradients:
@@ -30,16 +30,16 @@ class LeafGradients:
             for leaf, gradient in owned:
                 existing = self._by_leaf.setdefault(leaf, gradient)
                 if existing is not gradient:
-                    streams.take_tensors((existing,))
+                    take_tensors((existing,))
                     with torch.no_grad():
                         self._by_leaf[leaf] = _sum(existing, gradient)
-                streams.leave_tensors((self._by_leaf[leaf],))
+                leave_tensors((self._by_leaf[leaf],))
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         """A new dict with the current gradients."""
         with self._lock:
             gradients = dict(self._by_leaf)
-        streams.take_tensors(gradients.values())
+        take_tensors(gradients.values())
         return gradients
 
     def __len__(self) -> int:

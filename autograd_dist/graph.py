@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autograd_dist.recv_node import Node, RecvNode
 from rpc.errors import EncodeError
-from rpc.ids import new_tuple
+from rpc.extend import new_tuple
 
 Edge = tuple[Node, int]
 """A node and which of its gradient inputs is meant."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch.autograd.profiler import record_function
-
-from rpc.observe.spans import profiler_enabled
 
 PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"

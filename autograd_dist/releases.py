@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from rpc.errors import RpcError
-from rpc.runtime.reaper import Reaper
+from rpc.extend import Reaper
 
 _log = logging.getLogger("rpc")
 

@@ -12,7 +12,7 @@ import torch
 from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Request, Settle, Survey
 from rpc.errors import FrameError
-from rpc.ids import new_tuple
+from rpc.extend import new_tuple
 
 EXTENSION_NAME: Final = "autograd_dist"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import rpc
-from rpc.wire.remote_errors import retell
+from rpc.extend import retell
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ from autograd_dist.contexts import entered
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
 from optim_dist.state import StateAcrossOwners
-from rpc.rrefs.rref import call_method
-from rpc.wire import torch_objects as leftovers
+from rpc.extend import call_method, import_remedy
 
 
 class DistributedOptimizer(StateAcrossOwners):
@@ -143,7 +142,7 @@ def _by_owner(
         if not isinstance(rref, rpc.RRef):
             raise TypeError(
                 f"params_rref[{position}] must be an RRef to a parameter, but is of type "
-                f"{type(rref).__name__}{leftovers.remedy(rref)}"
+                f"{type(rref).__name__}{import_remedy(rref)}"
             )
         owner = rref.owner()
         by_owner.setdefault(owner, []).append(rref)

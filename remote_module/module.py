@@ -21,9 +21,8 @@ from remote_module import handlers
 from remote_module.local_only import LocalOnlyMethodsRefused
 from remote_module.remote_device import parse_remote_device
 from remote_module.scripting import scriptable_class
-from rpc.current import current_agent
-from rpc.wire import torch_objects as leftovers
-from rpc.wire.callables import require_arguments
+from rpc import extend
+from rpc.extend import import_remedy, require_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,7 +134,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         if not isinstance(module_rref, rpc.RRef):
             raise TypeError(
                 f"module_rref must be an RRef, but got {type(module_rref).__name__}"
-                f"{leftovers.remedy(module_rref)}"
+                f"{import_remedy(module_rref)}"
             )
         remote_module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(remote_module)
@@ -306,7 +305,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         place = parse_remote_device(remote_device)
         self.on = place.worker
         self.device = str(place.device)
-        self.is_device_map_set = bool(current_agent().device_map(place.worker))
+        self.is_device_map_set = bool(extend.worker().device_map(place.worker))
         self.is_scriptable = interface is not None
         if self.is_scriptable:
             if not hasattr(interface, "__torch_script_interface__"):

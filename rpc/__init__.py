@@ -65,12 +65,11 @@ from rpc.errors import (
 )
 from rpc.group.events import MembershipChange, MembershipEvent
 from rpc.observe.debug_dump import install_debug_signal
-from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, WhenFull
 from rpc.outcomes.futures import Future
 from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef
 from rpc.serving import serve, set_event
-from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from rpc.worker_info import WorkerInfo
 

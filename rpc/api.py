@@ -62,7 +62,7 @@ from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef
 from rpc.runtime import deadlines, torch_contexts
 from rpc.runtime import signals as interrupts
-from rpc.wire import torch_objects as leftovers
+from rpc.wire import torch_objects
 from rpc.wire.callables import require_arguments
 from rpc.wire.script_functions import check_arguments
 from rpc.worker_info import WorkerInfo
@@ -127,7 +127,7 @@ def init_rpc(
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError(
             "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
-            f"{rpc_backend_options!r}{leftovers.remedy(rpc_backend_options)}"
+            f"{rpc_backend_options!r}{torch_objects.import_remedy(rpc_backend_options)}"
         )
     if not isinstance(name, str | None):
         raise TypeError(f"name={name!r} is a {type(name).__name__}, not a str")

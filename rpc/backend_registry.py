@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions
-from rpc.wire import torch_objects as leftovers
+from rpc.wire import torch_objects
 from rpc.wire.callables import require_callable
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ def ours(backend: object) -> BackendType:
     if isinstance(backend, BackendType):
         return backend
     name = getattr(backend, "name", None)
-    if leftovers.is_torchs(backend, "BackendType") and name in BackendType.__members__:
+    if torch_objects.is_torchs(backend, "BackendType") and name in BackendType.__members__:
         return BackendType[name]
     raise TypeError(
         f"Argument backend must be a member of BackendType, but got {backend!r}"
-        f"{leftovers.remedy(backend)}"
+        f"{torch_objects.import_remedy(backend)}"
     )
 
 

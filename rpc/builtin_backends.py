@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 
 from rpc.agent import Agent
 from rpc.backend_registry import BackendType, BackendValue, add_once, backend_registered
+from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.devices import DeviceInfo, local_device_info, validate_device_maps
-from rpc.group.bring_up import address_towards, form_group, prefers_tcp
 from rpc.group.keys import read_group_key
 from rpc.group.records import Record
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions

@@ -43,14 +43,22 @@ from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
 from rpc.group.signed_store import SignedStore
-from rpc.ids import Life
+from rpc.ids import Life, new_tuple
 from rpc.outcomes.futures import Future, wait_in_usual_modes
+from rpc.outcomes.slot import Slot
+from rpc.rrefs.rref import call_method
 from rpc.runtime.clock import Clock
 from rpc.runtime.deadlines import is_cancelled, when_cancelled
 from rpc.runtime.executor import blocking
+from rpc.runtime.reaper import Reaper
 from rpc.runtime.states import States
+from rpc.runtime.streams import leave_tensors, take_tensors
+from rpc.runtime.text import text_of
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
+from rpc.wire.callables import require_arguments
+from rpc.wire.remote_errors import retell
+from rpc.wire.torch_objects import import_remedy
 from rpc.worker_info import WorkerInfo
 
 __all__ = [
@@ -66,22 +74,32 @@ __all__ = [
     "MemberList",
     "MembershipChange",
     "MembershipEvent",
+    "Reaper",
+    "Slot",
     "Worker",
     "blocking",
     "call_extension",
+    "call_method",
     "find_worker",
+    "import_remedy",
     "is_cancelled",
     "is_living",
+    "leave_tensors",
     "life_of",
+    "new_tuple",
     "on_membership",
     "post",
     "read_group_key",
     "reply_buffer",
+    "require_arguments",
     "restore_torch_names",
+    "retell",
     "send_buffer",
     "share_group_key",
     "store",
     "subscribe",
+    "take_tensors",
+    "text_of",
     "when_cancelled",
     "worker",
     "worker_state",
@@ -282,10 +300,12 @@ class Worker:
         """
         return self._shared.timeouts.of(timeout)
 
-    def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:
+    def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
         """Where tensors on this worker's devices arrive at another; empty without a map."""
         transport = self._shared.transport
-        return transport.device_map(worker_id) if isinstance(transport, MapsDevices) else {}
+        if not isinstance(transport, MapsDevices):
+            return {}
+        return transport.device_map(self._caller.find(to).id)
 
 
 def find_worker() -> Worker | None:

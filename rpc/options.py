@@ -6,6 +6,7 @@ Reading the environment, opening stores and touching devices happen elsewhere.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -24,13 +25,21 @@ from rpc.constants import (
 from rpc.devices import DeviceLike, DeviceMap, as_device, as_device_map
 from rpc.errors import RpcError
 from rpc.runtime.deadlines import FOREVER
-from rpc.transports.flow import WhenFull
 
 _TRANSPORTS: Final = frozenset({"ibv", "shm", "uv"})
 _CHANNELS: Final = frozenset(
     {"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv"}
 )
 """By torch's names: what some build of it has. Not every build, nor host, has each."""
+
+
+class WhenFull(enum.Enum):
+    """Choices of what a call does when ``max_bytes_in_flight`` to a worker is reached."""
+
+    BLOCK = "block"
+    """Wait until replies have come back."""
+    RAISE = "raise"
+    """Raise :class:`rpc.QueueFullError`."""
 
 
 class RpcBackendOptions:

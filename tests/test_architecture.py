@@ -1,31 +1,125 @@
-"""The map of the house names every room."""
+"""The house is as ARCHITECTURE.md draws it: its rooms, and who may use whom."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from fnmatch import fnmatch
+from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-_RPC = _ROOT / "rpc"
+_FLOORS = ("rpc", "autograd_dist", "optim_dist", "remote_module", "tensorwire")
+_MAP = (_ROOT / "ARCHITECTURE.md").read_text()
+_PUBLIC = {"rpc", "rpc.extend", "rpc.errors"}
+"""The modules of ``rpc`` that the floors above it may import."""
+_ASSEMBLY = {"agent", "bring_up", "builtin_backends", "backend_registry", "api", "serving"}
+"""The modules that assemble a worker, or have it done."""
 
 
-def rooms() -> list[str]:
-    """The names in the first column of the table of rooms."""
-    text = (_ROOT / "ARCHITECTURE.md").read_text().partition("## Rooms of `rpc/`")[2]
-    column = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
-    return re.findall(r"`(\w[\w*]*\.py|\w+/)`", column)
+def _modules() -> dict[str, Path]:
+    """The files of all floors, by the names under which they are imported."""
+    paths = [path for floor in _FLOORS for path in (_ROOT / floor).rglob("*.py")]
+    dotted = [".".join(path.relative_to(_ROOT).with_suffix("").parts) for path in paths]
+    return {n.removesuffix(".__init__"): path for n, path in zip(dotted, paths, strict=True)}
 
 
-def test_every_module_of_rpc_is_on_the_map() -> None:
-    packages = [f"{path.parent.name}/" for path in _RPC.glob("*/__init__.py")]
-    modules = [path.name for path in _RPC.glob("*.py")]
-    named = rooms()
-    assert [each for each in modules + packages if not any(fnmatch(each, n) for n in named)] == []
+_MODULES = _modules()
 
 
-def test_every_room_on_the_map_is_there() -> None:
-    assert [name for name in rooms() if not list(_RPC.glob(name))] == []
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports anywhere, under ``TYPE_CHECKING`` too."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in _MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found = full if full in _MODULES else node.module
+                if found in _MODULES:
+                    yield found
+
+
+def _room(module: str) -> str:
+    """The package or top-level module of ``rpc`` that a module is in; else its floor."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "rpc" else parts[0]
+
+
+def _section(heading: str) -> str:
+    return _MAP.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def _stairs() -> list[list[list[str]]]:
+    """The drawn stairs, lowest first: on each, its rooms; those joined by ``+`` are one."""
+    drawing = _section("The staircase").split("```")[1]
+    lines = [line.split(" — ")[0] for line in drawing.strip().splitlines()]
+    return [[joined.strip().split(" + ") for joined in line.split(",")] for line in reversed(lines)]
+
+
+def test_every_room_of_rpc_is_on_the_map_and_no_other() -> None:
+    column = [line.split("|")[1] for line in _section("Rooms").splitlines() if "|" in line]
+    named = re.findall(r"`(\w+(?:\.py|/))`", "\n".join(column))
+    packages = [f"{path.parent.name}/" for path in (_ROOT / "rpc").glob("*/__init__.py")]
+    modules = [path.name for path in (_ROOT / "rpc").glob("*.py")]
+    assert sorted(named) == sorted(packages + modules)
+
+
+def test_files_that_the_map_names_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", _MAP))
+    places = [_ROOT, _ROOT / "rpc"]
+    assert [n for n in named if not any((place / n).is_file() for place in places)] == []
+
+
+def test_the_top_of_rpc_stays_small() -> None:
+    assert len(list((_ROOT / "rpc").glob("*.py"))) <= 24
+
+
+def test_every_room_uses_only_rooms_on_lower_stairs() -> None:
+    stair_of = {
+        room: (height, tuple(joined))
+        for height, stair in enumerate(_stairs())
+        for joined in stair
+        for room in joined
+    }
+    wrong = [
+        f"{module} imports {imported}"
+        for module, path in _MODULES.items()
+        for imported in _imports(path)
+        if stair_of[_room(module)] != (above := stair_of[_room(imported)])
+        and stair_of[_room(module)][0] <= above[0]
+    ]
+    assert wrong == []
+
+
+def test_floors_above_rpc_use_only_its_public_names() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, path in _MODULES.items()
+        if not module.startswith("rpc")
+        for imported in _imports(path)
+        if imported.startswith("rpc") and imported not in _PUBLIC
+    ]
+    assert wrong == []
+
+
+def test_nobody_but_who_assembles_a_worker_takes_an_agent() -> None:
+    """Others are given the two or three objects that they use."""
+    takers = set()
+    for module, path in _MODULES.items():
+        if any(module == f"rpc.{each}" for each in _ASSEMBLY) or "testing" in module:
+            continue
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.arg) and node.annotation is not None:
+                name = ast.unparse(node.annotation).strip("'\"").rpartition(".")[2]
+                if name == "Agent":
+                    takers.add(module)
+    assert takers == set()
 
 
 def test_threads_are_ours() -> None:

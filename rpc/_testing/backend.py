@@ -12,13 +12,13 @@ from rpc._testing.kinds import Callables
 from rpc._testing.transport import Faults, FaultyTransport
 from rpc.agent import Agent
 from rpc.backend_registry import BackendValue, add_once
+from rpc.bring_up import address_towards, form_group, prefers_tcp
 from rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
     UNSET_RPC_TIMEOUT,
 )
-from rpc.group.bring_up import address_towards, form_group, prefers_tcp
 from rpc.group.directory import Destination
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from rpc.outcomes.futures import Future

@@ -98,7 +98,7 @@ class Caller(OutstandingCalls):
 
     def __init__(self, shared: Shared, directory: Directory, hurry: Callable[[], None]) -> None:
         super().__init__(shared)
-        self._find = directory.find
+        self.find = directory.find
         self._directory = directory
         self._reachable = shared.group.reachable
         self._hurry = hurry
@@ -133,7 +133,7 @@ class Caller(OutstandingCalls):
         sink = WaitingCaller()
         peer = self._reachable.get(to) if type(to) is str else None
         if peer is None:
-            peer = self._find(to, timeout)
+            peer = self.find(to, timeout)
         held, here.held = here.held, True
         try:
             self.call(peer, func, args or (), kwargs or {}, timeout, sink)
@@ -204,7 +204,7 @@ class Caller(OutstandingCalls):
             return self.retries.create(tried, timeout, retry)
         if profiling.collector() is not None and profiling.wanted():
             return profiling.remote(self, to, func, args, kwargs, timeout)
-        owner = self._find(to, timeout)
+        owner = self.find(to, timeout)
         references = self._shared.references
         before = shut_out()
         try:
@@ -458,7 +458,7 @@ class Caller(OutstandingCalls):
 
     def await_name(self, to: Destination, timeout: float) -> str:
         """The name of a worker, waited for if it has not joined yet."""
-        return self._find(to, timeout).name
+        return self.find(to, timeout).name
 
     def follow(self, extension: str) -> WorkerInfo:
         """Loads an extension; returns this worker."""

@@ -8,7 +8,7 @@ from copy import copy
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.ids import Life
 from rpc.transports.base import Peer
-from rpc.wire import torch_objects as leftovers
+from rpc.wire import torch_objects
 from rpc.worker_info import WorkerInfo
 
 
@@ -116,7 +116,8 @@ class Group:
         else:
             raise ValueError(
                 f"Cannot get WorkerInfo from {to!r}: "
-                f"a destination is a WorkerInfo, a worker's name or its id{leftovers.remedy(to)}"
+                "a destination is a WorkerInfo, a worker's name or its id"
+                f"{torch_objects.import_remedy(to)}"
             )
         if peer is None:
             known = ", ".join(sorted(self._by_name))

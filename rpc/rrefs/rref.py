@@ -236,7 +236,14 @@ def _has_failed(future: Future[Any]) -> bool:
 def call_method(
     rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """At the owner: which bound method of the value a call through a proxy means."""
+    """Finds a method of an RRef's value, at its owner; as a function to call, calls it.
+
+    Args:
+        rref: refers to the value.
+        name: of the method.
+        args: for the method.
+        kwargs: for the method.
+    """
     value = rref._keeper.await_local(rref._holding)
     return getattr(value, name), args, kwargs
 

@@ -13,7 +13,6 @@ they are sent until the peer says that it has them.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 
 from rpc.constants import DEFAULT_MAX_BYTES_IN_FLIGHT
 from rpc.errors import CallCancelledError, QueueFullError
+from rpc.options import WhenFull
 from rpc.runtime.executor import blocking, in_handler, is_shared_thread
 from rpc.runtime.signals import let_in, restore
 from rpc.transports.base import Patience
@@ -30,15 +30,6 @@ _LEAST_CHARGE = 4096
 _LARGE_FROM = 1 << 16
 _LOW_WATER = 0.75
 _STALL_SECONDS = 0.25
-
-
-class WhenFull(enum.Enum):
-    """Choices of what a call does when ``max_bytes_in_flight`` to a worker is reached."""
-
-    BLOCK = "block"
-    """Wait until replies have come back."""
-    RAISE = "raise"
-    """Raise :class:`rpc.QueueFullError`."""
 
 
 def _waits(_: int) -> Patience:

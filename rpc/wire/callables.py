@@ -44,6 +44,10 @@ def require_call(func: object, args: Any, kwargs: Any) -> None:
 def require_arguments(args: Any, kwargs: Any) -> None:
     """Refuses what cannot be the arguments of a call, which would fail far from here, or not.
 
+    Args:
+        args: the positional ones.
+        kwargs: those by name.
+
     Raises:
         TypeError: they cannot; the text names which.
     """

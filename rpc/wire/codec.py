@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from rpc.errors import DecodeError, EncodeError, RpcError
 from rpc.runtime.text import class_name, text_of
-from rpc.wire import torch_objects as leftovers
+from rpc.wire import torch_objects
 from rpc.wire.simple_values import (
     NOT_SIMPLE,
     PROTOCOL,
@@ -290,7 +290,7 @@ def _treatment(kind: type) -> _Treatment:
     for special, reduce in _SPECIAL_REDUCTIONS:
         if issubclass(kind, special):
             return _running_code(reduce)
-    if leftovers.works_in_torchs_calls_only(kind):
+    if torch_objects.works_in_torchs_calls_only(kind):
         return _refuse_leftover
     return _running_code(getattr(kind, "__rpc_reduce__", None) or _leave)
 
@@ -338,7 +338,8 @@ def _leave_class(lifter: _Lifter, kind: type) -> Any:
 
 def _refuse_leftover(lifter: _Lifter, obj: object) -> Any:
     raise EncodeError(
-        f"a {class_name(type(obj))} means nothing to another worker{leftovers.remedy(obj)}"
+        f"a {class_name(type(obj))} means nothing to another worker"
+        f"{torch_objects.import_remedy(obj)}"
     )
 
 

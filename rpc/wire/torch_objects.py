@@ -19,8 +19,8 @@ _PUBLIC: Final = {"PyRRef": "RRef", "_RemoteModule": "RemoteModule"}
 _BOUND_TO_TORCHS_AGENT: Final = ("RRef", "RemoteModule")
 
 
-def remedy(value: object) -> str:
-    """What to add to an error about ``value``; empty if it is nothing of torch's."""
+def import_remedy(value: object) -> str:
+    """Says what to import instead of ``value``, as the end of an error; empty unless torch's."""
     found = _find(type(value))
     if found is None:
         return ""

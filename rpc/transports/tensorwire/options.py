@@ -22,8 +22,7 @@ from rpc.constants import (
     DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceLike
-from rpc.options import TensorPipeRpcBackendOptions
-from rpc.transports.flow import WhenFull
+from rpc.options import TensorPipeRpcBackendOptions, WhenFull
 from rpc.transports.tensorwire.settings import Settings
 
 _DEFAULT = Settings()

@@ -14,7 +14,7 @@ from rpc.constants import (
     DEFAULT_SHARED_MEMORY_BYTES,
 )
 from rpc.devices import DeviceMap
-from rpc.transports.flow import WhenFull
+from rpc.options import WhenFull
 
 _LONGEST_BUSY_POLL = 0.01
 """Sleeping costs a hundredth of that."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpc.ids import Life
+from rpc.options import WhenFull
 from rpc.transports.base import Frame, Patience
-from rpc.transports.flow import WhenFull
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.link import Resources

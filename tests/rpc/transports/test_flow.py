@@ -20,12 +20,13 @@ import autograd_dist
 import rpc
 from rpc.agent import Agent
 from rpc.errors import CallCancelledError, QueueFullError, RpcTimeoutError, RRefCreationError
+from rpc.options import WhenFull
 from rpc.outcomes.sinks import WaitingCaller
 from rpc.protocol.references import Counts
 from rpc.runtime.executor import Executor, share_this_thread
 from rpc.testing import as_worker, local_group
 from rpc.transports.base import Patience
-from rpc.transports.flow import FlowWindow, WhenFull
+from rpc.transports.flow import FlowWindow
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from tests.rpc.gates import gate, wait_at_the_gate
 from tests.waiting import until

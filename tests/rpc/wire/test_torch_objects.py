@@ -18,7 +18,7 @@ from rpc import api, backend_registry
 from rpc.agent import Agent
 from rpc.errors import EncodeError
 from rpc.testing import as_worker, local_group
-from rpc.wire import torch_objects as leftovers
+from rpc.wire import torch_objects
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_a_class_derived_from_torchs_is_known_too() -> None:
     class Mine(torchs.TensorPipeRpcBackendOptions):  # type: ignore[misc]
         pass
 
-    assert "import TensorPipeRpcBackendOptions from rpc" in leftovers.remedy(Mine())
+    assert "import TensorPipeRpcBackendOptions from rpc" in torch_objects.import_remedy(Mine())
 
 
 @pytest.mark.parametrize("value", [3, "worker", torch.ones(1), rpc.WorkerInfo("here", 0)])
 def test_nothing_is_said_of_what_is_not_torchs(value: object) -> None:
-    assert leftovers.remedy(value) == ""
+    assert torch_objects.import_remedy(value) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from rpc.errors import BringUpError, DeviceMapError, WorkerLostError
-from rpc.options import TensorPipeRpcBackendOptions
+from rpc.options import TensorPipeRpcBackendOptions, WhenFull
 from rpc.transports.base import Frame, FrameKind, Peer
-from rpc.transports.flow import WhenFull
 from rpc.transports.tensorpipe import scheduling
 from rpc.transports.tensorpipe import transport as tensorpipe
 from rpc.transports.tensorpipe.torch_agent import POOL_THREADS

@@ -13,8 +13,7 @@ from torch.distributed import HashStore
 from rpc.agent import Agent
 from rpc.builtin_backends import _init_tensorwire
 from rpc.errors import BringUpError
-from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from rpc.transports.flow import WhenFull
+from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions
 
 

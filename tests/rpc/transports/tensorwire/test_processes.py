@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rpc.errors import QueueFullError, WorkerLostError
+from rpc.options import WhenFull
 from rpc.transports.base import Frame, FrameKind
-from rpc.transports.flow import WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.worker_info import WorkerInfo
 from tests.rpc.transports.conformance import Worker

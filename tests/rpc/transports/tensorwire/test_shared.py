@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpc.transports.flow import WhenFull
+from rpc.options import WhenFull
 from rpc.transports.tensorwire.shared import Shared
 
 

@@ -28,9 +28,9 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.options import WhenFull
 from rpc.runtime import signals as interrupts
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
-from rpc.transports.flow import WhenFull
 from rpc.transports.host.frame_table import Look
 from rpc.transports.host.segments import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from rpc import builtin_backends
+from rpc import bring_up, builtin_backends
 from rpc._testing import FaultyTensorPipeRpcBackendOptions
 from rpc._testing import backend as faulty_backends
 from rpc.agent import Agent
-from rpc.group import bring_up
-from rpc.group.bring_up import address_towards, is_crowded
+from rpc.bring_up import address_towards, is_crowded
 from rpc.group.member_list import MemberTable
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
 from tests.rpc.stores import signed
