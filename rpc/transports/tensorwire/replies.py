@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpc.runtime.signals import let_in, restore, shut_out
+from rpc.runtime.signals import here, raise_due
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame
 from rpc.transports.tensorwire.busy_polling import BusyPoller
@@ -182,7 +182,7 @@ class ReplySide:
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Reads until ``done()``, or calls ``block`` if another thread does already."""
-        before = shut_out()
+        held, here.held = here.held, True
         try:
             if self._held:
                 self.flush_held()
@@ -193,7 +193,9 @@ class ReplySide:
             elif threading.get_ident() == self._background_thread:
                 self.start()
         finally:
-            restore(before)
+            here.held = held
+            if here.due and not held:
+                raise_due()
         if not done():
             block()
 
@@ -203,11 +205,30 @@ class ReplySide:
         self._leader_done = done
         try:
             if not self._closed:
-                self._read_until(done)
+                channels = self._epoll.fileno()
+                self._background.modify(channels, 0)
+                try:
+                    self._read_until(done)
+                finally:
+                    self._hand_back(channels)
         finally:
             self._leader_done = None
             self._leader_thread = 0
             self._leading.release()
+
+    def _hand_back(self, channels: int) -> None:
+        """Has the background thread read again, which by then must see no leader to wake.
+
+        It would wake a leader that has what it waited for, find the wake-up itself, and leave
+        it to that leader to silence: over and over, until that gets the interpreter.
+        """
+        self._leader_done = None
+        self._leader_thread = 0
+        # As ``contextlib.suppress`` would, which is three functions of Python's.
+        try:  # noqa: SIM105
+            self._background.modify(channels, select.EPOLLIN)
+        except ValueError:  # a reply's callback closed us
+            pass
 
     def _lead_within(self, done: Callable[[], bool]) -> None:
         """On the leading thread: a signal handler that ran while it waits makes a call."""
@@ -218,25 +239,21 @@ class ReplySide:
             self._leader_done = outer
 
     def _read_until(self, done: Callable[[], bool]) -> None:
-        channels = self._epoll.fileno()
         try:
-            self._background.modify(channels, 0)
             while not (done() or self._closed):
-                before = let_in()
+                if here.due:
+                    raise_due()
+                held, here.held = here.held, False
                 try:
                     ready = self._poller.wait(_RECHECK_SECONDS)
                 finally:
-                    restore(before)
+                    here.held = held
+                    if here.due and not held:
+                        raise_due()
                 self._dispatch(ready)
         except BaseException:
             self._look_at_all()
             raise
-        finally:
-            # As ``contextlib.suppress`` would, which is three functions of Python's.
-            try:  # noqa: SIM105
-                self._background.modify(channels, select.EPOLLIN)
-            except ValueError:  # a reply's callback closed us
-                pass
 
     def _look_at_all(self) -> None:
         """After a failure: what was ready may not have been looked at, and says so only once."""

@@ -6,7 +6,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -343,3 +344,59 @@ def test_the_reading_thread_may_close(side: Side) -> None:
     assert side.arrived[1] == waiter.ident
     assert errors == []
     side.replies = ReplySide("unused", DEFAULT_BUSY_POLL_SEC)
+
+
+class Epoll:
+    """An epoll that does something just after it was told to look at other descriptors."""
+
+    def __init__(self, real: select.epoll, then: Callable[[int], None]) -> None:
+        self._real, self._then = real, then
+
+    def modify(self, descriptor: int, events: int) -> None:
+        self._real.modify(descriptor, events)
+        self._then(events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def watched(side: Side, then: Callable[[int], None]) -> None:
+    side.replies._background = Epoll(side.replies._background, then)  # type: ignore[assignment]
+
+
+def test_a_leader_that_goes_is_not_woken_by_the_thread_that_takes_over(side: Side) -> None:
+    rang: list[bool] = []
+
+    def take_over(events: int) -> None:
+        if events:  # the background thread may run now, as if the leader had lost the interpreter
+            thread = threading.Thread(target=side.replies.wake)
+            thread.start()
+            thread.join(SECONDS)
+            bell = side.replies._wake_up.descriptor
+            rang.append(bool(select.select([bell], [], [], 0)[0]))
+
+    watched(side, take_over)
+    for correlation in range(3):
+        side.reply(correlation)
+        side.wait(correlation)
+    assert rang
+    assert not any(rang)
+
+
+def test_a_wait_within_a_wait_leaves_the_channels_to_the_leader(side: Side) -> None:
+    armed: list[int] = []
+    watched(side, armed.append)
+    inner: list[list[int]] = []
+
+    def done() -> bool:
+        if not inner:
+            inner.append([])
+            side.reply(1)
+            side.replies.wait(lambda: 1 in side.arrived, lambda: side.block(1))
+            inner.append(armed.copy())
+            side.reply(2)
+        return 2 in side.arrived
+
+    side.replies.wait(done, lambda: side.block(2))
+    assert inner[1] == [0], "silenced once, by the outer wait, and not armed by the inner one"
+    assert armed == [0, select.EPOLLIN]
