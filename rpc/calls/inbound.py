@@ -48,6 +48,7 @@ class Inbound:
         self._channels = channels
         self._callee = callee
         self._losses = losses
+        self._living = shared.group.living_now
         # What every call passes is taken directly to whom it concerns.
         self.request = callee.request
         self.reply = caller.reply
@@ -70,7 +71,7 @@ class Inbound:
             self._losses.reported(life, reason)
 
     def _take(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
-        if not self._shared.group.has(sender):
+        if self._living.get(sender[0]) != sender:
             self._losses.refused(sender)
             return
         try:

@@ -94,6 +94,8 @@ class FlowWindow:
         self._lock = threading.Lock()
         self._small = _Lane()
         self._large = _Lane()
+        self.small_under_way = self._small.charges
+        """The small requests that were not replied to."""
         self._closed = False
 
     def try_charge(self, correlation: int, size: int) -> bool:
@@ -164,11 +166,6 @@ class FlowWindow:
         if self._small.charges or self._large.charges:
             for correlation in correlations:
                 self.release(correlation)
-
-    @property
-    def small_under_way(self) -> int:
-        """Small requests that were not replied to."""
-        return len(self._small.charges)
 
     @property
     def waiting(self) -> int:

@@ -122,7 +122,7 @@ class RemotePeer:
         try:
             if link is None:
                 self._send_early(frame, looks)
-            elif self._is_in_burst(frame):
+            elif is_request and self._is_in_burst():
                 link.send(frame, looks, self._shared.replies.flush_soon)
             else:
                 link.send(frame, looks)
@@ -131,9 +131,9 @@ class RemotePeer:
                 self.window.release(frame.correlation)
             raise
 
-    def _is_in_burst(self, frame: Frame) -> bool:
-        """Returns whether a frame is one of many requests in a short time, which may wait."""
-        if frame.kind is not FrameKind.REQUEST or self.window.small_under_way < _BURST_FROM:
+    def _is_in_burst(self) -> bool:
+        """Returns whether this is one of many requests in a short time, which may wait."""
+        if len(self.window.small_under_way) < _BURST_FROM:
             return False
         now = time.perf_counter()
         soon, self._last_request = now - self._last_request < _BURST_SECONDS, now
@@ -145,9 +145,11 @@ class RemotePeer:
         checked_size(frame, looks, self._max_bytes)
         if link is None:
             raise self._lost_error()
-        self._await_sockets(link)
+        if link.unsent.count > self._shared.max_bytes_in_flight:
+            self._await_sockets(link)
         requests = self._shared.requests
-        link.send(frame, looks, requests.flush_soon if requests.is_batching_here() else None)
+        batching = requests.batching_thread == threading.get_ident()
+        link.send(frame, looks, requests.flush_soon if batching else None)
 
     def _await_window(self, correlation: int, size: int) -> None:
         shared = self._shared

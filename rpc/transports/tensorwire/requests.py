@@ -87,7 +87,7 @@ class RequestSide:
         self._warned = False
         self._threads: set[threading.Thread] = set()
         self._pace = Pace()
-        self._batching_thread = 0
+        self.batching_thread = 0
         self._held: dict[Sender, None] = {}
         self._watch_gate: SimpleQueue[None] = SimpleQueue()
         self._watching = False
@@ -151,7 +151,7 @@ class RequestSide:
 
     def is_batching_here(self) -> bool:
         """True if this thread runs one of several requests that arrived together."""
-        return self._batching_thread == threading.get_ident()
+        return self.batching_thread == threading.get_ident()
 
     def flush_soon(self, sender: Sender) -> None:
         """Sees to it that what was just queued at ``sender`` is sent.
@@ -168,7 +168,7 @@ class RequestSide:
 
     def _flush_held(self) -> None:
         """Sends the replies that were held."""
-        self._batching_thread = 0
+        self.batching_thread = 0
         while self._held:
             with contextlib.suppress(KeyError):
                 self._held.popitem()[0].flush()
@@ -255,7 +255,7 @@ class RequestSide:
                 self._watching = True
                 self._watch_gate.put(None)
             if self._backlog:
-                self._batching_thread = me.ident
+                self.batching_thread = me.ident
         computed = time.thread_time() if pace.looking else None
         began = time.perf_counter()
         function, argument = work
@@ -277,8 +277,10 @@ class RequestSide:
             self._watch_gate.get()
             seen, quiet = 0, 0
             while quiet < _QUIET_TICKS and not self._closed:
-                with contextlib.suppress(Empty):
+                try:  # noqa: SIM105 - it would be three functions of Python's each tick
                     self._watch_gate.get(timeout=_TICK_SECONDS)
+                except Empty:
+                    pass
                 current = self._delivering
                 if current and current == seen:
                     self._retake(current)
