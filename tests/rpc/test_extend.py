@@ -316,7 +316,7 @@ def test_memory_of_buffers_is_used_again(wired: list[Agent]) -> None:
     record_nothing = wired[1].worker.subscribe("test", lambda *_: None)
     shared_buffer(worker, 16 * LARGE)
     places = set()
-    for _ in range(50):
+    for _ in range(20):
         buffer = shared_buffer(worker, 16 * LARGE)
         places.add(buffer.data_ptr())
         worker.post("bob", "test", b"", [buffer])
