@@ -60,18 +60,26 @@ train: $(READY)
 	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output '$(OUTPUT)') $(ARGS)
 
 .PHONY: tutorials
-tutorials: TUTORIAL = $(RUN) -m tutorials
+tutorials: RPCRUN = $(RUN) -m tensorwire.launch --standalone
 tutorials: SMALL = $(if $(BACKEND),--backend $(BACKEND)) $(if $(SEED),--seed $(SEED))
 tutorials: $(READY)
-	$(TUTORIAL).getting_started.cartpole --rounds 16 --steps 256 $(SMALL)
-	$(TUTORIAL).getting_started.language_model --steps 200 --width 64 $(SMALL)
+	$(RPCRUN) --role agent:1 --role observer:2,service \
+	  -m tutorials.getting_started.cartpole --rounds 16 --steps 256 $(SMALL)
+	$(RPCRUN) --role trainer:1 --role server:1,service \
+	  -m tutorials.getting_started.language_model --steps 200 --width 64 $(SMALL)
 	$(RUN) tutorials/parameter_server/train.py --epochs 4 $(SMALL)
-	$(TUTORIAL).parameter_server.sharded --epochs 4 $(SMALL)
-	$(TUTORIAL).ddp_rpc.train --epochs 1 $(SMALL)
-	$(TUTORIAL).profiling.profile --epochs 2 $(SMALL)
-	$(TUTORIAL).batching.inference --rounds 2 $(SMALL)
-	$(TUTORIAL).batching.updates --rounds 2 $(SMALL)
-	$(TUTORIAL).pipeline.train --steps 100 --width 64 --rounds 2 $(SMALL)
+	$(RPCRUN) --role coordinator:1 --role server:2,service --role trainer:2,service \
+	  -m tutorials.parameter_server.sharded --epochs 4 $(SMALL)
+	$(RPCRUN) --role server:1 --role trainer:2,service \
+	  -m tutorials.ddp_rpc.train --epochs 1 $(SMALL)
+	$(RPCRUN) --role trainer:1 --role features:1,service --role classifier:1,service \
+	  -m tutorials.profiling.profile --epochs 2 $(SMALL)
+	$(RPCRUN) --role agent:1 --role observer:2,service \
+	  -m tutorials.batching.inference --rounds 2 $(SMALL)
+	$(RPCRUN) --role server:1 --role trainer:4,service \
+	  -m tutorials.batching.updates --rounds 2 $(SMALL)
+	$(RPCRUN) --role main:1 --role stage:2,service \
+	  -m tutorials.pipeline.train --steps 100 --width 64 --rounds 2 $(SMALL)
 
 test: $(READY)
 	@$(TEST) $(ARGS)

@@ -92,6 +92,20 @@ class Program:
     numa_options: Any = None
 
 
+class _Function:
+    """A worker's function, which a forked process begins without its agent's signal handlers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__qualname__ = getattr(function, "__qualname__", repr(function))  # torch's log asks
+
+    def __call__(self, *arguments: Any) -> Any:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self._function(*arguments)
+
+
 class WorkerProcess:
     """The process of one life of a seat's worker.
 
@@ -115,9 +129,10 @@ class WorkerProcess:
         self.seat = seat
         self.value: Any = None
         self.tails: list[TailLog] = []
+        entrypoint = program.entrypoint
         self._context: PContext = start_processes(
             name=seat.role,
-            entrypoint=program.entrypoint,
+            entrypoint=entrypoint if isinstance(entrypoint, str) else _Function(entrypoint),
             args={0: program.arguments},
             envs={0: variables},
             logs_specs=logs,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ready_made
 from tests.signals import heeding_interrupts
 from tests.waiting import eventually
 
@@ -95,17 +98,80 @@ def assert_all_gone(processes: dict[int, int]) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Tutorial:
+    """A tutorial under way: the agent that started its workers, and what they all print."""
+
+    agent: BaseProcess
+    log: Path
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, seconds: float) -> int:
+        self.agent.join(seconds)
+        if self.agent.exitcode is None:
+            pytest.fail(f"still running after {seconds} s:\n{self.output()}")
+        return self.agent.exitcode
+
+    def wait_for_output(self, pattern: str) -> None:
+        def seen() -> bool:
+            return re.search(pattern, self.output()) is not None or not self.agent.is_alive()
+
+        wait_until(seen, SECONDS_FOR_A_RUN, f"{pattern!r} in the output")
+        assert re.search(pattern, self.output()), self.output()
+
+    def workers(self) -> dict[int, int]:
+        """The agent's children that are workers, which it starts in order: process id by number."""
+        children = (
+            Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
+        )
+        forked = [
+            c for c in children if "guardian.py" not in Path(f"/proc/{c}/cmdline").read_text()
+        ]
+        return {number: int(child) for number, child in enumerate(forked)}
+
+
 @contextmanager
-def tutorial(folder: Path, module: str, *arguments: str) -> Iterator[Job]:
-    """A tutorial of the package ``tutorials``, under way."""
-    command = [sys.executable, "-m", f"tutorials.{module}", "--output", str(folder / "output")]
-    with running(folder / "log", [*command, *arguments]) as job:
-        yield job
+def tutorial(folder: Path, module: str, roles: str, *arguments: str) -> Iterator[Tutorial]:
+    """A tutorial of the package ``tutorials``, started by rpcrun.
+
+    Args:
+        folder: for what it prints and draws.
+        module: its name.
+        roles: of its workers, separated by spaces.
+        arguments: its options.
+    """
+    flags = [flag for role in roles.split() for flag in ("--role", role)]
+    # Forked workers have imported torch, and all else, with their agent.
+    flags += ["--standalone", "--run-path", "--start-method", "fork"]
+    program = str(ROOT / "tutorials" / f"{module.replace('.', '/')}.py")
+    line = [*flags, program, "--output", str(folder / "output"), *arguments]
+    log = folder / "log"
+    log.touch()
+    agent = ready_made().Process(target=_launch, args=(line, str(log)))
+    agent.start()
+    made = Tutorial(agent, log)
+    try:
+        yield made
+    finally:
+        if agent.is_alive():
+            agent.kill()
+        agent.join()
+        agent.close()
 
 
-def run_tutorial(folder: Path, module: str, *arguments: str) -> str:
+def _launch(line: list[str], log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    importlib.import_module("tensorwire.launch.main").main(line)
+
+
+def run_tutorial(folder: Path, module: str, roles: str, *arguments: str) -> str:
     """Run a tutorial to its end, which must be a good one, and return what it printed."""
-    with tutorial(folder, module, *arguments) as job:
+    with tutorial(folder, module, roles, *arguments) as job:
         assert job.wait(SECONDS_FOR_A_RUN) == 0, job.output()
         return job.output()
 

@@ -9,25 +9,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tutorials.jobs import ROOT
-from tutorials import launch
 from tutorials.parameter_server import arguments
 
 _TRAIN = ROOT / "tutorials" / "parameter_server" / "train.py"
 _SET_BY_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "1"}
 _ALL_BUT_RANK = "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-
-
-def _names(count: int) -> list[str]:
-    return [f"worker{rank}" for rank in range(count)]
-
-
-_JOB = launch.Job(_names, lambda options, names: None, fewest=2, most=300)
 
 
 @pytest.fixture(autouse=True)
@@ -105,53 +97,6 @@ def test_the_main_job_names_the_variables_that_torchrun_would_have_set(
     assert complaint_about().startswith(told)
 
 
-def _parsed(folder: Path, given: Iterable[str]) -> argparse.Namespace:
-    parser = launch.parser("A tutorial.", workers=3, output="of_no_tutorial")
-    return parser.parse_args(["--output", str(folder / "output"), *given])
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("--rank 3", "rank 3 must be from 0 to 2, as there are 3 processes"),
-        ("--workers 1", "this takes at least 2 workers"),
-        ("--workers 301", "this takes at most 300 workers"),
-        ("--workers 257", "at most 256 workers can run on one machine"),
-        ("--output /dev/null", "argument --output: cannot write /dev/null: Not a directory"),
-    ],
-)
-def test_the_other_tutorials_say_in_a_sentence_what_is_wrong_with(
-    given: str, complaint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launch.run(_parsed(tmp_path, given.split()), _JOB) == 2
-    assert capfd.readouterr().err == f"{complaint}\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("--backend CARRIER_PIGEON", "there is no backend 'CARRIER_PIGEON'; there are "),
-        ("--workers x", "must be a whole number of at least 1, not 'x'"),
-        ("--rank -1", "must be a whole number of at least 0, not '-1'"),
-        ("--master-port 0", "must be a whole number of at least 1, not '0'"),
-    ],
-)
-def test_an_option_of_all_tutorials_names_itself(
-    given: str, complaint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        _parsed(tmp_path, given.split())
-    assert complaint in capfd.readouterr().err.rpartition("error: argument")[2]
-
-
-def test_a_rank_without_the_rest_of_what_torchrun_sets_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert launch.run(_parsed(tmp_path, []), _JOB) == 2
-    assert f"but not {_ALL_BUT_RANK};" in capfd.readouterr().err
-
-
 def test_torchrun_names_the_rank_and_how_many_there_are() -> None:
     assert arguments.launched({}) is None
     assert arguments.launched(_SET_BY_TORCHRUN) == (0, 3)
@@ -197,12 +142,6 @@ def test_matplotlib_draws_all_kinds_of_pictures_that_are_let_through() -> None:
     assert {each[1:] for each in arguments.PICTURES} <= {
         *FigureCanvasBase.get_supported_filetypes()
     }
-
-
-def test_who_does_not_draw_needs_no_place_to_write(tmp_path: Path) -> None:
-    options = _parsed(tmp_path, ["--output", "/dev/null", "--rank", "1"])
-    launch._settle(options, _JOB)
-    assert options.rank == 1
 
 
 @pytest.mark.slow

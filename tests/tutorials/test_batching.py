@@ -37,8 +37,9 @@ def test_a_batched_update_is_one_step_with_the_mean_gradient() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("batching")
+@pytest.mark.usefixtures("process_server")
 def test_both_parameter_servers_learn_to_read_digits(tmp_path: Path) -> None:
-    arguments = ["--workers", "3", "--width", "64", "--steps", "60", "--rounds", "2"]
+    arguments = ["server:1 trainer:2,service", "--width", "64", "--steps", "60", "--rounds", "2"]
     output = run_tutorial(tmp_path, "batching.updates", *arguments, "--batch-size", "32")
     accuracies = re.findall(r"(\d+) steps, final test accuracy ([\d.]+)%", output)
     assert [int(steps) for steps, _ in accuracies] == [240, 120]
@@ -48,8 +49,9 @@ def test_both_parameter_servers_learn_to_read_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("batching")
+@pytest.mark.usefixtures("process_server")
 def test_both_ways_of_asking_balance_the_pole(tmp_path: Path) -> None:
-    arguments = ["--workers", "3", "--width", "64", "--games", "4", "--steps", "250"]
+    arguments = ["agent:1 observer:2,service", "--width", "64", "--games", "4", "--steps", "250"]
     output = run_tutorial(tmp_path, "batching.inference", *arguments, "--rounds", "1")
     ways = re.findall(r"(choose\w*): \d+ decisions a second", output)
     assert ways == ["choose", "choose_in_batch"]

@@ -61,9 +61,11 @@ def test_training_that_was_cut_short_goes_on_from_its_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("pipeline")
+@pytest.mark.usefixtures("process_server")
 def test_it_learns_writes_and_draws_every_schedule(tmp_path: Path) -> None:
     small = ["--width", "16", "--batch-size", "8", "--micro-batches", "4", "--rounds", "1"]
-    output = run_tutorial(tmp_path, "pipeline.train", "--steps", "40", "--written", "5", *small)
+    small += ["--steps", "40", "--written", "5"]
+    output = run_tutorial(tmp_path, "pipeline.train", "main:1 stage:2,service", *small)
     assert number_after("step 40:", output) < math.log2(97)
     assert number_after("zb-h1, 4 micro-batches:", output) > 0
     assert "ERROR" not in output

@@ -22,9 +22,12 @@ def test_shares_hold_every_weight_once_and_differ_by_no_more_than_the_largest() 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("parameter_server")
+@pytest.mark.usefixtures("process_server")
 def test_two_servers_and_one_trainer_learn_to_read_digits(tmp_path: Path) -> None:
-    arguments = ["--servers", "2", "--workers", "4", "--epochs", "6"]
-    output = run_tutorial(tmp_path, "parameter_server.sharded", *arguments)
+    roles = "coordinator:1 server:2,service trainer:1,service"
+    output = run_tutorial(
+        tmp_path, "parameter_server.sharded", roles, "--servers", "2", "--epochs", "6"
+    )
     assert "2 servers, 1 trainers" in output
     assert number_after("final test accuracy:", output) >= 85.0
     assert_pictures(tmp_path, "sharded.png")

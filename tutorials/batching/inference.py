@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import rpc
-from tutorials import launch
+from tutorials import taking_part
 from tutorials.batching import report
 
 _ENVIRONMENT = "CartPole-v1"
@@ -122,11 +122,6 @@ class Observer:
         return ended
 
 
-def names(workers: int) -> list[str]:
-    """The agent, and observers from 1."""
-    return ["agent", *(f"observer{index}" for index in range(1, workers))]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Play both ways in turn and compare; runs on the agent."""
     agent = Agent(options.width, options.games * (len(workers) - 1))
@@ -160,14 +155,14 @@ def _mean(values: Sequence[int]) -> float:
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=3, output="batching")
+    parser = taking_part.parser(__doc__, "agent:1 observer:2,service", output="batching")
     add = parser.add_argument
-    add("--games", type=launch.positive, default=8, help="per observer (%(default)s)")
-    add("--steps", type=launch.positive, default=100, help="of a game a round (%(default)s)")
-    add("--rounds", type=launch.positive, default=5, help="of measuring (%(default)s)")
-    add("--width", type=launch.positive, default=2048, help="of the policy (%(default)s)")
-    add("--lessons", type=launch.positive, default=100, help="steps of teaching (%(default)s)")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=2))
+    add("--games", type=taking_part.positive, default=8, help="per observer (%(default)s)")
+    add("--steps", type=taking_part.positive, default=100, help="of a game a round (%(default)s)")
+    add("--rounds", type=taking_part.positive, default=5, help="of measuring (%(default)s)")
+    add("--width", type=taking_part.positive, default=2048, help="of the policy (%(default)s)")
+    add("--lessons", type=taking_part.positive, default=100, help="steps of teaching (%(default)s)")
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=2))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 import rpc
-from tutorials import launch
+from tutorials import taking_part
 from tutorials.batching import report
 from tutorials.parameter_server.digits import Digits, load
 
@@ -121,11 +121,6 @@ class Trainer:
         return loss.item()
 
 
-def names(workers: int) -> list[str]:
-    """The server, and trainers from 1."""
-    return ["server", *(f"trainer{index}" for index in range(1, workers))]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Train one network each way, in turn, and compare; runs on the server."""
     count = len(workers) - 1
@@ -154,13 +149,13 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=5, output="batching")
+    parser = taking_part.parser(__doc__, "server:1 trainer:4,service", output="batching")
     add = parser.add_argument
-    add("--steps", type=launch.positive, default=20, help="of a trainer a round (%(default)s)")
-    add("--rounds", type=launch.positive, default=5, help="of measuring (%(default)s)")
-    add("--batch-size", type=launch.positive, default=8, help="per trainer (%(default)s)")
-    add("--width", type=launch.positive, default=1024, help="of the network (%(default)s)")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=2))
+    add("--steps", type=taking_part.positive, default=20, help="of a trainer a round (%(default)s)")
+    add("--rounds", type=taking_part.positive, default=5, help="of measuring (%(default)s)")
+    add("--batch-size", type=taking_part.positive, default=8, help="per trainer (%(default)s)")
+    add("--width", type=taking_part.positive, default=1024, help="of the network (%(default)s)")
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=2))
 
 
 if __name__ == "__main__":

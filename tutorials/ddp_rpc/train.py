@@ -16,6 +16,7 @@ step's gradients are compared with those of a single process that has the whole 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import sysconfig
@@ -35,9 +36,9 @@ import autograd_dist
 import rpc
 from optim_dist import DistributedOptimizer
 from remote_module import RemoteModule
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 
-SERVER = "server"
+SERVER = "server:0"
 _ROWS = 50_000
 _WIDTH = 64
 _LINES = 8
@@ -210,11 +211,6 @@ def compare(
     return error, max(right.abs().max().item() for _, right in pairs)
 
 
-def names(workers: int) -> list[str]:
-    """The server, and trainers from 1."""
-    return [SERVER, *(f"trainer{index}" for index in range(1, workers))]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Make the table and the trainers, compare gradients, train; runs on the server."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
@@ -224,10 +220,9 @@ def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     table = RemoteModule(
         SERVER, nn.EmbeddingBag, args=(_ROWS, _WIDTH), kwargs={"mode": "mean", "sparse": True}
     )
-    store = TCPStore(options.master_addr, 0, is_master=True)
-    tasks = [
-        Task(index, count, options.master_addr, store.port, options.seed) for index in range(count)
-    ]
+    here = os.environ["MASTER_ADDR"]
+    store = TCPStore(here, 0, is_master=True)
+    tasks = [Task(index, count, here, store.port, options.seed) for index in range(count)]
     # All at once: each one waits in its constructor until the others are there.
     trainers = [
         rpc.remote(name, Trainer, (task, table, len(packages)))
@@ -275,11 +270,11 @@ def _draw(losses: Sequence[float], options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=3, output="ddp_rpc")
+    parser = taking_part.parser(__doc__, "server:1 trainer:2,service", output="ddp_rpc")
     add = parser.add_argument
-    add("--epochs", type=launch.positive, default=5, help="passes over the data (%(default)s)")
-    add("--batch-size", type=launch.positive, default=64, help="per trainer (%(default)s)")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=2))
+    add("--epochs", type=taking_part.positive, default=5, help="passes over the data (%(default)s)")
+    add("--batch-size", type=taking_part.positive, default=64, help="per trainer (%(default)s)")
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=2))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import rpc
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 
 _ENVIRONMENT = "CartPole-v1"
 _DISCOUNT = 0.99
@@ -154,11 +154,6 @@ def _network(outputs: int) -> nn.Module:
     )
 
 
-def names(workers: int) -> list[str]:
-    """The agent, and observers from 1."""
-    return ["agent", *(f"observer{index}" for index in range(1, workers))]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Play rounds and learn from them until the game is solved; runs on the agent."""
     agent = Agent()
@@ -208,12 +203,17 @@ def _draw(returns: Sequence[float], solved_at: float, options: argparse.Namespac
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=3, output="getting_started")
-    parser.add_argument("--rounds", type=launch.positive, default=100, help="at most (%(default)s)")
+    parser = taking_part.parser(__doc__, "agent:1 observer:2,service", output="getting_started")
     parser.add_argument(
-        "--steps", type=launch.positive, default=1024, help="per observer and round (%(default)s)"
+        "--rounds", type=taking_part.positive, default=100, help="at most (%(default)s)"
     )
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=2))
+    parser.add_argument(
+        "--steps",
+        type=taking_part.positive,
+        default=1024,
+        help="per observer and round (%(default)s)",
+    )
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=2))
 
 
 if __name__ == "__main__":

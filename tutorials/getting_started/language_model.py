@@ -35,7 +35,7 @@ from tqdm import tqdm
 import autograd_dist
 import rpc
 from optim_dist import DistributedOptimizer
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 
 _PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "importlib", "json",
              "logging", "unittest", "urllib")  # fmt: skip
@@ -133,11 +133,6 @@ def _parameters_of(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[nn.Parameter]]:
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
-def names(workers: int) -> list[str]:
-    """A trainer, and one server for both parts or two for one each."""
-    return ["trainer", "server"] if workers == 2 else ["trainer", "embedder", "decoder"]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Train, measure, and let the model write; runs on the trainer."""
     corpus = load()
@@ -184,13 +179,13 @@ def _report(
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=2, output="getting_started")
+    parser = taking_part.parser(__doc__, "trainer:1 server:1,service", output="getting_started")
     add = parser.add_argument
-    add("--steps", type=launch.positive, default=1000, help="of training (%(default)s)")
-    add("--batch-size", type=launch.positive, default=32, help="excerpts a step (%(default)s)")
-    add("--length", type=launch.positive, default=64, help="of an excerpt (%(default)s)")
-    add("--width", type=launch.positive, default=192, help="of the LSTM (%(default)s)")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=2, most=3))
+    add("--steps", type=taking_part.positive, default=1000, help="of training (%(default)s)")
+    add("--batch-size", type=taking_part.positive, default=32, help="excerpts a step (%(default)s)")
+    add("--length", type=taking_part.positive, default=64, help="of an excerpt (%(default)s)")
+    add("--width", type=taking_part.positive, default=192, help="of the LSTM (%(default)s)")
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=2, most=3))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import autograd_dist
 import rpc
 from optim_dist import DistributedOptimizer
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 from tutorials.parameter_server.digits import Digits, load, network
 
 
@@ -101,20 +101,6 @@ def train(
     return losses
 
 
-def roles(servers: int) -> Any:
-    """Return what names the workers: a coordinator, some servers, and trainers."""
-
-    def names(workers: int) -> list[str]:
-        trainers = workers - 1 - servers
-        return [
-            "coordinator",
-            *(f"server{index + 1}" for index in range(servers)),
-            *(f"trainer{index + 1}" for index in range(trainers)),
-        ]
-
-    return names
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Spread the weights, have the trainers train, and measure; runs on the coordinator."""
     torch.manual_seed(options.seed)
@@ -166,15 +152,18 @@ def _draw(accuracies: Sequence[float], options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=5, output="parameter_server")
+    roles = "coordinator:1 server:2,service trainer:2,service"
+    parser = taking_part.parser(__doc__, roles, output="parameter_server")
     add = parser.add_argument
-    add("--servers", type=launch.positive, default=2, help="of the workers (%(default)s)")
-    add("--epochs", type=launch.positive, default=10, help="passes over the data (%(default)s)")
-    add("--batch-size", type=launch.positive, default=32, help="images per step (%(default)s)")
+    add("--servers", type=taking_part.positive, default=2, help="of the workers (%(default)s)")
+    add(
+        "--epochs", type=taking_part.positive, default=10, help="passes over the data (%(default)s)"
+    )
+    add("--batch-size", type=taking_part.positive, default=32, help="images per step (%(default)s)")
     add("--rate", type=float, default=0.2, help="of learning (%(default)s)")
     options = parser.parse_args()
     fewest = options.servers + 2
-    return launch.run(options, launch.Job(roles(options.servers), drive, fewest))
+    return taking_part.run(options, taking_part.Job(drive, fewest))
 
 
 if __name__ == "__main__":

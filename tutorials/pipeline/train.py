@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from tensorwire import checkpoint
 from tensorwire.pipeline import Pipeline
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 from tutorials.getting_started.language_model import ALPHABET, Corpus, load
 from tutorials.pipeline.model import beginnings, loss, transformer
 
@@ -180,26 +180,21 @@ def _draw_loss(bits: Sequence[float], options: argparse.Namespace) -> None:
     pictures.save(drawn, options.output / "loss.png")
 
 
-def names(workers: int) -> list[str]:
-    """The main worker, and a worker for each stage, from 1."""
-    return ["main", *(f"stage{number}" for number in range(1, workers))]
-
-
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=3, output="pipeline")
+    parser = taking_part.parser(__doc__, "main:1 stage:2,service", output="pipeline")
     add = parser.add_argument
     add("--schedule", choices=(*_COMPARED, "looped_bfs"), default="1f1b", help="(%(default)s)")
-    add("--steps", type=launch.positive, default=400, help="of training (%(default)s)")
-    add("--batch-size", type=launch.positive, default=32, help="excerpts a step (%(default)s)")
-    add("--micro-batches", type=launch.positive, default=8, help="of a batch (%(default)s)")
-    add("--length", type=launch.positive, default=64, help="of an excerpt (%(default)s)")
-    add("--width", type=launch.positive, default=128, help="of the vectors (%(default)s)")
-    add("--blocks", type=launch.positive, default=4, help="of the transformer (%(default)s)")
-    add("--rounds", type=launch.positive, default=6, help="of measuring (%(default)s)")
-    add("--written", type=launch.positive, default=300, help="characters (%(default)s)")
+    add("--steps", type=taking_part.positive, default=400, help="of training (%(default)s)")
+    add("--batch-size", type=taking_part.positive, default=32, help="excerpts a step (%(default)s)")
+    add("--micro-batches", type=taking_part.positive, default=8, help="of a batch (%(default)s)")
+    add("--length", type=taking_part.positive, default=64, help="of an excerpt (%(default)s)")
+    add("--width", type=taking_part.positive, default=128, help="of the vectors (%(default)s)")
+    add("--blocks", type=taking_part.positive, default=4, help="of the transformer (%(default)s)")
+    add("--rounds", type=taking_part.positive, default=6, help="of measuring (%(default)s)")
+    add("--written", type=taking_part.positive, default=300, help="characters (%(default)s)")
     add("--resume", action="store_true", help="go on from the latest checkpoint in --output")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=3))
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=3))
 
 
 if __name__ == "__main__":

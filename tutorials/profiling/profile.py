@@ -30,7 +30,7 @@ import rpc.observe.profiling
 from optim_dist import DistributedOptimizer
 from rpc.observe.trace_records import CallRecord, HandlerRecord
 from rpc.observe.tracing import Trace
-from tutorials import launch, pictures
+from tutorials import pictures, taking_part
 from tutorials.parameter_server.digits import Digits, load
 
 _STAGES = ("sending", "wire to", "queued", "decoding", "running", "encoding", "wire back",
@@ -140,11 +140,6 @@ def staged_calls(trace: Trace) -> list[tuple[str, float, list[tuple[str, float]]
     return sorted(found, key=lambda one: one[1])
 
 
-def names(_workers: int) -> list[str]:
-    """The trainer, and the two workers with a part of the network."""
-    return ["trainer", "features", "classifier"]
-
-
 def drive(options: argparse.Namespace, workers: Sequence[str]) -> None:
     """Train, then look at one more step in each way; runs on the trainer."""
     training, test = load(options.seed)
@@ -244,11 +239,13 @@ def _draw(
 
 def main() -> int:
     """Read the command line and run."""
-    parser = launch.parser(__doc__, workers=3, output="profiling")
+    parser = taking_part.parser(
+        __doc__, "trainer:1 features:1,service classifier:1,service", output="profiling"
+    )
     add = parser.add_argument
-    add("--epochs", type=launch.positive, default=5, help="before looking (%(default)s)")
-    add("--batch-size", type=launch.positive, default=64, help="images a step (%(default)s)")
-    return launch.run(parser.parse_args(), launch.Job(names, drive, fewest=3, most=3))
+    add("--epochs", type=taking_part.positive, default=5, help="before looking (%(default)s)")
+    add("--batch-size", type=taking_part.positive, default=64, help="images a step (%(default)s)")
+    return taking_part.run(parser.parse_args(), taking_part.Job(drive, fewest=3, most=3))
 
 
 if __name__ == "__main__":
