@@ -90,6 +90,12 @@ def _log_to_stderr() -> None:
         _logger.propagate = False
 
 
+def _keep_torchs_failures_out_of_the_log() -> None:
+    """Of each failure torch logs the launcher's traceback, and counts all workers as rank 0."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.addFilter(lambda line: not str(line.msg).startswith("failed (exitcode"))
+
+
 def settle_rendezvous(command: Command) -> None:
     """Says where the agents meet, as torchrun does; with roles always at our own backend.
 
@@ -188,6 +194,7 @@ def _run_roles(
     command: Command, key: GroupKey, config: LaunchConfig, program: Any, arguments: list[Any]
 ) -> None:
     said = command.arguments
+    _keep_torchs_failures_out_of_the_log()
     agent = _agent(command, key, config, program, arguments)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(
         config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

@@ -28,8 +28,8 @@ from tensorwire.launch.steward import Ended
 _logger = logging.getLogger("rpcrun")
 _NOT_STARTED = 127
 _LONGEST_STORY = 16_000
-_NOTHING = {"message": "<NONE>"}
-"""What torch says of a process that left no error file."""
+_NOTHING = "<NONE>"
+"""The message that torch has of a process that left no error file."""
 
 
 class Guardian:
@@ -178,7 +178,7 @@ def story(failure: ProcessFailure) -> str:
     if isinstance(message, dict):
         told = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
         return str(told)[-_LONGEST_STORY:]
-    return "" if data == _NOTHING else str(message or "")[-_LONGEST_STORY:]
+    return "" if message == _NOTHING else str(message or "")[-_LONGEST_STORY:]
 
 
 def not_started(seat: Seat, error: Exception) -> Ended:

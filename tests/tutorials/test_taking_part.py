@@ -110,5 +110,5 @@ def test_ctrl_c_ends_a_tutorial_without_a_traceback(tmp_path: Path) -> None:
         assert job.agent.pid is not None
         os.kill(job.agent.pid, signal.SIGINT)
         assert job.wait(SECONDS_TO_NOTICE) == 128 + signal.SIGINT
-        assert "Traceback" not in job.output()
+        assert "Traceback" not in (said := job.output()), said
         assert_all_gone(workers)
