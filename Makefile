@@ -7,7 +7,7 @@
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
 #   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
-#                 (make chaos ARGS="--backend TENSORWIRE --seconds 60"; --help says what else)
+#                 (make chaos ARGS="--backend TENSORWIRE --tls --seconds 60"; --help says what else)
 #   make kills    the tests that kill processes at random moments, fifty times each instead of three
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)

@@ -47,6 +47,8 @@ def main() -> int:
         "(%(default)s)")  # fmt: skip
     add("--bound", type=float, default=2.0, help="the liveness timeout, in seconds (%(default)s)")
     add("--seed", type=int, default=0, help="of what is done to whom and when (%(default)s)")
+    add("--tls", action="store_true", help="encrypt; for TENSORWIRE, which then uses TCP alone "
+        "(workers of one host use memory and Unix sockets)")  # fmt: skip
     add("--log", type=Path, help="folder for what the workers print and tell (a new one, "
         "chaos-..., in the folder for temporary files)")  # fmt: skip
     options = parser.parse_args()
@@ -55,7 +57,8 @@ def main() -> int:
     failed = False
     for backend in options.backend:
         log = folder / f"{backend.lower()}.log"
-        settings = Settings(backend, options.trainers, options.bound, log)
+        certificates = folder if options.tls and backend == "TENSORWIRE" else None
+        settings = Settings(backend, options.trainers, options.bound, log, certificates)
         print(f"{backend}: {options.seconds:g} s, liveness timeout {options.bound:g} s, {log}")
         report = run(settings, options.seconds, options.seed)
         print(describe(report), flush=True)

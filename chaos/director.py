@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from chaos.certificates import Authority
 from chaos.events import Event, What
 from chaos.plan import Fault, Kind
 from chaos.worker import SERVER
@@ -37,12 +38,15 @@ class Settings:
         trainers: how many; nothing is done to the first.
         bound: the liveness timeout in seconds.
         log: where the workers' standard error goes.
+        certificates: folder for those of the workers, which then connect over TCP with TLS;
+            None for connections without.
     """
 
     backend: str
     trainers: int
     bound: float
     log: Path
+    certificates: Path | None = None
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +71,7 @@ class Director:
         self._readers: list[threading.Thread] = []
         self._stopped: dict[str, float] = {}
         self._segments = {*os.listdir(_SHARED_MEMORY)}
+        self._authority = None if settings.certificates is None else Authority()
         self._store = TCPStore(
             "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False
         )
@@ -112,6 +117,9 @@ class Director:
         command += ["--rank", str(rank), "--backend", settings.backend]
         command += ["--store", f"tcp://127.0.0.1:{self._store.port}"]
         command += ["--bound", str(settings.bound)]
+        if self._authority is not None and settings.certificates is not None:
+            self._authority.issue(name, settings.certificates)
+            command += ["--certificates", str(settings.certificates)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -24,6 +24,7 @@ import torch
 import autograd_dist
 import optim_dist
 import rpc
+from chaos.certificates import with_tls
 from chaos.errands import Errands, held, tally
 from chaos.events import Event, Vitals, What
 
@@ -93,11 +94,13 @@ class Worker:
             "TENSORPIPE": rpc.TensorPipeRpcBackendOptions,
             "TENSORWIRE": rpc.TensorWireRpcBackendOptions,
         }[self._arguments.backend]
+        certificates = self._arguments.certificates
         options = kind(
             init_method=self._arguments.store,
             liveness_timeout=self._arguments.bound,
             rpc_timeout=60.0,
             bring_up_timeout=30.0,
+            **({} if certificates is None else with_tls(self._name, certificates)),
         )
         tally.begin()
         rpc.init_rpc(self._name, rank=self._arguments.rank, rpc_backend_options=options)
@@ -227,6 +230,7 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="where the workers meet, a URL")
     parser.add_argument("--backend", required=True)
     parser.add_argument("--bound", type=float, required=True, help="the liveness timeout")
+    parser.add_argument("--certificates", type=Path, help="folder with this worker's, for TLS")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     torch.set_num_threads(1)
     Worker(parser.parse_args()).run()

@@ -71,6 +71,7 @@ from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef
 from rpc.serving import serve, set_event
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
+from rpc.transports.tensorwire.tls import TlsOptions
 from rpc.worker_info import WorkerInfo
 
 __version__ = "0.2.0"
@@ -109,6 +110,7 @@ __all__ = [
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
     "TensorWireRpcBackendOptions",
+    "TlsOptions",
     "UnknownWorkerError",
     "WhenFull",
     "WorkerInfo",

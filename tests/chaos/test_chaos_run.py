@@ -42,5 +42,5 @@ def test_help_says_what_the_job_is_and_every_options_default(
     _, about, options = capsys.readouterr().out.split("\n\n")
     assert about.startswith("A parameter-server job whose workers are killed, stopped and cut off")
     described = re.split(r"\n  --(?=[a-z])", options)[1:]
-    assert len(described) == 6
+    assert len(described) == 7
     assert all(re.search(r"[a-z] \(.*\)\s*$", each) for each in described), described

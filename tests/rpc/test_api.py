@@ -233,6 +233,7 @@ def test_no_other_names_are_public_than_those_that_are_meant_to_be() -> None:
         "RpcBackendOptions",
         "TensorPipeAgent",
         "TensorWireRpcBackendOptions",
+        "TlsOptions",
         "WhenFull",
         "WorkerInfo",
         "_set_rpc_timeout",

@@ -26,6 +26,8 @@ from rpc.transports.tensorwire.handshake import (
     Identity,
 )
 from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.tls import Certificates, is_for, wrong_name
+from rpc.transports.tensorwire.tls_socket import TlsSocket, certified_names
 from rpc.transports.tensorwire.unauthenticated import UnauthenticatedConnections
 
 _MOST_SILENT = 128
@@ -43,6 +45,11 @@ class AuthenticatedConnection:
 
     sock: socket.socket
     hello: Hello
+
+    def problem(self, worker: str) -> str:
+        """Says why this cannot be that worker's, as far as certificates go; empty if it can."""
+        names = certified_names(self.sock)
+        return "" if names is None or is_for(names, worker) else wrong_name(names, worker)
 
     def accept(self) -> None:
         """Lets the other end begin."""
@@ -110,6 +117,7 @@ class ConnectionAcceptor:
         most_identified: how many may have named it, and not have proven anything yet.
         origin: returns where a connection comes from; see :func:`origin_of`.
         clock: tells the time in seconds.
+        certificates: for TCP connections; None for those without TLS.
     """
 
     def __init__(
@@ -124,12 +132,14 @@ class ConnectionAcceptor:
         most_identified: int = _MOST_IDENTIFIED,
         origin: Callable[[socket.socket, tuple[str, int]], Hashable] = origin_of,
         clock: Callable[[], float] = time.monotonic,
+        certificates: Certificates | None = None,
     ) -> None:
         self._listeners = listeners
         self._key = key
         self._identity = identity
         self._seconds = seconds
         self._authenticated = authenticated
+        self._certificates = certificates
         self._connections: dict[int, _Unauthenticated] = {}
         self._origin_of = origin
         self._clock = clock
@@ -168,6 +178,8 @@ class ConnectionAcceptor:
         try:
             configure(sock)
             origin = self._origin_of(sock, address)
+            if self._certificates is not None and sock.family != socket.AF_UNIX:
+                sock = TlsSocket.over(sock, self._certificates.accepting())
         except OSError:  # it is gone already
             sock.close()
             return

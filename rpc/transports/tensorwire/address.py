@@ -29,6 +29,7 @@ class TensorWireAddress:
         tcp: ``(address, port)`` pairs, to be tried in order.
         secret: random; part of the key of its handshakes.
         devices: the worker's, and its device maps.
+        tls: its TCP connections speak TLS.
     """
 
     host: str
@@ -36,6 +37,7 @@ class TensorWireAddress:
     tcp: tuple[tuple[str, int], ...]
     secret: bytes
     devices: DeviceInfo = field(default_factory=DeviceInfo)
+    tls: bool = False
 
     def encode(self) -> bytes:
         """The address as bytes for the rendezvous."""
@@ -46,6 +48,7 @@ class TensorWireAddress:
             "tcp": self.tcp,
             "secret": self.secret.hex(),
             "devices": self.devices.to_json(),
+            "tls": self.tls,
         }
         return json.dumps(fields).encode()
 
@@ -67,6 +70,7 @@ class TensorWireAddress:
                 tcp,
                 bytes.fromhex(fields["secret"]),
                 DeviceInfo.from_json(fields["devices"]),
+                bool(fields.get("tls", False)),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise FrameError(f"a peer's address cannot be read: {error!r}") from None

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from rpc.protocol.resumption import SentMessages
 from rpc.transports.tensorwire.framing import FIXED_SIZE, Buffer, WireKind, pack_fixed, pack_pair
+from rpc.transports.tensorwire.tls_socket import take_the_place
 
 _BATCH_FRAMES = 64
 _BATCH_BYTES = 1 << 20
@@ -470,7 +471,7 @@ class Sender:
             with sock, contextlib.suppress(OSError):  # what is wrong, the reader will see
                 if greeting:
                     sock.send(greeting)
-                os.dup2(sock.fileno(), self.sock.fileno(), inheritable=False)
+                take_the_place(self.sock, sock)
             self._generation += 1
             return self._generation
 

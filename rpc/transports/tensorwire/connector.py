@@ -31,6 +31,8 @@ from rpc.transports.tensorwire.handshake import (
     Initiator,
     derive_key,
 )
+from rpc.transports.tensorwire.tls import Certificates, is_for, wrong_name
+from rpc.transports.tensorwire.tls_socket import TlsSocket
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
@@ -39,6 +41,7 @@ _LOOK_SECONDS = 0.1
 _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
 _BACKLOG_PAUSE_SECONDS = 0.01
+_ONE_SIDED = "{} uses TLS and {} does not; give all workers tls=TlsOptions(...), or none"
 OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors for want of descriptors or memory, which may be there again in a moment."""
 
@@ -57,6 +60,7 @@ class Target:
         bulk_connections: over TCP.
         seconds: for everything.
         resume_seconds: to open again what breaks.
+        certificates: for TCP connections; None for those without TLS.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Target:
     bulk_connections: int
     seconds: float
     resume_seconds: float
+    certificates: Certificates | None = None
 
 
 Where = str | tuple[str, int]
@@ -159,6 +164,9 @@ class Connector:
                 problems.append(f"Unix socket: {error}")
             left -= min(left, time.monotonic() - began)
         endpoints = self._endpoints(local=False)
+        if target.address.tls != (target.certificates is not None):
+            problems.append(_ONE_SIDED.format(*_names_of_sides(target)))
+            endpoints = []
         for others, endpoint in zip(reversed(range(len(endpoints))), endpoints, strict=True):
             share = left / (others + 1)
             began = self._allow(share)
@@ -304,11 +312,15 @@ class Connector:
         )
 
     def _open_one(self, endpoint: Endpoint, hello: Hello) -> tuple[socket.socket, int]:
-        sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+        certificates = self.target.certificates
+        is_tls = certificates is not None and endpoint.family != socket.AF_UNIX
+        sock = (TlsSocket if is_tls else socket.socket)(endpoint.family, socket.SOCK_STREAM)
         self._open.append(sock)
         try:
             self._connect(sock, endpoint.where)
             configure(sock)
+            if certificates is not None and isinstance(sock, TlsSocket):
+                self._begin_tls(sock, certificates)
             return sock, self._shake_hands(sock, hello)
         except BaseException:
             sock.close()
@@ -324,13 +336,23 @@ class Connector:
             else:
                 raise OSError(problem, os.strerror(problem))
 
+    def _begin_tls(self, sock: TlsSocket, certificates: Certificates) -> None:
+        sock.start(certificates.connecting())
+        while not sock.shake_hands():
+            self._await(sock, select.POLLIN)
+        if not is_for(sock.names, self.target.name):
+            raise HandshakeError(wrong_name(sock.names, self.target.name))
+
     def _shake_hands(self, sock: socket.socket, hello: Hello) -> int:
         target = self.target
         side = Initiator(derive_key(target.group_key, target.address.secret), hello)
         sock.send(side.begin())
         while not side.accepted:
             self._await(sock, select.POLLIN)
-            data = sock.recv(side.wanted)
+            try:
+                data = sock.recv(side.wanted)
+            except BlockingIOError:  # what arrived is a part of what TLS needs
+                continue
             if not data:
                 raise ConnectionResetError("the connection was closed during the handshake")
             answer = side.receive(data)
@@ -357,6 +379,11 @@ class Connector:
         if left <= 0:
             raise TimeoutError(f"no answer within {self._seconds:.3g} s")
         return left
+
+
+def _names_of_sides(target: Target) -> tuple[str, str]:
+    with_tls, without = "this worker", f"worker {target.name}"
+    return (without, with_tls) if target.address.tls else (with_tls, without)
 
 
 def _family(host: str) -> socket.AddressFamily:

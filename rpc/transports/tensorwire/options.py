@@ -24,6 +24,7 @@ from rpc.constants import (
 from rpc.devices import DeviceLike
 from rpc.options import TensorPipeRpcBackendOptions, WhenFull
 from rpc.transports.tensorwire.settings import Settings
+from rpc.transports.tensorwire.tls import TlsOptions
 
 _DEFAULT = Settings()
 
@@ -62,6 +63,8 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             Longer pays where workers have cores of their own and work on each other's
             answers in turn; it takes processor time from what else runs there, Python's
             other threads in the process included. 0 to sleep at once.
+        tls: certificates with which connections over TCP are encrypted and workers prove who
+            they are, besides the key; see :class:`rpc.TlsOptions`. Default no TLS.
         bring_up_timeout: see :class:`rpc.RpcBackendOptions`.
         shutdown_timeout: see :class:`rpc.RpcBackendOptions`.
         liveness_timeout: see :class:`rpc.RpcBackendOptions`.
@@ -101,6 +104,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
         busy_poll: float = DEFAULT_BUSY_POLL_SEC,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
+        tls: TlsOptions | None = None,
         bring_up_timeout: float = DEFAULT_BRING_UP_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         liveness_timeout: float | None = DEFAULT_LIVENESS_TIMEOUT_SEC,
@@ -129,6 +133,7 @@ class TensorWireRpcBackendOptions(TensorPipeRpcBackendOptions):
             max_message_bytes=max_message_bytes,
             busy_poll_seconds=busy_poll,
             resume_seconds=link_resume_timeout,
+            tls=tls,
         )
 
     @property

@@ -15,6 +15,7 @@ from rpc.constants import (
 )
 from rpc.devices import DeviceMap
 from rpc.options import WhenFull
+from rpc.transports.tensorwire.tls import TlsOptions
 
 _LONGEST_BUSY_POLL = 0.01
 """Sleeping costs a hundredth of that."""
@@ -49,6 +50,7 @@ class Settings:
         device_maps: by name of the destination worker, its device for each of
             this worker's devices.
         devices: the CUDA devices that may be used; empty for those that the maps name.
+        tls: certificates for TCP connections; None for connections without TLS.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -68,6 +70,7 @@ class Settings:
     busy_poll_seconds: float = DEFAULT_BUSY_POLL_SEC
     device_maps: Mapping[str, DeviceMap] = field(default_factory=dict)
     devices: tuple[torch.device, ...] = ()
+    tls: TlsOptions | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_key, bytes):
@@ -78,6 +81,8 @@ class Settings:
             raise TypeError(f"local_paths={self.local_paths!r} is neither True nor False")
         if not isinstance(self.when_full, WhenFull):
             raise TypeError(f"when_full={self.when_full!r} is not a WhenFull")
+        if not isinstance(self.tls, TlsOptions | None):
+            raise TypeError(f"tls={self.tls!r} is a {type(self.tls).__name__}, not TlsOptions")
         _check_whole("shared_memory", self.shared_memory_bytes, 0)
         _check_whole("max_bytes_in_flight", self.max_bytes_in_flight, 1)
         _check_whole("tcp_connections", self.bulk_connections, 1)

@@ -46,6 +46,7 @@ from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import Settings
 from rpc.transports.tensorwire.shared import Shared
+from rpc.transports.tensorwire.tls import Certificates
 from rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -65,6 +66,7 @@ class _Running:
     address: TensorWireAddress
     acceptor: ConnectionAcceptor
     shared: Shared
+    certificates: Certificates | None
 
 
 class TensorWireTransport:
@@ -103,12 +105,20 @@ class TensorWireTransport:
         self, info: WorkerInfo, incarnation: int, receiver: Receiver, made: ExitStack
     ) -> _Running:
         settings = self._settings
+        certificates = None
+        if settings.tls is not None:
+            certificates = Certificates(settings.tls, info.name)
         listeners, address = self._listen(made)
         name = f"tensorwire-{info.name}"
         identity = Identity(info.id, incarnation)
         key = derive_key(settings.group_key, address.secret)
         acceptor = ConnectionAcceptor(
-            listeners, key, identity, settings.connect_seconds, self._admit
+            listeners,
+            key,
+            identity,
+            settings.connect_seconds,
+            self._admit,
+            certificates=certificates,
         )
         replies = ReplySide(f"{name}-replies", settings.busy_poll_seconds)
         made.callback(replies.close)
@@ -135,7 +145,7 @@ class TensorWireTransport:
             receiver.patience,
             self._lost,
         )
-        return _Running(info, identity, receiver, address, acceptor, shared)
+        return _Running(info, identity, receiver, address, acceptor, shared, certificates)
 
     def _listen(self, made: ExitStack) -> tuple[list[socket.socket], TensorWireAddress]:
         listeners = listen_tcp(self._settings.bind_address)
@@ -154,7 +164,12 @@ class TensorWireTransport:
                 unix_name = unix.getsockname()[1:].decode()
         devices = local_device_info(self._settings.device_maps, self._settings.devices)
         return listeners, TensorWireAddress(
-            host, unix_name, tcp, os.urandom(_SECRET_BYTES), devices
+            host,
+            unix_name,
+            tcp,
+            os.urandom(_SECRET_BYTES),
+            devices,
+            tls=self._settings.tls is not None,
         )
 
     def _running(self) -> _Running:
@@ -200,6 +215,7 @@ class TensorWireTransport:
             settings.bulk_connections,
             settings.connect_seconds,
             settings.resume_seconds,
+            now.certificates,
         )
         theirs = address.devices.maps.get(now.info.name, {})
         return RemotePeer(
@@ -238,6 +254,8 @@ class TensorWireTransport:
                     self._admit(authenticated)
         elif peer.incarnation > initiator.incarnation:
             authenticated.reject(f"incarnation {initiator.incarnation} of this worker is history")
+        elif problem := authenticated.problem(peer.name):
+            authenticated.reject(problem)
         else:
             peer.accept(authenticated)
 
