@@ -12,6 +12,7 @@
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, one to three minutes
+#   make fuzz     ten minutes of made-up bytes for everything that reads from the network
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
 #   make docs     the documentation as web pages, in build/docs
 #   make clean    remove the environment and all caches; results in runs/ stay
@@ -118,6 +119,11 @@ conformance: $(READY)
 
 simulate: $(READY)
 	@$(RUN) tests/simulation/many_seeds.py $(ARGS)
+
+.PHONY: fuzz
+fuzz: export FUZZ_SECONDS ?= 600
+fuzz: $(READY)
+	@$(TEST) tests/fuzz $(ARGS)
 
 mutants: $(READY)
 	@PYTHONPATH=. $(RUN) tests/simulation/kill_mutants.py $(or $(ARGS),--fresh)

@@ -85,7 +85,7 @@ class Departure:
         try:
             name, rank, incarnation, end, author, at, reason, record = json.loads(data[1:])
             return cls(name, rank, incarnation, End(end), author, at, reason, record)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BringUpError(
                 f"the store holds something else than a departure: {error}"
             ) from error

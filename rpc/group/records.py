@@ -80,7 +80,7 @@ class Record:
             record = cls(**fields)
             record._check_types()
             return record
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BringUpError(
                 f"the store holds something else than a record of this version: {error}"
             ) from error
