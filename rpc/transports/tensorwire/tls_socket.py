@@ -100,7 +100,7 @@ class TlsSocket(socket.socket):
                 self._send_outgoing()  # says why
                 raise
         self._send_outgoing()
-        if not (session.incoming.pending or session.tls.pending()):
+        if not self._holds_bytes():
             self._discard()
         return True
 
@@ -140,6 +140,8 @@ class TlsSocket(socket.socket):
         while missing and (part := self._next(missing, None)):
             parts.append(part)
             missing -= len(part)
+            if self._is_drained():
+                break
         self._received(bool(parts), missing)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -150,6 +152,8 @@ class TlsSocket(socket.socket):
         filled = 0
         while filled < len(view) and (count := self._next(len(view) - filled, view[filled:])):
             filled += count
+            if self._is_drained():
+                break
         self._received(filled > 0, len(view) - filled)
         return filled
 
@@ -160,7 +164,7 @@ class TlsSocket(socket.socket):
     def _next(self, size: int, buffer: memoryview | None) -> Any:
         """Decrypts up to ``size`` bytes; nothing if no more have arrived, or ever will."""
         session = self._session
-        while True:
+        while self._holds_bytes() or self._take_in():
             try:
                 with session.lock:
                     found = session.tls.read(size, buffer)
@@ -173,6 +177,15 @@ class TlsSocket(socket.socket):
             else:
                 session.is_over = not found
                 return found
+        return b""
+
+    def _holds_bytes(self) -> bool:
+        """True while there is something to decrypt that was taken out of the system's buffer."""
+        return bool(self._session.incoming.pending or self._session.tls.pending())
+
+    def _is_drained(self) -> bool:
+        """True if all that had arrived at the last look was decrypted and handed out."""
+        return self._session.seen < _CHUNK and not self._holds_bytes()
 
     def _received(self, anything: bool, missing: int) -> None:
         """The caller gets what was decrypted. If that is less than it took, all is read."""
