@@ -16,6 +16,7 @@ from autograd_dist.contexts import (
 )
 from autograd_dist.extension import AutogradExtension
 from autograd_dist.grad_fields import GradFields
+from autograd_dist.sequels import Sequels
 from autograd_dist.wire import EXTENSION_NAME
 from rpc import extend
 from rpc.errors import RpcError
@@ -119,6 +120,17 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RuntimeError: a root is unusable, or the context does not exist here.
         TypeError: an argument has the wrong type.
     """
+    backward_with_sequel(context_id, roots, retain_graph, b"")
+
+
+def backward_with_sequel(
+    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, sequel: bytes
+) -> int:
+    """As :func:`backward`; other workers run the sequel when their gradients are complete.
+
+    Returns:
+        How many did; see ``sequels``.
+    """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence):
         raise TypeError(
             "backward(): incompatible function arguments. Expected (context_id: int, "
@@ -128,7 +140,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     extension = _extension()
     extension.contexts.find(context_id)
     _check_roots(roots)
-    extension.backward(context_id, roots, retain_graph)
+    return extension.backward(context_id, roots, retain_graph, sequel)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -162,6 +174,11 @@ def grad_fields() -> GradFields:
             ...
     """
     return _extension().grad_fields
+
+
+def sequels() -> Sequels:
+    """What this worker does when its gradients of a pass are complete."""
+    return _extension().sequels
 
 
 def _extension() -> AutogradExtension:

@@ -24,6 +24,7 @@ from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
 from autograd_dist.profiled import PASS, in_span
+from autograd_dist.sequels import Sequels
 from autograd_dist.wire import (
     EXTENSION_NAME,
     AckMessage,
@@ -74,6 +75,9 @@ class BackwardPasses:
         worker: sends.
         contexts: of this worker.
         grad_fields: of this worker.
+
+    Attributes:
+        sequels: what this worker does when its gradients of a pass are complete.
     """
 
     def __init__(
@@ -86,13 +90,20 @@ class BackwardPasses:
         self._me = worker.info.id
         self._contexts = contexts
         self._grad_fields = grad_fields
+        self.sequels = Sequels()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._passes: dict[int, _OfContext] = {}
         self._closed = False
 
-    def run(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
-        """Runs a pass from roots here, to its end.
+    def run(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        retain_graph: bool,
+        sequel: bytes = b"",
+    ) -> int:
+        """Runs a pass from roots here, to its end; returns how many workers ran the sequel.
 
         Raises:
             BackwardError: it failed, here or on another worker; a
@@ -104,7 +115,7 @@ class BackwardPasses:
         context = self._contexts.find(context_id)
         pass_id: PassId = new_tuple(PassId, (context_id, self._me, next(self._numbers)))
         home: Home[Failure | None] = Home(self._worker)
-        driver = self._make_driver(context, pass_id, retain_graph, home.close)
+        driver = self._make_driver(context, pass_id, retain_graph, home.close, sequel)
         driver.home = home
         forget = when_cancelled(lambda: driver.failed(_GIVEN_UP))
         try:
@@ -115,6 +126,7 @@ class BackwardPasses:
             self._end(driver)
         if error is not None:
             raise _as_raised(error, driver.take_cause())
+        return driver.stepped
 
     def request_arrived(
         self, sender: int, message: PassMessage, tensors: Sequence[torch.Tensor]
@@ -182,7 +194,9 @@ class BackwardPasses:
         try:
             present, tensors = gather(payload or [])
             oldest = self._oldest(driver.pass_id)
-            message = encode_request(driver.pass_id, oldest, request, driver.retain_graph, present)
+            message = encode_request(
+                driver.pass_id, oldest, request, driver.retain_graph, present, driver.sequel
+            )
             for gradient in tensors:
                 if not gradient.is_cpu:
                     tensors = sendable(tensors, self._worker.device_map(to))
@@ -231,6 +245,7 @@ class BackwardPasses:
         pass_id: PassId,
         retain_graph: bool,
         finished: Callable[[Failure | None], None],
+        sequel: bytes,
     ) -> Driver:
         participant: Participant[Payload, Slot] = Participant(
             self._me, pass_id.root, context.workers
@@ -245,7 +260,15 @@ class BackwardPasses:
             retain_graph=retain_graph,
         )
         return PassDriver(
-            pass_id, self._me, participant, make_local, self, finished, retain_graph=retain_graph
+            pass_id,
+            self._me,
+            participant,
+            make_local,
+            self,
+            finished,
+            retain_graph=retain_graph,
+            sequel=sequel,
+            run_sequel=partial(self.sequels.run, context=context),
         )
 
     def _begin(self, driver: Driver) -> None:
@@ -293,7 +316,9 @@ class BackwardPasses:
             driver = passes.drivers.get(pass_id)
             is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number
             if driver is None and not is_over:
-                driver = self._make_driver(context, pass_id, message.retain_graph, _never_called)
+                driver = self._make_driver(
+                    context, pass_id, message.retain_graph, _never_called, message.sequel
+                )
                 passes.drivers[pass_id] = driver
         for finished in over:
             finished.abandon()

@@ -114,12 +114,16 @@ class DistAutogradContext:
     Args:
         context_id: the same on every worker.
         life: which of this worker's, so that no message of a later one has the id of its.
+
+    Attributes:
+        sequels: those that were begun here, and once more each that was done; see ``sequels``.
     """
 
     def __init__(self, context_id: int, life: int = 0) -> None:
         self.context_id = context_id
         self._last_message_id = life << _LIFE_SHIFT
         self.leaves = LeafGradients()
+        self.sequels: list[bytes] = []
         self._lock = threading.Lock()
         self._sends: dict[int, Sequence[SentTensor]] = {}
         self._receipts: dict[tuple[int, int], ReferenceType[Node]] = {}

@@ -65,6 +65,7 @@ class AutogradExtension:
 
     Attributes:
         backward: runs a backward pass from roots on this worker.
+        sequels: what this worker does when its gradients of a pass are complete.
     """
 
     name: ClassVar[str] = EXTENSION_NAME
@@ -76,6 +77,7 @@ class AutogradExtension:
         self.grad_fields = GradFields(worker.time_left)
         self._passes = BackwardPasses(worker, self.contexts, self.grad_fields)
         self.backward = self._passes.run
+        self.sequels = self._passes.sequels
         self._closed = False
         self._releases = Releases(f"rpc-{worker.info.name}-releases", self._tell)
 

@@ -67,6 +67,8 @@ class PassDriver(Generic[T]):
         wire: sends.
         finished: called once, at the root, with the error or None.
         retain_graph: whether graphs must survive the pass.
+        sequel: of the pass; see ``sequels``.
+        run_sequel: does it here, and returns 1 if it did.
 
     Attributes:
         home: at the root, the thread that waits for the pass and does its local share.
@@ -82,9 +84,13 @@ class PassDriver(Generic[T]):
         finished: Callable[[Failure | None], None],
         *,
         retain_graph: bool,
+        sequel: bytes = b"",
+        run_sequel: Callable[[bytes], int] | None = None,
     ) -> None:
         self.pass_id = pass_id
         self.retain_graph = retain_graph
+        self.sequel = sequel
+        self._run_sequel = run_sequel
         self.home: Home[Failure | None] | None = None
         self._me = me
         self._participant = participant
@@ -199,7 +205,7 @@ class PassDriver(Generic[T]):
         if local is None:
             with self._participant_lock:
                 return participant.abandoned()
-        resolved, reach = 0, None
+        resolved, stepped, reach = 0, 0, None
         try:
             if isinstance(effect, RunWave):
                 for arrived in effect.arrived:
@@ -207,6 +213,7 @@ class PassDriver(Generic[T]):
                 if effect.only_promised is not None:
                     resolved = _resolve_others(local, effect.only_promised)
                 local.run_wave()
+                stepped = self._step_if_complete(local)
             elif isinstance(effect, FollowStuck):
                 reach = local.reach_of_stuck()
             else:
@@ -216,7 +223,24 @@ class PassDriver(Generic[T]):
         with self._participant_lock:
             if reach is not None:
                 return participant.reach_found(reach)
-            return participant.wave_finished(bool(local.contributions), resolved)
+            return participant.wave_finished(bool(local.contributions), resolved, stepped)
+
+    def _step_if_complete(self, local: LocalPass) -> int:
+        """Runs the sequel if no gradient will come to this worker any more in this pass.
+
+        At the root it may: no message of its own says that its roots' gradients are all.
+        """
+        if not self.sequel or self._run_sequel is None or self.pass_id.root == self._me:
+            return 0
+        if local.waiting_sends or local.contributions:
+            return 0
+        return self._run_sequel(self.sequel)
+
+    @property
+    def stepped(self) -> int:
+        """At the root: how many workers ran the sequel."""
+        with self._participant_lock:
+            return self._participant.newly_stepped
 
     def _effects_of(self, error: BaseException, what: str = "") -> list[Effect[Payload, T]]:
         failure = Failure.of(self._me, error, what)

@@ -96,11 +96,13 @@ class Ack(NamedTuple):
         stuck: change in the number of stuck workers since the answerer's last report.
         resolved: sends resolved as having no gradient since then.
         error: why the pass failed, if it did.
+        stepped: workers that ran the pass's sequel since then; see ``sequels``.
     """
 
     stuck: int = 0
     resolved: int = 0
     error: Failure | None = None
+    stepped: int = 0
 
 
 _NOTHING_NEW = Ack()
@@ -184,6 +186,9 @@ class Participant(Generic[P, T]):
         me: this worker.
         root: the worker that started the pass.
         neighbours: gives the other workers of the context that this one knows.
+
+    Attributes:
+        newly_stepped: workers that ran the sequel and were not reported yet; at the root, all.
     """
 
     def __init__(self, me: int, root: int, neighbours: Callable[[], Iterable[int]]) -> None:
@@ -205,6 +210,7 @@ class Participant(Generic[P, T]):
         self._stuck_known = 0
         self._newly_stuck = 0
         self._newly_resolved = 0
+        self.newly_stepped = 0
         self._error: Failure | None = None
         self._over = False
 
@@ -256,13 +262,15 @@ class Participant(Generic[P, T]):
             return []
         return self._send(origin.sender, Gradients(origin.message_id), payload)
 
-    def wave_finished(self, is_stuck: bool, resolved: int) -> list[Effect[P, T]]:
+    def wave_finished(self, is_stuck: bool, resolved: int, stepped: int = 0) -> list[Effect[P, T]]:
         """The wave is over.
 
         Args:
             is_stuck: gradients are waiting here.
             resolved: sends that this wave resolved as having no gradient.
+            stepped: 1 if the pass's sequel ran here.
         """
+        self.newly_stepped += stepped
         self._is_working = False
         self._newly_stuck += int(is_stuck) - self._stuck_here
         self._stuck_here = int(is_stuck)
@@ -284,6 +292,7 @@ class Participant(Generic[P, T]):
         self._owed -= 1
         self._newly_stuck += ack.stuck
         self._newly_resolved += ack.resolved
+        self.newly_stepped += ack.stepped
         if ack.error is not None:
             return self.failed(ack.error)
         if returned is not None:
@@ -356,8 +365,9 @@ class Participant(Generic[P, T]):
         if self._is_root:
             return self._quiescent()
         if self._parent:
-            report, returned = Ack(self._newly_stuck, self._newly_resolved), self._held
-            self._newly_stuck = self._newly_resolved = 0
+            report = Ack(self._newly_stuck, self._newly_resolved, None, self.newly_stepped)
+            self._newly_stuck = self._newly_resolved = self.newly_stepped = 0
+            returned = self._held
             return [Acknowledge(self._disengage(), report, returned)]
         return []
 

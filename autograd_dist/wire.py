@@ -11,6 +11,7 @@ import torch
 
 from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Request, Settle, Survey
+from autograd_dist.sequels import SEQUEL_BYTES
 from rpc.errors import FrameError
 from rpc.extend import new_tuple
 
@@ -19,11 +20,12 @@ EXTENSION_NAME: Final = "autograd_dist"
 _CALL: Final = struct.Struct("<QQ?")
 _HEAD: Final = struct.Struct("<BBQIQQ")
 _FIELDS: Final = struct.Struct("<QQ")
-_ACK: Final = struct.Struct("<BiI")
+_ACK: Final = struct.Struct("<BiII")
 _RETURNED: Final = struct.Struct("<Q")
 _LOST: Final = struct.Struct("<QII")
 _POSITION: Final = "I"
 
+_RETAIN_GRAPH, _HAS_SEQUEL = 1, 2
 _BARE, _WITH_FAILURE, _WITH_GRADIENTS = range(3)
 _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
@@ -109,6 +111,7 @@ class PassMessage(NamedTuple):
         request: what is asked.
         retain_graph: whether graphs must survive the pass.
         present: for gradients, which of the message's tensors have one.
+        sequel: of the pass, if it has one; see ``sequels``.
     """
 
     pass_id: PassId
@@ -116,6 +119,7 @@ class PassMessage(NamedTuple):
     request: Request
     retain_graph: bool = False
     present: tuple[bool, ...] = ()
+    sequel: bytes = b""
 
 
 def encode_request(
@@ -124,6 +128,7 @@ def encode_request(
     request: Request,
     retain_graph: bool = False,
     present: Sequence[bool] = (),
+    sequel: bytes = b"",
 ) -> bytes:
     """The bytes of a :class:`PassMessage`."""
     if isinstance(request, Gradients):
@@ -134,8 +139,9 @@ def encode_request(
     else:
         kind = _SURVEY if isinstance(request, Survey) else _SETTLE
         first, second, rest = request.round, 0, b""
-    head = _HEAD.pack(kind, retain_graph, *pass_id, oldest)
-    return head + _FIELDS.pack(first, second) + rest
+    flags = _RETAIN_GRAPH * retain_graph + _HAS_SEQUEL * bool(sequel)
+    head = _HEAD.pack(kind, flags, *pass_id, oldest)
+    return head + _FIELDS.pack(first, second) + sequel + rest
 
 
 def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
@@ -146,7 +152,7 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
     """
     if len(body) < _HEAD.size:
         raise FrameError(f"{len(body)} bytes are no autograd message")
-    kind, retain_graph, context_id, root, number, oldest = _HEAD.unpack_from(body)
+    kind, flags, context_id, root, number, oldest = _HEAD.unpack_from(body)
     if kind == _RELEASE:
         return Release(_context_ids(body, context_id))
     if kind == _INQUIRY:
@@ -155,10 +161,17 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
         raise FrameError(f"an autograd message of kind {kind} ends after {len(body)} bytes")
     first, second = _FIELDS.unpack_from(body, _HEAD.size)
     end = _HEAD.size + _FIELDS.size
+    sequel = b""
+    if flags & _HAS_SEQUEL:
+        sequel = body[end : end + SEQUEL_BYTES]
+        end += SEQUEL_BYTES
+        if len(body) < end:
+            raise FrameError(f"the sequel of an autograd message ends after {len(body)} bytes")
     present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
     request = _request(kind, first, second, body, end)
     pass_id = new_tuple(PassId, (context_id, root, number))
-    return new_tuple(PassMessage, (pass_id, oldest, request, bool(retain_graph), present))
+    retain_graph = bool(flags & _RETAIN_GRAPH)
+    return new_tuple(PassMessage, (pass_id, oldest, request, retain_graph, present, sequel))
 
 
 def decode_release(body: bytes) -> Release:
@@ -219,31 +232,32 @@ class AckMessage(NamedTuple):
         """
         if len(data) < _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of gradients")
-        kind, stuck, resolved = _ACK.unpack_from(data)
+        kind, stuck, resolved, stepped = _ACK.unpack_from(data)
         if kind == _WITH_FAILURE:
-            return cls(Ack(stuck, resolved, _failure(data)))
+            return cls(Ack(stuck, resolved, _failure(data), stepped))
         if kind == _WITH_GRADIENTS:
             start = _ACK.size + _RETURNED.size
             if len(data) < start:
                 raise FrameError(f"{len(data)} bytes are no acknowledgement with gradients")
             message_id = _RETURNED.unpack_from(data, _ACK.size)[0]
-            return cls(Ack(stuck, resolved), message_id, tuple(map(bool, data[start:])))
+            ack = Ack(stuck, resolved, None, stepped)
+            return cls(ack, message_id, tuple(map(bool, data[start:])))
         if kind != _BARE or len(data) > _ACK.size:
             raise FrameError(f"{len(data)} bytes are no acknowledgement of kind {kind}")
-        return new_tuple(cls, (new_tuple(Ack, (stuck, resolved, None)), 0, None))
+        return new_tuple(cls, (new_tuple(Ack, (stuck, resolved, None, stepped)), 0, None))
 
 
 def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = None) -> bytes:
     """The bytes of an :class:`AckMessage`. What cannot be encoded of an error's text is escaped."""
-    stuck, resolved, failure = ack
+    stuck, resolved, failure, stepped = ack
     if present is not None:
-        head = _ACK.pack(_WITH_GRADIENTS, stuck, resolved)
+        head = _ACK.pack(_WITH_GRADIENTS, stuck, resolved, stepped)
         return head + _RETURNED.pack(message_id) + bytes(present)
     if failure is None:
-        return _ACK.pack(_BARE, stuck, resolved)
+        return _ACK.pack(_BARE, stuck, resolved, stepped)
     lost = failure.lost or LostWorker("", 0, "")
     name, reason, text = map(_encoded, (lost.name, lost.reason, failure.text))
-    head = _ACK.pack(_WITH_FAILURE, stuck, resolved)
+    head = _ACK.pack(_WITH_FAILURE, stuck, resolved, stepped)
     return head + _LOST.pack(lost.incarnation, len(name), len(reason)) + name + reason + text
 
 

@@ -34,8 +34,8 @@ def clip_grad_norm_(
         The norm of all gradients together, before they were clipped.
 
     Raises:
-        RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set; or
-            there is no such context.
+        RuntimeError: the norm is infinite or no number, and ``error_if_nonfinite`` is set;
+            there is no such context; or ``backward_and_step()`` stepped in it.
 
     Example::
 
@@ -43,6 +43,11 @@ def clip_grad_norm_(
         optim_dist.clip_grad_norm_(context_id, model.remote_parameters(), 1.0)
         optimizer.step(context_id)
     """
+    if autograd_dist._retrieve_context(context_id).sequels:
+        raise RuntimeError(
+            f"the gradients of context {context_id} were used by backward_and_step() already; to "
+            "clip them, call backward(), clip_grad_norm_() and step()"
+        )
     by_owner: dict[rpc.WorkerInfo, list[tuple[int, rpc.RRef[Any]]]] = {}
     for position, rref in enumerate(params_rref):
         by_owner.setdefault(rref.owner(), []).append((position, rref))

@@ -13,11 +13,16 @@ import torch
 
 import autograd_dist
 import rpc
+from autograd_dist.api import backward_with_sequel, sequels
 from autograd_dist.contexts import entered
+from autograd_dist.sequels import new_name, new_sequel
 from optim_dist.failures import from_each, from_one
 from optim_dist.local_optimizer import LocalOptimizer, name_of, require_usable
 from optim_dist.state import StateAcrossOwners
-from rpc.extend import call_method, import_remedy
+from rpc.extend import call_method, import_remedy, retell
+
+_SECONDS_TO_TELL: Final = 5.0
+"""What an owner gets to say whether it had stepped, after a pass failed."""
 
 
 class DistributedOptimizer(StateAcrossOwners):
@@ -80,13 +85,16 @@ class DistributedOptimizer(StateAcrossOwners):
         if not args:
             kwargs = _defaults_of(optimizer_class) | kwargs
         self._name = name_of(optimizer_class)
+        self._sequel_name = new_name()
         by_owner, positions = _by_owner(params_rref)
         self._positions = [positions[owner] for owner in by_owner]
         self.remote_optimizers: list[rpc.RRef[OwnersOptimizer]] = from_each(
             f"making the optimizer {self._name}",
             by_owner,
             lambda owner: rpc.rpc_async(
-                owner, _make_local_optimizer, (optimizer_class, by_owner[owner], args, kwargs)
+                owner,
+                _make_local_optimizer,
+                (optimizer_class, by_owner[owner], args, kwargs, self._sequel_name),
             ),
         )
 
@@ -117,6 +125,82 @@ class DistributedOptimizer(StateAcrossOwners):
                 optimizers,
                 lambda to: rpc.rpc_async(to, call_method, (optimizers[to], _STEP, context_id)),
             )
+
+    def backward_and_step(
+        self, context_id: int, losses: Sequence[torch.Tensor], retain_graph: bool = False
+    ) -> None:
+        """Runs the backward pass and steps: as ``autograd_dist.backward``, then :meth:`step`.
+
+        Parameters become the same, bit for bit, in one exchange of messages less: an owner
+        steps as soon as its own gradients are complete, and answers both at once. Nothing can
+        be done between the two, so there is no clipping of gradients; to clip, call
+        ``autograd_dist.backward``, ``clip_grad_norm_`` and :meth:`step`.
+
+        Args:
+            context_id: of the autograd context that the losses were computed in.
+            losses: scalars on this worker, the roots of the backward pass.
+            retain_graph: keep the graph, on every worker, for another pass.
+
+        Raises:
+            BackwardError: the backward pass or an owner's step failed; the text says on which
+                worker, and which owners had stepped. Nothing is undone.
+            RuntimeError: a loss is unusable, or there is no such context.
+            TypeError: an argument has the wrong type.
+            Exception: of the type that the first owner to fail raised whose step came after
+                the pass, as :meth:`step` does.
+
+        Example::
+
+            with autograd_dist.context() as context_id:
+                optimizer.backward_and_step(context_id, [forward(batch)])
+        """
+        if self._groups is not None:
+            self._send_groups()
+        sequel = new_sequel(self._sequel_name)
+        try:
+            stepped = backward_with_sequel(context_id, losses, retain_graph, sequel)
+        except Exception as error:
+            raise self._with_names_of_stepped(error, context_id, sequel) from error
+        if stepped < len(self.remote_optimizers):
+            self._step_the_others(context_id, sequel)
+        autograd_dist._retrieve_context(context_id).sequels.append(sequel)
+
+    def _step_the_others(self, context_id: int, sequel: bytes) -> None:
+        """Has those owners step that could not know that their gradients were complete."""
+        with entered(context_id):
+            from_each(
+                f"the step of {self._name}",
+                [optimizer.owner() for optimizer in self.remote_optimizers],
+                lambda to: rpc.rpc_async(to, _step_unless_done, (context_id, sequel)),
+            )
+
+    def _with_names_of_stepped(self, error: Exception, context_id: int, sequel: bytes) -> Exception:
+        """The same error, which also says which owners had stepped."""
+        owners = [optimizer.owner() for optimizer in self.remote_optimizers]
+        asked = [(owner, _has_stepped_at(owner, context_id, sequel)) for owner in owners]
+        answers = [(owner.name, _answer_of(future)) for owner, future in asked]
+        stepped = [name for name, answer in answers if answer is True]
+        unknown = [name for name, answer in answers if answer is None]
+        told = f"owners that had stepped: {', '.join(stepped) or 'none'}"
+        if unknown:
+            told += f"; of {', '.join(unknown)} it is not known"
+        return retell(error, f"{error} ({told})")
+
+
+def _has_stepped_at(
+    owner: rpc.WorkerInfo, context_id: int, sequel: bytes
+) -> rpc.Future[bool] | None:
+    try:
+        return rpc.rpc_async(owner, _has_stepped, (context_id, sequel), timeout=_SECONDS_TO_TELL)
+    except Exception:  # it may be lost, which is what the error is about
+        return None
+
+
+def _answer_of(future: rpc.Future[bool] | None) -> bool | None:
+    try:
+        return None if future is None else bool(future.wait())
+    except Exception:  # as above
+        return None
 
 
 def _defaults_of(optimizer_class: object) -> dict[str, Any]:
@@ -164,12 +248,27 @@ class OwnersOptimizer(LocalOptimizer):
 _STEP: Final = OwnersOptimizer.step.__name__
 
 
+def _step_unless_done(context_id: int, sequel: bytes) -> None:
+    sequels().run(sequel, autograd_dist._retrieve_context(context_id))
+
+
+def _has_stepped(context_id: int, sequel: bytes) -> bool:
+    try:
+        context = autograd_dist._retrieve_context(context_id)
+    except autograd_dist.UnknownContextError:  # no gradient came here
+        return False
+    return sequels().has_run(sequel, context)
+
+
 def _make_local_optimizer(
     optimizer_class: Callable[..., Any],
     parameters: Sequence[rpc.RRef[Any]],
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    sequel_name: bytes,
 ) -> rpc.RRef[OwnersOptimizer]:
     values = [rref.local_value() for rref in parameters]
     fields = autograd_dist.grad_fields()
-    return rpc.RRef(OwnersOptimizer(optimizer_class, values, args, kwargs, fields))
+    optimizer = OwnersOptimizer(optimizer_class, values, args, kwargs, fields)
+    sequels().keep(sequel_name, optimizer)
+    return rpc.RRef(optimizer)

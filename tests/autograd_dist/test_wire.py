@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autograd_dist.failure import Failure, LostWorker
 from autograd_dist.passes import Ack, Gradients, PassId, Promise, Settle, Survey
+from autograd_dist.sequels import SEQUEL_BYTES
 from autograd_dist.wire import (
     AckMessage,
     CallMetadata,
@@ -37,11 +38,20 @@ REQUESTS = st.one_of(
 )
 
 
-@given(PASS_IDS, WIDE, REQUESTS, st.booleans(), st.lists(st.booleans()).map(tuple))
-def test_requests_survive_the_wire(pass_id, oldest, request, retain_graph, present):
+SEQUELS = st.just(b"") | st.binary(min_size=SEQUEL_BYTES, max_size=SEQUEL_BYTES)
+
+
+@given(PASS_IDS, WIDE, REQUESTS, st.booleans(), st.lists(st.booleans()).map(tuple), SEQUELS)
+def test_requests_survive_the_wire(pass_id, oldest, request, retain_graph, present, sequel):
     present = present if isinstance(request, Gradients) else ()
-    message = PassMessage(pass_id, oldest, request, retain_graph, present)
+    message = PassMessage(pass_id, oldest, request, retain_graph, present, sequel)
     assert decode_message(encode_request(*message)) == message
+
+
+def test_a_request_whose_sequel_is_cut_short_is_refused():
+    whole = encode_request(PassId(1, 2, 3), 3, Settle(1), sequel=bytes(SEQUEL_BYTES))
+    with pytest.raises(FrameError, match="sequel"):
+        decode_message(whole[:-1])
 
 
 @given(st.lists(WIDE, max_size=5).map(tuple))
@@ -73,15 +83,18 @@ LOST = st.builds(LostWorker, st.text(min_size=1), WIDE, st.text())
 FAILURE = st.builds(Failure, st.text(), LOST | st.none())
 
 
-@given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1), FAILURE | st.none())
-def test_acknowledgements_survive_the_wire(stuck, resolved, error):
-    message = AckMessage(Ack(stuck, resolved, error))
+NUMBERS = st.integers(0, 2**32 - 1)
+
+
+@given(st.integers(-(2**31), 2**31 - 1), NUMBERS, FAILURE | st.none(), NUMBERS)
+def test_acknowledgements_survive_the_wire(stuck, resolved, error, stepped):
+    message = AckMessage(Ack(stuck, resolved, error, stepped))
     assert AckMessage.decode(encode_ack(*message)) == message
 
 
 @given(st.integers(-(2**31), 2**31 - 1), WIDE, st.lists(st.booleans(), max_size=5).map(tuple))
 def test_acknowledgements_with_gradients_survive_the_wire(stuck, message_id, present):
-    message = AckMessage(Ack(stuck, 3), message_id, present)
+    message = AckMessage(Ack(stuck, 3, None, 2), message_id, present)
     assert AckMessage.decode(encode_ack(*message)) == message
 
 
@@ -104,7 +117,7 @@ def test_an_acknowledgement_whose_message_is_cut_short_is_refused(missing):
         AckMessage.decode(whole[:-missing])
 
 
-@pytest.mark.parametrize("data", [b"\3" + bytes(8), bytes(10)])
+@pytest.mark.parametrize("data", [b"\3" + bytes(12), bytes(14)])
 def test_an_acknowledgement_of_no_known_kind_or_with_bytes_to_spare_is_refused(data):
     with pytest.raises(FrameError, match="acknowledgement"):
         AckMessage.decode(data)
