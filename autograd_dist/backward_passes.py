@@ -245,7 +245,7 @@ class BackwardPasses:
         pass_id: PassId,
         retain_graph: bool,
         finished: Callable[[Failure | None], None],
-        sequel: bytes,
+        sequel: bytes = b"",
     ) -> Driver:
         participant: Participant[Payload, Slot] = Participant(
             self._me, pass_id.root, context.workers
