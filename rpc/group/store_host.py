@@ -8,9 +8,11 @@ happens on a thread of its own, and nobody waits for it: the server answers befo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ from rpc.runtime.threads import Thread
 _logger = logging.getLogger("rpc")
 
 _BACKLOG: Final = 1024
+_DESCRIPTORS: Final = 1 << 16
+"""More than one other host can open connections to one port."""
 SLOW_SECONDS: Final = 2.0
 _SECONDS_TO_BEGIN: Final = 0.2
 _SECONDS_TO_SHARE: Final = 30.0
@@ -57,6 +61,7 @@ class StoreServer:
         self.address, self.port = host, port
         self._store: TCPStore | None = None
         self._error: BaseException | None = None
+        allow_descriptors(_DESCRIPTORS)
         listener = _listen(host, port, bind_address)
         descriptor = None
         if listener is not None:
@@ -92,6 +97,19 @@ class StoreServer:
             self._error = error
             return
         warn_of_slow_resolver(self.address, time.monotonic() - began)
+
+
+def allow_descriptors(most: int) -> None:
+    """Raises this process's limit on descriptors, within what the system allows it.
+
+    torch's server takes every connection. With the usual limit of 1024, a stranger who opens
+    as many would leave none for the worker that hosts it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def warn_of_slow_resolver(host: str, seconds: float) -> None:

@@ -292,6 +292,39 @@ class TestWhoIsGone:
                 waiting.result()
 
 
+def test_who_joins_late_knows_at_once_who_is_there_and_who_is_gone() -> None:
+    """As 100 random histories say, which begin with numbers of their own."""
+    for seed in range(100):
+        chance, store = random.Random(seed), HashStore()
+        there, gone, lives = {}, {}, dict.fromkeys(NAMES, 0)
+        for _ in range(12):
+            name, members = chance.choice(NAMES), table(store)
+            record = there.pop(name, None)
+            if record is None:
+                rank, lives[name] = NAMES.index(name), lives[name] + 1
+                record = there[name] = Record(name, rank, None, lives[name], "test", b"somewhere")
+                members.join(record)
+                gone.pop(name, None)
+            elif chance.random() < 0.5:
+                members.leave(record)
+                gone[name] = WorkerLeftError
+            else:
+                assert members.strike_off(record, "'dave'", "it is silent")
+                gone[name] = WorkerLostError
+        late = Listener(Life(7, 1))
+        member = Membership(late, table(store), _record(7, 1), fits)
+        member.join()
+        for name in NAMES:
+            kind = None
+            try:
+                member.refuse(name)
+            except WorkerLostError as error:
+                kind = type(error)
+            known = gone.get(name), name in there
+            assert (kind, late.lives(name)) == known, f"seed {seed}, {name}"
+        member.leave()
+
+
 def test_what_ends_the_watch_is_logged(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import socket
 import threading
 from pathlib import Path
@@ -257,3 +258,16 @@ def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in (defaults | variables).items():
         monkeypatch.setenv(name, value)
+
+
+def test_who_hosts_the_store_may_have_more_descriptors_than_strangers_can_take() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = before[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1000), hard))
+        store_host.allow_descriptors(min(hard, 1200))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1200), hard)
+        store_host.allow_descriptors(1100)  # never fewer
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1200), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc import WorkerLostError
+from rpc import WorkerLeftError, WorkerLostError
 from tests import waiting
 from tests.rpc.worker_processes import WorkerProcess, call, join, leave, names, served
 
@@ -59,7 +59,7 @@ class TestAGroupThatWatches:
     @staticmethod
     def let_join(worker: WorkerProcess, backend: str, path: Path, rank: int) -> None:
         url = f"file://{path}/store"
-        name = ("alice", "bob", "carol")[rank]
+        name = ("alice", "bob", "carol", "dave")[rank]
         worker.do(join, backend, url, name, rank, liveness_timeout=BOUND, rpc_timeout=0)
 
     def test_frozen_is_lost_busy_is_not_and_the_lost_may_return(
@@ -98,6 +98,12 @@ class TestAGroupThatWatches:
         with pytest.raises(WorkerLostError):
             alice.result()
         until(lambda: bob.do(names) == ["alice", "bob"])
+        bob.do(leave)
+        self.let_join(bob, backend, tmp_path, 3)  # whoever is gone is not waited for, without limit
+        with pytest.raises(WorkerLeftError, match=r"'bob'.* it left the group at"):
+            bob.do(call, "bob", os.getpid)
+        with pytest.raises(WorkerLostError, match=r"'carol' .* was lost"):
+            bob.do(call, "carol", os.getpid)
         bob.do(leave)
         alice.do(leave)
 
