@@ -81,9 +81,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_job_whose_report_names_it(
         *(LIGHT, str(work.folder), "trainer:1=raise"),
     )
     assert agent.wait() == 1
-    lives = [work.life("trainer:1", number) for number in (1, 2, 3)]
     assert work.names == ["ps:0#1", "trainer:0#1"] + [f"trainer:1#{life}" for life in (1, 2, 3)]
-    assert lives[2].at - lives[1].at >= 1.0  # the second failure in a row is waited for
     assert "trainer:1 (id 2, process " in agent.said
     assert "failed first, with exit code 1 after 2 restarts" in agent.said
     assert "ArithmeticError: trainer:1 cannot count" in agent.said
@@ -176,7 +174,7 @@ def test_without_roles_all_is_as_torchrun_does_it_and_torchrun_has_our_rendezvou
     assert ours.wait() == 0
     (work.folder / "end").unlink()
     theirs = work.start(*flags, "theirs", "--rdzv-backend", "tensorwire", *program, main="torchrun")
-    until(lambda: len(work.starts) == 8)
+    until(lambda: len(work.starts) == 8, 60.0)
     work.end()
     assert theirs.wait() == 0
     assert work.names == sorted(2 * [f"trainer:{n}#{life}" for n in (0, 1) for life in (1, 2)])
