@@ -11,7 +11,7 @@
 #   make kills    the tests that kill processes at random moments, fifty times each instead of three
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
-#   make simulate   10 000 whole groups in a simulator where everything goes wrong, one to three minutes
+#   make simulate   10 000 whole groups in a simulator where everything goes wrong, two to five minutes
 #   make fuzz     ten minutes of made-up bytes for everything that reads from the network
 #   make mutants    do the simulator's rules find every change of every decision? half an hour
 #   make docs     the documentation as web pages, in build/docs
@@ -118,7 +118,7 @@ conformance: $(READY)
 	@$(RUN) tests/conformance $(or $(ARGS),torch tensorpipe tensorwire --table --report)
 
 simulate: $(READY)
-	@$(RUN) tests/simulation/many_seeds.py $(ARGS)
+	@PYTHONPATH=. $(RUN) tests/simulation/many_seeds.py $(ARGS)
 
 .PHONY: fuzz
 fuzz: export FUZZ_SECONDS ?= 600

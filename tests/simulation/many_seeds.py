@@ -1,4 +1,4 @@
-"""Plays thousands of simulated groups on all cores: ``make simulate``.
+"""Plays thousands of simulated groups, clusters and jobs on all cores: ``make simulate``.
 
 Prints progress and a summary; stops at the first seed that breaks a rule and
 prints its transcript. At the end it plays a group of a thousand workers.
@@ -19,17 +19,35 @@ from rpc.testing import (
     simulate_group,
     simulate_silence,
 )
+from tests.tensorwire.launch.game import Game
+from tests.tensorwire.parameter_server.games import check_game
 
 _BATCH = 250
 
 
 def _play(batch: tuple[int, int]) -> tuple[SimulationReport, SimulationReport] | str:
-    """Plays some seeds; those about silence take longer, and are a quarter."""
+    """Plays some seeds; those that take longer are fewer."""
     first, end = batch
     try:
-        return simulate(range(first, end)), simulate_silence(range(first // 4, end // 4))
+        reports = simulate(range(first, end)), simulate_silence(range(first // 4, end // 4))
     except SimulationError as error:
         return str(error)
+    return _play_games(first, end) or reports
+
+
+def _play_games(first: int, end: int) -> str:
+    """Plays clusters of parameter servers and jobs of the launcher; returns what was broken."""
+    for seed in range(first, end):
+        try:
+            check_game(seed)
+        except AssertionError as error:
+            return f"check_game({seed}): {error}"
+    for seed in range(first // 10, end // 10):
+        try:
+            Game(seed).play()
+        except AssertionError as error:
+            return f"Game({seed}).play(): {error}"
+    return ""
 
 
 def _sum(one: SimulationReport, other: SimulationReport) -> SimulationReport:
