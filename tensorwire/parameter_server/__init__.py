@@ -35,7 +35,7 @@ from tensorwire.parameter_server.rules import (
     RowwiseAdagrad,
     Rule,
 )
-from tensorwire.parameter_server.server.host import serve
+from tensorwire.parameter_server.server.host import metrics, serve
 from tensorwire.parameter_server.spec import Precision
 from tensorwire.parameter_server.wire import BFloat16, Float16, Float32, Int8, TopK, Wire
 
@@ -88,6 +88,7 @@ __all__ = [
     "Wanted",
     "Wire",
     "connect",
+    "metrics",
     "prefetch",
     "read",
     "serve",

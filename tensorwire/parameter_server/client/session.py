@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -21,6 +22,7 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server.client import splitting
+from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
@@ -71,6 +73,7 @@ class Session:
         self._finishing = False
         self._again: set[tuple[str, int, int]] = set()
         self._outbox: list[Callable[[], object]] = []
+        self._watch = Watch()
         self._depth = 0
         self._pause = _PAUSE
         self._condition = threading.Condition(threading.RLock())
@@ -232,11 +235,34 @@ class Session:
             if asked is not None:
                 pull = Pull(asked.step, asked.epoch, self._question(asked, shard))
             message = messages.Exchange(self.cluster, shard, push, pull)
-            self._caller.call(
-                head, message, lambda reply: self._replied(shard, number, epoch, asked, reply)
-            )
+            begin = time.perf_counter()
+
+            def replied(reply: Any) -> None:
+                self._clock(head.name, time.perf_counter() - begin)
+                self._replied(shard, number, epoch, asked, reply)
+
+            self._caller.call(head, message, replied)
 
         self._later(send)
+
+    def _clock(self, server: str, seconds: float) -> None:
+        """An answer took so long; says so if this server is the one that all wait for."""
+        with self._condition:
+            found = self._watch.answered(server, seconds)
+        if found is None:
+            return
+        name, mine, others = found
+        slow = [each for each in self.view.servers if each.name == name]
+
+        def tell(described: Any) -> None:
+            why = reason(described) if isinstance(described, dict) else "it does not say why"
+            _logger.warning(
+                "server %r is the bottleneck of cluster %r: it answers in %.1f ms, the others in "
+                "%.1f ms; %s", name, self.cluster, mine * 1e3, others * 1e3, why,
+            )  # fmt: skip
+
+        for each in slow:
+            self._caller.call(each, messages.Describe(), tell)
 
     def _question(self, asked: Asked, shard: int) -> messages.Ask:
         tables = {name: plan.parts[shard][1] for name, plan in asked.plans.items()}

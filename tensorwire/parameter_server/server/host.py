@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.arguments import whole
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
 from tensorwire.parameter_server.server.calling import LOST, Caller
 from tensorwire.parameter_server.server.node import Node, _turned_away
@@ -42,6 +44,7 @@ class Host:
     def __init__(self, worker: extend.Worker) -> None:
         self.worker = worker
         self.memory: int | None = None
+        self._born = time.monotonic()
         self._nodes: dict[str, Node] = {}
         self._lock = threading.Lock()
         self._context = contextvars.copy_context()
@@ -155,8 +158,15 @@ class Host:
             shards = dict(node.shards)
         return {
             "server": self.worker.info.name,
+            "age": time.monotonic() - self._born,
             "shards": {number: _described(shard) for number, shard in shards.items()},
         }
+
+    def describe_all(self) -> dict[str, dict[str, Any]]:
+        """The same by cluster."""
+        with self._lock:
+            nodes = dict(self._nodes)
+        return {name: self.describe(node) for name, node in nodes.items()}
 
     # --- coming back
 
@@ -199,6 +209,7 @@ def _described(shard: Any) -> dict[str, Any]:
             "head": replica.is_head,
             "updates": state.updates,
             "pulls": shard.pulled,
+            "seconds": dict(shard.seconds),
             "time": replica.clock.time,
             "low": replica.clock.low,
             "bytes": state.bytes,
@@ -214,6 +225,22 @@ def _described(shard: Any) -> dict[str, Any]:
             },
             "dense": {name: group.bytes for name, group in state.dense.items()},
         }
+
+
+def metrics() -> str:
+    """Returns what this worker has done as a server, in Prometheus' text exposition format.
+
+    Its names begin with ``tensorwire_ps_``, so that it may follow ``rpc.metrics()``'s text.
+    It is empty for a worker that is no server.
+
+    Raises:
+        NotInitializedError: ``rpc.init_rpc`` was not called.
+
+    Example::
+
+        text = rpc.metrics().to_prometheus() + ps.metrics()
+    """
+    return text_of(host().describe_all())
 
 
 def serve(until: str | None = None, memory: int | None = None) -> None:

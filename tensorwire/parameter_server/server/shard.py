@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server.decisions.clock import Refusal, Refused, Taken
@@ -99,6 +101,7 @@ class ShardServer:
         self.broken = ""
         self.lane: Lane[Effect] = Lane(self._do)
         self.pulled = 0
+        self.seconds = {"pushes": 0.0, "pulls": 0.0}
         self._changed = changed
         self._copy = copy
 
@@ -111,7 +114,7 @@ class ShardServer:
             elif self.broken:
                 return
             elif isinstance(effect, Run):
-                with self.lane.state_lock:
+                with self._timed("pushes"), self.lane.state_lock:
                     self.state.run(effect.what)
                 self._changed(self, effect.what)
             elif isinstance(effect, StartCopy):
@@ -123,12 +126,18 @@ class ShardServer:
             if isinstance(effect, Read):
                 self._respond(effect.pull.ask, None)
 
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - begin
+
     def _read(self, effect: Read) -> None:
         asked: PullCall = effect.pull.ask
         if self.broken:
             asked.call.answer(Broken(self.broken))
             return
-        with self.lane.state_lock:
+        with self._timed("pulls"), self.lane.state_lock:
             tables, dense = self.state.read(asked.ask, effect.time)
         self.pulled += 1
         safe = self.replica.safe_count(asked.ask.trainer)

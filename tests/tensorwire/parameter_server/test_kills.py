@@ -1,0 +1,265 @@
+"""Servers and trainers that are killed: nothing is lost that must not be, and nobody hangs.
+
+One group of processes for all tests; each test has a cluster of its own, and starts those again
+that it killed.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.server.host import host
+from tests import waiting
+from tests.rpc.worker_processes import WorkerProcess, join
+from tests.tensorwire.parameter_server.clusters import server_names, train
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("process_server"),
+    pytest.mark.xdist_group("parameter_server"),
+]
+
+_IDS = 300
+_STEPS = 40
+_SECONDS = 90.0
+
+
+class Processes:
+    """A group of servers and trainers, each a process."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder = folder
+        self.backend = backend
+        self.workers: dict[str, WorkerProcess] = {}
+        self.ranks: dict[str, int] = {}
+        self.clusters = 0
+
+    def start(self, *names: str) -> None:
+        url = f"file://{self.folder}/meeting"
+        for name in names:
+            rank = self.ranks.setdefault(name, len(self.ranks))
+            self.workers[name] = WorkerProcess()
+            self.workers[name].begin(_join, self.backend, url, name, rank)
+        for name in names:
+            self.workers[name].result()
+
+    def kill(self, name: str) -> None:
+        worker = self.workers.pop(name)
+        worker.send_signal(signal.SIGKILL)
+        worker.process.join()
+        worker.end()
+
+    def begin(self, name: str, function: Any, *args: Any) -> None:
+        self.workers[name].begin(function, *args)
+
+    def result(self, name: str) -> Any:
+        return self.workers[name].result()
+
+    def new_cluster(self) -> str:
+        self.start(*(name for name in self.ranks if name not in self.workers))
+        self.clusters += 1
+        return f"cluster{self.clusters}"
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            worker.end()
+
+
+def _join(backend: str, url: str, name: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    join(backend, url, name, rank)
+    if name.startswith("ps"):
+        host().start(host().announce)
+
+
+@pytest.fixture(scope="module")
+def group(process_server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    made = Processes(tmp_path_factory.mktemp("group"), "TENSORWIRE")
+    made.start("ps0", "ps1", "ps2", "trainer0", "trainer1", "observer")
+    yield made
+    made.end()
+
+
+def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Cluster:
+    return ps.connect(
+        server_names(2), backups=backups, consistency=consistency, trainers=trainers, name=name
+    )
+
+
+def _train(
+    trainer: int, name: str, trainers: int, backups: int, consistency: Any, progress: str
+) -> tuple[Tensor, int]:
+    """Pushes and pulls; returns what the rows are once all have finished, and rollbacks."""
+    cluster = _connect(name, trainers, backups, consistency)
+    table = cluster.table("items", 8, ps.Adam(lr=0.05), init=ps.Uniform(0.1, seed=3))
+    generator = torch.Generator().manual_seed(trainer)
+    batches = [
+        (
+            torch.randint(0, _IDS, (50,), generator=generator),
+            torch.randn(50, 8, generator=generator),
+        )
+        for _ in range(_STEPS)
+    ]
+    cluster.join()
+    rollbacks = 0
+    while cluster.step < _STEPS:
+        try:
+            ids, grad = batches[cluster.step]
+            rows = table.pull(ids)
+            table.push(ids, grad + rows)
+            if progress:
+                Path(progress).write_text(str(cluster.step))
+        except ps.RolledBack:
+            rollbacks += 1
+    cluster.finish()
+    _wait_until_all_have_finished(cluster)
+    return table.pull(torch.arange(_IDS)), rollbacks
+
+
+def _wait_until_all_have_finished(cluster: ps.Cluster) -> None:
+    while cluster.stats()["trainers"]:
+        time.sleep(0.02)
+
+
+_expected: list[Tensor] = []
+
+
+def _undisturbed() -> Tensor:
+    """The rows after two trainers in this process, on servers with nothing special."""
+    if not _expected:
+        functions = [lambda n=n: _train(n, "undisturbed", 2, 0, ps.BSP(), "") for n in range(2)]
+        _expected.append(train(functions, servers=2)[0][0])
+    return _expected[0]
+
+
+def _step(path: Path) -> int:
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text else 0
+
+
+def _begin_to_train(group: Processes, name: str, backups: int, progress: Path) -> None:
+    for n in range(2):
+        args = (n, name, 2, backups, ps.BSP(), str(progress) if n == 0 else "")
+        group.begin(f"trainer{n}", _train, *args)
+
+
+def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    name, progress = group.new_cluster(), tmp_path / "progress"
+    _begin_to_train(group, name, 1, progress)
+    moment = dice.randrange(1, _STEPS - 2)
+    waiting.until(lambda: _step(progress) >= moment, _SECONDS)
+    time.sleep(dice.uniform(0, 0.01))  # no synchronisation: the moment is to be any
+    victim = dice.choice(["ps0", "ps1"])
+    group.kill(victim)
+    if dice.random() < 0.5:
+        group.start(victim)
+    for n in range(2):
+        rows, rollbacks = group.result(f"trainer{n}")
+        assert rollbacks == 0
+        assert torch.equal(rows, _undisturbed())
+
+
+@pytest.mark.kills
+def test_a_backup_takes_over_from_a_killed_head_with_the_same_bits(
+    group: Processes, tmp_path: Path, kill_seed: int
+) -> None:
+    _kill_a_head(group, tmp_path, kill_seed)
+
+
+def test_a_backup_takes_over_on_tensorpipe_too(tmp_path: Path) -> None:
+    group = Processes(tmp_path, "TENSORPIPE")
+    try:
+        group.start("ps0", "ps1", "trainer0", "trainer1")
+        _kill_a_head(group, tmp_path, 1)
+    finally:
+        group.end()
+
+
+def _snapshot(name: str, backups: int, folder: str) -> None:
+    _connect(name, 2, backups, ps.BSP()).snapshot(folder).wait(60)
+
+
+@pytest.mark.kills
+def test_without_a_backup_everything_goes_back_to_the_last_snapshot(
+    group: Processes, tmp_path: Path, kill_seed: int
+) -> None:
+    dice = random.Random(kill_seed)
+    name, progress = group.new_cluster(), tmp_path / "progress"
+    backups = dice.choice([0, 1])
+    _begin_to_train(group, name, backups, progress)
+    waiting.until(lambda: _step(progress) >= 2, _SECONDS)
+    group.workers["observer"].do(_snapshot, name, backups, str(tmp_path / "snapshot"))
+    moment = min(_step(progress) + dice.randrange(10), _STEPS - 4)
+    waiting.until(lambda: _step(progress) >= moment, _SECONDS)
+    victims = ["ps0", "ps1"] if backups else [dice.choice(["ps0", "ps1"])]
+    for victim in victims:
+        group.kill(victim)
+    group.start(*victims)
+    results = [group.result(f"trainer{n}") for n in range(2)]
+    for rows, _ in results:
+        assert torch.equal(rows, _undisturbed())
+    assert max(rollbacks for _, rollbacks in results) >= 1
+
+
+def test_others_go_on_when_a_trainer_is_killed_and_another_joins(
+    group: Processes, tmp_path: Path
+) -> None:
+    name, progress = group.new_cluster(), tmp_path / "progress"
+    _begin_to_train(group, name, 0, progress)
+    waiting.until(lambda: _step(progress) >= 3, _SECONDS)
+    group.kill("trainer1")
+    group.start("trainer1")
+    group.begin("trainer1", _train, 1, name, 2, 0, ps.BSP(), "")
+    one, other = (group.result(f"trainer{n}")[0] for n in range(2))
+    assert torch.equal(one, other)
+
+
+def _count(name: str, pushes: int, consistency: Any) -> None:
+    cluster = _connect(name, 2, 1, consistency)
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    for _ in range(pushes):
+        table.push(torch.arange(1000), -torch.ones(1000, 2))
+    cluster.finish()
+
+
+def _counts(name: str, consistency: Any) -> Tensor:
+    cluster = _connect(name, 2, 1, consistency)
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    _wait_until_all_have_finished(cluster)
+    return table.pull(torch.arange(1000))
+
+
+def _resize(name: str, names: list[str], consistency: Any) -> None:
+    cluster = _connect(name, 2, 1, consistency)
+    while not cluster.stats()["trainers"]:
+        time.sleep(0.01)
+    cluster.resize(names)
+
+
+@pytest.mark.kills
+def test_every_push_counts_once_while_servers_come_go_and_are_killed(
+    group: Processes, kill_seed: int
+) -> None:
+    dice = random.Random(kill_seed)
+    consistency = dice.choice([ps.Async(), ps.SSP(2)])
+    name, observer = group.new_cluster(), group.workers["observer"]
+    for n in range(2):
+        group.begin(f"trainer{n}", _count, name, 100, consistency)
+    observer.do(_resize, name, ["ps0", "ps1", "ps2"], consistency)
+    time.sleep(dice.uniform(0, 0.2))  # no synchronisation: the moment is to be any
+    group.kill(dice.choice(["ps0", "ps1", "ps2"]))
+    for n in range(2):
+        group.result(f"trainer{n}")
+    assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]

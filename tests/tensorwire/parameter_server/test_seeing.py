@@ -1,0 +1,72 @@
+"""What a cluster says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.client.bottleneck import Watch, reason
+from tensorwire.parameter_server.server.host import host
+from tests.tensorwire.parameter_server.clusters import train
+
+
+def _answers(watch: Watch, slow: float, fast: float) -> list[tuple[str, float, float]]:
+    told = [
+        watch.answered(name, seconds)
+        for _ in range(200)
+        for name, seconds in (("ps0", fast), ("ps1", slow))
+    ]
+    return [each for each in told if each is not None]
+
+
+def test_a_server_that_answers_much_later_than_the_others_is_told_of_once() -> None:
+    watch = Watch()
+    assert _answers(watch, slow=0.030, fast=0.010) == [("ps1", 0.030, 0.010)]
+    assert _answers(watch, slow=0.030, fast=0.010) == []
+
+
+def test_small_differences_between_servers_are_no_news() -> None:
+    assert _answers(Watch(), slow=0.003, fast=0.001) == []
+    assert _answers(Watch(), slow=0.030, fast=0.020) == []
+    assert Watch().answered("only", 1.0) is None
+
+
+def test_the_reason_names_work_or_the_machine() -> None:
+    shard = {"seconds": {"pushes": 6.0, "pulls": 1.0}, "tables": {"items": {"rows": 5}}}
+    assert reason({"age": 10.0, "shards": {0: shard}}) == (
+        "it works 70% of the time, most of it on pushes; it keeps 5 rows"
+    )
+    assert "its machine or its network is slow" in reason({"age": 100.0, "shards": {0: shard}})
+
+
+def test_rows_and_pushes_are_in_the_stats_and_in_the_metrics_of_the_server() -> None:
+    def go() -> tuple[dict[str, object], str]:
+        cluster = ps.connect(["trainer0"])  # a worker that is its own server
+        table = cluster.table("items", 4, ps.SGD(lr=0.1), admit=ps.MinCount(2))
+        for _ in range(3):
+            table.push(torch.arange(7), torch.ones(7, 4))
+        return cluster.stats(), ps.metrics()
+
+    ((stats, text),) = train([go])
+    (server,) = stats["servers"].values()  # type: ignore[attr-defined]
+    assert server["shards"][0]["tables"]["items"]["rows"] == 7
+    assert server["shards"][0]["tables"]["items"]["not_admitted"] == 7
+    labels = 'cluster="default",server="trainer0",shard="0"'
+    assert f"tensorwire_ps_updates_total{{{labels}}} 3" in text
+    assert f'tensorwire_ps_rows{{{labels},table="items"}} 7' in text
+    assert "# TYPE tensorwire_ps_rows gauge" in text
+
+
+def test_a_server_without_room_refuses_a_push_whole_and_nobody_waits_for_it() -> None:
+    def go() -> tuple[int, float]:
+        host().memory = 100_000
+        cluster = ps.connect(["trainer0"])
+        table = cluster.table("items", 8, ps.SGD(lr=1.0))
+        table.push(torch.arange(10), -torch.ones(10, 8))
+        with pytest.raises(ps.OutOfMemoryError, match="bytes left"):
+            table.push(torch.arange(10_000), -torch.ones(10_000, 8))
+        table.push(torch.arange(10), -torch.ones(10, 8))
+        return cluster.step, float(table.pull(torch.arange(10)).mean())
+
+    assert train([go]) == [(3, 2.0)]
