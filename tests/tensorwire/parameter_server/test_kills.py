@@ -1,7 +1,7 @@
 """Servers and trainers that are killed: nothing is lost that must not be, and nobody hangs.
 
-One group of processes for all tests; each test has a cluster of its own, and starts those again
-that it killed.
+Each test starts one group of processes, in which one cluster follows the other; who was killed
+is started again before the next.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +80,6 @@ def _join(backend: str, url: str, name: str, rank: int) -> None:
     join(backend, url, name, rank)
     if name.startswith("ps"):
         host().start(host().announce)
-
-
-@pytest.fixture(scope="module")
-def group(process_server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    made = Processes(tmp_path_factory.mktemp("group"), "TENSORWIRE")
-    made.start("ps0", "ps1", "ps2", "trainer0", "trainer1", "observer")
-    yield made
-    made.end()
 
 
 def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Cluster:
@@ -171,32 +162,13 @@ def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> None:
         assert torch.equal(rows, _undisturbed())
 
 
-@pytest.mark.kills
-def test_a_backup_takes_over_from_a_killed_head_with_the_same_bits(
-    group: Processes, tmp_path: Path, kill_seed: int
-) -> None:
-    _kill_a_head(group, tmp_path, kill_seed)
-
-
-def test_a_backup_takes_over_on_tensorpipe_too(tmp_path: Path) -> None:
-    group = Processes(tmp_path, "TENSORPIPE")
-    try:
-        group.start("ps0", "ps1", "trainer0", "trainer1")
-        _kill_a_head(group, tmp_path, 1)
-    finally:
-        group.end()
-
-
 def _snapshot(name: str, backups: int, folder: str) -> None:
     _connect(name, 2, backups, ps.BSP()).snapshot(folder).wait(60)
 
 
-@pytest.mark.kills
-def test_without_a_backup_everything_goes_back_to_the_last_snapshot(
-    group: Processes, tmp_path: Path, kill_seed: int
-) -> None:
-    dice = random.Random(kill_seed)
-    name, progress = group.new_cluster(), tmp_path / "progress"
+def _kill_what_has_no_backup(group: Processes, tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    name, progress = group.new_cluster(), tmp_path / "progress2"
     backups = dice.choice([0, 1])
     _begin_to_train(group, name, backups, progress)
     waiting.until(lambda: _step(progress) >= 2, _SECONDS)
@@ -213,10 +185,8 @@ def test_without_a_backup_everything_goes_back_to_the_last_snapshot(
     assert max(rollbacks for _, rollbacks in results) >= 1
 
 
-def test_others_go_on_when_a_trainer_is_killed_and_another_joins(
-    group: Processes, tmp_path: Path
-) -> None:
-    name, progress = group.new_cluster(), tmp_path / "progress"
+def _kill_a_trainer(group: Processes, tmp_path: Path) -> None:
+    name, progress = group.new_cluster(), tmp_path / "progress3"
     _begin_to_train(group, name, 0, progress)
     waiting.until(lambda: _step(progress) >= 3, _SECONDS)
     group.kill("trainer1")
@@ -248,11 +218,8 @@ def _resize(name: str, names: list[str], consistency: Any) -> None:
     cluster.resize(names)
 
 
-@pytest.mark.kills
-def test_every_push_counts_once_while_servers_come_go_and_are_killed(
-    group: Processes, kill_seed: int
-) -> None:
-    dice = random.Random(kill_seed)
+def _kill_while_servers_come_and_go(group: Processes, seed: int) -> None:
+    dice = random.Random(seed)
     consistency = dice.choice([ps.Async(), ps.SSP(2)])
     name, observer = group.new_cluster(), group.workers["observer"]
     for n in range(2):
@@ -263,3 +230,27 @@ def test_every_push_counts_once_while_servers_come_go_and_are_killed(
     for n in range(2):
         group.result(f"trainer{n}")
     assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]
+
+
+@pytest.mark.kills
+def test_killed_servers_take_nothing_with_them_that_has_a_backup_or_is_in_a_snapshot(
+    tmp_path: Path, kill_seed: int
+) -> None:
+    group = Processes(tmp_path, "TENSORWIRE")
+    try:
+        group.start("ps0", "ps1", "ps2", "trainer0", "trainer1", "observer")
+        _kill_a_head(group, tmp_path, kill_seed)
+        _kill_what_has_no_backup(group, tmp_path, kill_seed)
+        _kill_while_servers_come_and_go(group, kill_seed)
+    finally:
+        group.end()
+
+
+def test_others_go_on_when_a_trainer_or_a_head_is_killed_on_tensorpipe_too(tmp_path: Path) -> None:
+    group = Processes(tmp_path, "TENSORPIPE")
+    try:
+        group.start("ps0", "ps1", "trainer0", "trainer1")
+        _kill_a_trainer(group, tmp_path)
+        _kill_a_head(group, tmp_path, 1)
+    finally:
+        group.end()

@@ -1,0 +1,174 @@
+"""The game finds mistakes in the decisions: each of these mutants breaks a rule within some seeds.
+
+What a mutant needs is not in every game; so many seeds sufficed with a margin. A head that is not
+fenced survives: in the game nobody hears of one that was replaced (``test_replication`` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tensorwire.parameter_server.decisions import (
+    coordination,
+    reads,
+    replica,
+    replication,
+    views,
+)
+from tensorwire.parameter_server.decisions import unacknowledged as kept
+from tensorwire.parameter_server.decisions.clock import Clock
+from tests.tensorwire.parameter_server import games
+from tests.tensorwire.parameter_server.games import check_game
+
+_SEEDS = 200
+_TURNS = 15_000
+"""A game without mistakes is over long before."""
+
+Mutate = Callable[[pytest.MonkeyPatch], object]
+
+
+def _takes_repeated_pushes(patch: pytest.MonkeyPatch) -> None:
+    push = Clock.push
+
+    def repeated(self: Any, it: Any) -> Any:
+        if it.number < self._counts.get(it.trainer, 0) and it.trainer in self._members:
+            self._counts[it.trainer] = it.number
+        return push(self, it)
+
+    patch.setattr(Clock, "push", repeated)
+
+
+def _does_not_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Clock, "hold", lambda self, change: None)
+
+
+def _cuts_at_the_slowest(patch: pytest.MonkeyPatch) -> None:
+    def meeting(self: Any, change: int, statuses: Any, joins: Any) -> Any:
+        found = original(self, change, statuses, joins)
+        vector = {
+            who: min(s.counts.get(who, count) for s in statuses)
+            for who, count in found.vector.items()
+        }
+        return coordination.replace(found, vector=vector)
+
+    original = coordination.Coordinator._meeting
+    patch.setattr(
+        coordination.Coordinator, "_meeting", lambda s, c, st, j: meeting(s, c, list(st), j)
+    )
+
+
+def _takes_pushes_of_an_old_map(patch: pytest.MonkeyPatch) -> None:
+    push = Clock.push
+
+    def renamed(self: Any, it: Any) -> Any:
+        return push(self, coordination.replace(it, epoch=max(it.epoch, self.epoch)))
+
+    patch.setattr(Clock, "push", renamed)
+
+
+def _passes_cuts_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Clock, "_is_at_cut", lambda self: self._cut is not None)
+
+
+def _does_not_await_rows(patch: pytest.MonkeyPatch) -> None:
+    passed = Clock._pass_cut
+
+    def pass_cut(self: Any) -> Any:
+        effects = passed(self)
+        self._awaited = set()
+        return effects
+
+    patch.setattr(Clock, "_pass_cut", pass_cut)
+
+
+def _answers_before_it_is_safe(patch: pytest.MonkeyPatch) -> None:
+    def gate(self: Any, call: Any, answer: Any, position: Any = None) -> Any:
+        return [] if call is None else [replica.Respond(call, answer)]
+
+    def count(self: Any) -> Any:
+        while self._uncounted:
+            _, trainer, number = self._uncounted.popleft()
+            self._safe_counts[trainer] = max(number, self._safe_counts.get(trainer, 0))
+        return []
+
+    patch.setattr(replica.Replica, "_gate", gate)
+    patch.setattr(replica.Replica, "_count_safe", count)
+
+
+def _forgets_records_of_a_copy(patch: pytest.MonkeyPatch) -> None:
+    rechained = replication.Replication.rechained
+
+    def chained(self: Any, version: int, chain: Any) -> Any:
+        return [e for e in rechained(self, version, chain) if type(e) is not replication.Forward]
+
+    patch.setattr(replication.Replication, "rechained", chained)
+
+
+def _answers_pulls_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reads.Reads, "_may_be_answered", lambda self, pull, clock: True)
+
+
+def _sends_nothing_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept.Unacknowledged, "again", lambda self, shard: [])
+
+
+def _gives_up_cuts_of_a_lost_coordinator(patch: pytest.MonkeyPatch) -> None:
+    def finish(self: Any) -> Any:
+        answers = yield self._to_all(coordination.orders.Query())
+        return {shard: each for shard, each in answers.items() if each is not None}
+
+    patch.setattr(coordination.Coordinator, "_finish_cut", finish)
+
+
+def _forgets_that_shards_were_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coordination, "_lost_shards", lambda view: [])
+
+
+def _gives_a_new_server_the_shard_without_a_copy(patch: pytest.MonkeyPatch) -> None:
+    def back_up(self: Any) -> Any:
+        while (found := self._wanting()) is not None:
+            number, server = found
+            edit = partial(views.backed_up, number=number, server=server)
+            yield coordination.Edit(edit)
+        self._copying = False
+
+    patch.setattr(coordination.Coordinator, "_back_up", back_up)
+
+
+_MUTANTS: list[Mutate] = [
+    _takes_repeated_pushes,
+    _does_not_hold,
+    _cuts_at_the_slowest,
+    _takes_pushes_of_an_old_map,
+    _passes_cuts_at_once,
+    _does_not_await_rows,
+    _answers_before_it_is_safe,
+    _forgets_records_of_a_copy,
+    _answers_pulls_too_early,
+    _sends_nothing_again,
+    _gives_up_cuts_of_a_lost_coordinator,
+    _forgets_that_shards_were_lost,
+    _gives_a_new_server_the_shard_without_a_copy,
+]
+
+
+def seeds_until_found(mutate: Mutate, seeds: int = _SEEDS) -> int | None:
+    """How many games a mutant survives; None if all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(games, "_PATIENCE", _TURNS)
+        mutate(patch)
+        for seed in range(seeds):
+            try:
+                check_game(seed)
+            except Exception:
+                return seed
+    return None
+
+
+@pytest.mark.parametrize("mutate", _MUTANTS, ids=lambda each: each.__name__.strip("_"))
+def test_the_game_finds_a_mistake(mutate: Mutate) -> None:
+    assert seeds_until_found(mutate) is not None
