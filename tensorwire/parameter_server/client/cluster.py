@@ -291,7 +291,8 @@ class Cluster:
         """Pushes a step and pulls for the next, in one message to each server.
 
         Args:
-            push: the gradients; None for none.
+            push: the gradients, which must not change until ``wait`` of what is returned has
+                come back; None for none.
             pull: what to pull; None for nothing.
             skip: pushes an empty step if ``push`` is None, so that nobody waits for it.
 
@@ -306,11 +307,14 @@ class Cluster:
         number, asked = self.session.send(gone, pull)
 
         def finish(timeout: float | None) -> Pulled | None:
-            if asked is not None:
-                return self.session.wait_for(asked, timeout)
-            if number >= 0:
-                self.session.wait_until_safe(number, timeout)
-            return None
+            try:
+                if asked is not None:
+                    return self.session.wait_for(asked, timeout)
+                if number >= 0:
+                    self.session.wait_until_safe(number, timeout)
+                return None
+            finally:
+                self.session.keep(number)
 
         return Exchanging(finish)
 
@@ -333,7 +337,7 @@ class Cluster:
         dense = {}
         for name, grads in push.dense.items():
             group = self._dense[name]
-            flat = [None if g is None else _flat(g) for g in grads]
+            flat = [None if g is None else g.detach().to("cpu").reshape(-1) for g in grads]
             dense[name] = WholeDense(group.spec, flat, group.hyper())
         return Whole(PushKind.UPDATE, tables, dense)
 
@@ -394,12 +398,6 @@ class Cluster:
             "bad_steps": self.bad_steps,
             "rollbacks": self.session.rollbacks,
         }
-
-
-def _flat(grad: Tensor) -> Tensor:
-    """A gradient as one row, apart from the one that the next backward adds to."""
-    flat = grad.detach().to("cpu").reshape(-1)
-    return flat.clone() if flat.data_ptr() == grad.data_ptr() else flat
 
 
 def _not_finite(push: Gradients) -> str:

@@ -175,11 +175,12 @@ class Session:
         if error is not None:
             raise error
 
-    def raise_errors(self) -> None:
-        """Raises what a push met that nobody waits for."""
+    def keep(self, number: int) -> None:
+        """The gradients of a push may change from now on: copies what is not safe yet."""
         with self._acting():
-            if self._errors:
-                raise self._errors.pop(min(self._errors))
+            whole: Whole | None = self._kept.whole(number)
+            for each in whole.dense.values() if whole is not None else ():
+                each.keep()
 
     def _joined(self, asked: Asked) -> Pulled:
         rows = asked.rows
@@ -539,5 +540,12 @@ class Session:
             self._finishing = True
         number, _ = self.send(Whole(PushKind.FINISH), None)
         self.wait_until_safe(number, None)
-        self.ask_coordinator(orders.Leave(self.number, self.view.generation))
+        generation = self.view.generation
+        try:
+            self.ask_coordinator(orders.Leave(self.number, generation))
+        except errors.ParameterServerError:
+            self.refresh()
+            with self._acting():
+                self._raise_failure()  # the cluster went back in the middle of this
+            raise
         self.number = -1

@@ -112,25 +112,39 @@ class WholeDense:
 
     Args:
         spec: the group.
-        grads: of each parameter, flat; they are not changed any more.
+        grads: of each parameter, flat.
         hyper: the hyper-parameters of each group.
     """
 
     spec: DenseSpec
-    grads: Sequence[Tensor | None]
+    grads: list[Tensor | None]
     hyper: tuple[Mapping[str, Any], ...]
+
+    def keep(self) -> None:
+        """Takes copies, as the gradients may change from now on."""
+        self.grads[:] = [None if each is None else each.clone() for each in self.grads]
+
+
+def _runs(spec: DenseSpec, slots: Sequence[int], shard: int) -> list[tuple[int, int, int]]:
+    """What a shard keeps, in order: parameter, first element, one behind the last."""
+    runs: list[tuple[int, int, int]] = []
+    for place in spec.kept_by(slots, shard):
+        piece = spec.pieces[place]
+        if runs and runs[-1][0] == piece.parameter and runs[-1][2] == piece.start:
+            runs[-1] = (piece.parameter, runs[-1][1], piece.stop)
+        else:
+            runs.append((piece.parameter, piece.start, piece.stop))
+    return runs
 
 
 def dense_push(whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buffers) -> DensePush:
     """One shard's share of a dense group's gradients."""
     spec = whole.spec
     parts: dict[torch.dtype, list[Tensor]] = {}
-    for place in spec.kept_by(slots, shard):
-        piece = spec.pieces[place]
-        grad = whole.grads[piece.parameter]
+    for parameter, start, stop in _runs(spec, slots, shard):
+        grad = whole.grads[parameter]
         if grad is not None:
-            dtype = spec.dtypes[piece.parameter]
-            parts.setdefault(dtype, []).append(grad[piece.start : piece.stop])
+            parts.setdefault(spec.dtypes[parameter], []).append(grad[start:stop])
     packed = {}
     for dtype, slices in parts.items():
         out = buffers((sum(len(each) for each in slices),), dtype)
@@ -142,21 +156,32 @@ def dense_push(whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buf
 def joined_values(
     spec: DenseSpec, slots: Sequence[int], answers: Mapping[int, Mapping[torch.dtype, Tensor]]
 ) -> list[Tensor]:
-    """The values of all parameters, flat, from what the shards keep of them."""
-    values = [
-        torch.empty(int(np.prod(shape)), dtype=dtype)
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    ]
+    """The values of all parameters, flat, from what the shards keep of them.
+
+    A parameter that lies on one shard is a part of its answer, and not copied.
+    """
+    found: dict[int, list[tuple[int, int, Tensor]]] = {}
     for shard, flats in answers.items():
         begins = dict.fromkeys(flats, 0)
-        for place in spec.kept_by(slots, shard):
-            piece = spec.pieces[place]
-            dtype = spec.dtypes[piece.parameter]
+        for parameter, start, stop in _runs(spec, slots, shard):
+            dtype = spec.dtypes[parameter]
             begin = begins[dtype]
-            begins[dtype] = begin + len(piece)
-            part = flats[dtype][begin : begin + len(piece)]
-            values[piece.parameter][piece.start : piece.stop] = part
-    return values
+            begins[dtype] = begin + stop - start
+            part = flats[dtype][begin : begins[dtype]]
+            found.setdefault(parameter, []).append((start, stop, part))
+    return [
+        _joined(int(np.prod(shape)), dtype, found.get(parameter, []))
+        for parameter, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+    ]
+
+
+def _joined(size: int, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    if len(parts) == 1 and len(parts[0][2]) == size:
+        return parts[0][2]
+    whole = torch.empty(size, dtype=dtype)
+    for start, stop, part in parts:
+        whole[start:stop] = part
+    return whole
 
 
 def summed(grad: Tensor, inverse: Tensor, count: int) -> Tensor:

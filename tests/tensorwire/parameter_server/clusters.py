@@ -11,7 +11,7 @@ from rpc.testing import as_worker, local_group
 
 T = TypeVar("T")
 
-_SECONDS = 30
+_SECONDS = 100
 
 
 def server_names(count: int) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.server.writing import Restored
 from tests.tensorwire.parameter_server.clusters import server_names, train
 
 IDS = 200
@@ -188,6 +189,45 @@ def test_a_snapshot_is_restored_into_another_number_of_servers(tmp_path: Path) -
     for servers in (1, 3):
         (again,) = train([restore], servers, servers=servers)
         assert torch.equal(rows, again)
+
+
+def _updates(cluster: ps.Cluster) -> list[int]:
+    servers = cluster.stats()["servers"].values()
+    return [shard["updates"] for server in servers for shard in server["shards"].values()]
+
+
+def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    snapshots = request.config.getoption("--kills")
+    done = threading.Event()
+
+    def push() -> int:
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        table = cluster.table("counts", 2, ps.Adam(lr=0.1))
+        ids = torch.arange(3000)
+        while not done.is_set():
+            table.push(ids, torch.ones(3000, 2))
+        cluster.finish()
+        return cluster.step
+
+    def save() -> None:
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        try:
+            while not any(_updates(cluster)):
+                pass
+            for number in range(snapshots):
+                cluster.snapshot(tmp_path / str(number)).wait(60)
+                parts = Restored.open(tmp_path / str(number))
+                found = [columns for _, columns in parts.pieces("counts")]
+                assert sum(len(each["ids"]) for each in found) == 3000
+                moved = torch.cat([each["weight"].reshape(-1) for each in found])
+                assert len(moved.unique()) == 1  # so every row has had as many updates
+                assert all(len(each["ids"]) == len(each["state.mean"]) for each in found)
+        finally:
+            done.set()
+
+    train([push, push, save], servers=2)
 
 
 def test_servers_come_and_go_while_trainers_push() -> None:
