@@ -17,7 +17,7 @@ from tensorwire.launch.plan import Failure, Node, Order, Phase, Plan, Seat
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Event, Exited, GaveUp, Joined, Left
 
-LOST_SECONDS = 2.0
+LOST_SECONDS = 5.0
 """Seconds for which a worker that its group declared lost may go on ending by itself."""
 
 SOON = 10.0

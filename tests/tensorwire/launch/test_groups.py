@@ -71,7 +71,7 @@ def test_only_what_died_starts_again_and_the_others_go_on(work: Job) -> None:
     joins = work.start(*meets, "--role", "trainer:1,max_restarts=1", *member)
     third = works_on(work, "trainer:2")
     joins.send(signal.SIGKILL)
-    until(lambda: not is_running(third["pid"]), 20.0)
+    until(lambda: not is_running(third["pid"]), SECONDS)
     assert works_on(work, "trainer:0")["pid"] == again["pid"]
 
     os.kill(second["pid"], signal.SIGSTOP)  # the group declares it lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.free_ports import free_port
-from tests.tensorwire.launch.jobs import LIGHT, Job, job
+from tests.tensorwire.launch.jobs import LIGHT, SECONDS, Job, job
 from tests.waiting import until
 
 pytestmark = [
@@ -125,8 +126,8 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     assert taken.environment["GROUP_RANK"] == "0"
 
     second.send(signal.SIGKILL)
-    until(lambda: not former.lives, 20.0)
-    until(lambda: "agent 1 gives no sign of life; it is struck out" in first.said)
+    until(lambda: not former.lives, SECONDS)
+    until(lambda: "agent 1 gives no sign of life; it is struck out" in first.said, SECONDS)
     fourth = work.start(*meets, *program)
     assert work.life("trainer:1", 2).environment["GROUP_RANK"] == "3"
     assert work.life("trainer:0").lives
@@ -138,12 +139,23 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     ]
 
 
+_JOB_FILE = """
+standalone: true
+monitor_interval: 0.02
+max_restarts: 1
+program: {light}
+args: [{folder}]
+roles:
+  ps: {{count: 1, service: server_module, args: [{folder}]}}
+  ddp: {{count: 2, pg: true}}
+  reader: {{count: 1, restart: job}}
+"""
+
+
 def test_a_process_group_and_a_job_start_again_as_a_whole(work: Job) -> None:
-    agent = work.start(
-        *("--standalone", "--role", "ps:1,service", "--role", "ddp:2,pg,max_restarts=1"),
-        *("--role", "reader:1,restart=job,max_restarts=1", "--monitor-interval", "0.02"),
-        *(LIGHT, str(work.folder)),
-    )
+    shutil.copy(LIGHT, work.folder / "server_module.py")
+    (work.folder / "job.yaml").write_text(_JOB_FILE.format(light=LIGHT, folder=work.folder))
+    agent = work.start("--job", "job.yaml")
     first = [work.life(name) for name in ("ddp:0", "ddp:1", "ps:0", "reader:0")]
     os.kill(first[1].pid, signal.SIGKILL)
     again = [work.life(name, 2).environment for name in ("ddp:0", "ddp:1")]
@@ -174,7 +186,7 @@ def test_without_roles_all_is_as_torchrun_does_it_and_torchrun_has_our_rendezvou
     assert ours.wait() == 0
     (work.folder / "end").unlink()
     theirs = work.start(*flags, "theirs", "--rdzv-backend", "tensorwire", *program, main="torchrun")
-    until(lambda: len(work.starts) == 8, 60.0)
+    until(lambda: len(work.starts) == 8, SECONDS)
     work.end()
     assert theirs.wait() == 0
     assert work.names == sorted(2 * [f"trainer:{n}#{life}" for n in (0, 1) for life in (1, 2)])
