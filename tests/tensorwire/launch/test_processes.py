@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,3 +216,25 @@ def test_programs_for_torchs_rpc_run_on_ours_with_dropin(work: Job) -> None:
     agent = work.start("--standalone", "--dropin", "--role", "trainer:1", str(program))
     assert agent.wait() == 0, agent.said
     assert (work.folder / "seen").read_text().startswith("rpc.")
+
+
+def test_flags_of_torchrun_have_their_effects_on_workers_with_roles(work: Job) -> None:
+    port = free_port()
+    agent = work.start(
+        *("--nnodes", "1", "--node-rank", "0", "--master-addr", "localhost"),
+        *("--master-port", str(port), "--role", "trainer:2", "--monitor-interval", "0.02"),
+        *("--tee", "3", "--local-ranks-filter", "1", "--duplicate-stdout-filters", "speaks"),
+        *("--virtual-local-rank", "--no-python"),
+        *(sys.executable, LIGHT, str(work.folder), "trainer=done"),
+        PET_LOG_DIR=str(work.folder / "logs"),
+        TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${role_name} ${local_rank}> ",
+    )
+    assert agent.wait() == 0, agent.said
+    seen = [work.life(f"trainer:{number}").environment for number in range(2)]
+    assert {each["MASTER_PORT"] for each in seen} == {str(port)}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["0", "1"]
+    assert [each["LOCAL_RANK"] for each in seen] == ["0", "0"]
+    assert "<trainer 1> trainer:1 speaks, life 1" in agent.said
+    assert "trainer:0 speaks" not in agent.said
+    (filtered,) = (work.folder / "logs").glob("*/filtered_stdout.log")
+    assert len(filtered.read_text().splitlines()) == 2
