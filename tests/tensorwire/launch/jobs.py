@@ -98,8 +98,8 @@ class Job:
     @property
     def starts(self) -> list[Start]:
         journal = self.folder / "journal"
-        lines = journal.read_text().splitlines() if journal.exists() else []
-        return [Start(**json.loads(line)) for line in lines]
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+        return [Start(**json.loads(line)) for line in lines if line.endswith("\n")]
 
     def life(self, name: str, number: int = 1) -> Start:
         """Waits until a life of a worker has begun."""

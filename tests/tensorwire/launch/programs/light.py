@@ -42,8 +42,9 @@ def main() -> None:
 
 def note(folder: Path, name: str, life: int) -> None:
     line = {"name": name, "life": life, "pid": os.getpid(), "at": time.time()}
-    with open(folder / "journal", "a") as journal:
-        journal.write(json.dumps(line | {"environment": dict(os.environ)}) + "\n")
+    text = json.dumps(line | {"environment": dict(os.environ)}) + "\n"
+    journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(journal, text.encode())  # at once, as this process may be killed at any time
 
 
 if __name__ == "__main__":
