@@ -9,6 +9,7 @@ the same machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -27,6 +28,10 @@ import torch.distributed.rpc as torch_rpc
 import rpc
 
 _SECONDS_TO_START: Final = 120.0
+
+
+class StartFailedError(Exception):
+    """A group did not start: torch's own gives up early on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,11 @@ def _be_worker(column: str, rank: int, size: int, url: str, barrier: Any, result
     warnings.simplefilter("ignore")  # torch's own agent warns of torch's own ways
     barrier.wait(_SECONDS_TO_START)
     began, used = time.monotonic(), time.process_time()
-    shutdown = COLUMNS[column](f"worker{rank}", rank, size, url)
+    try:
+        shutdown = COLUMNS[column](f"worker{rank}", rank, size, url)
+    except BaseException:
+        barrier.abort()  # nobody need wait for it
+        raise
     results.put((began, time.monotonic(), time.process_time() - used))
     barrier.wait(_SECONDS_TO_START)  # who leaves must not slow down who still comes
     shutdown()
@@ -83,7 +92,7 @@ def measure(column: str, size: int) -> Start:
     """Starts one group and ends it again.
 
     Raises:
-        RuntimeError: a worker failed.
+        StartFailedError: a worker failed; it has said why.
     """
     context: ForkContext = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -99,7 +108,7 @@ def measure(column: str, size: int) -> Start:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise RuntimeError(f"a worker of {column} failed; see above")
+        raise StartFailedError
     times = [results.get() for _ in workers]
     seconds = max(end for _, end, _ in times) - min(began for began, _, _ in times)
     return Start(seconds, statistics.mean(used for _, _, used in times))
@@ -121,12 +130,15 @@ def main() -> int:
         found: dict[str, list[Start]] = {name: [] for name in options.columns}
         for _ in range(options.rounds):
             for name in options.columns:
-                found[name].append(measure(name, size))
+                with contextlib.suppress(StartFailedError):
+                    found[name].append(measure(name, size))
         print(f"{size:7}  " + "  ".join(_cell(found[name]) for name in options.columns), flush=True)
     return 0
 
 
 def _cell(starts: list[Start]) -> str:
+    if not starts:
+        return f"{'failed':^34}"
     seconds = [start.seconds for start in starts]
     used = statistics.median(start.processor for start in starts)
     spread = f"{min(seconds):.2f} to {max(seconds):.2f}"

@@ -24,6 +24,7 @@ from rpc.group.opening import client_of, opened_for_good
 from rpc.group.probes import DatagramProber
 from rpc.group.records import LIVENESS, NONCE, PREFIX, Record, next_incarnation
 from rpc.group.signed_store import SignedStore
+from rpc.group.tcp_store import plain_host
 from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
 from rpc.transports.host.identity import usable_cores
@@ -148,7 +149,9 @@ def _address_towards(host: str | None) -> str | None:
     if not host:
         return None
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(plain_host(host), 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing; makes the kernel choose our address
             mine: str = probe.getsockname()[0]

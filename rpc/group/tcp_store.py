@@ -24,6 +24,8 @@ from typing import Final, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from rpc.group.store_host import is_address
+
 T = TypeVar("T")
 
 _logger = logging.getLogger("rpc")
@@ -58,6 +60,14 @@ class _Request(enum.IntEnum):
 _READY: Final = 0
 _WAIT_IS_OVER: Final = 0
 _WAIT_CANCELLED: Final = 1
+
+
+def plain_host(host: str) -> str | bytes:
+    """A host for the functions of ``socket``, which load much to encode what is no bytes.
+
+    Names stay text, so that those that cannot be are told.
+    """
+    return host.encode() if is_address(host) else host
 
 
 class StoreLostError(ConnectionError):
@@ -279,7 +289,7 @@ class TcpStoreClient(Store):
         deadline = min(self.until, time.monotonic() + self._seconds + more)
         if self._connection is None:
             left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            connected = socket.create_connection((self._host, self._port), left)
+            connected = socket.create_connection((plain_host(self._host), self._port), left)
             where = f"{self._host}:{self._port}"
             self._connection = _Connection(connected, where, deadline)
         self._connection.deadline = deadline
