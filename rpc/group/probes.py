@@ -28,7 +28,7 @@ from typing import Final, Protocol
 
 from rpc.group import liveness_process
 from rpc.group.answerer import Answerer
-from rpc.group.datagram_sockets import datagram_socket, family_of
+from rpc.group.datagram_sockets import connected_line, datagram_socket, family_of, is_open
 from rpc.group.liveness_process import (
     ANSWER,
     EXPELS,
@@ -119,6 +119,8 @@ class _Peer:
     address: _Address
     process: LocalProcess | None
     """Its process, if that can be seen from here; then it is not sent questions."""
+    line: socket.socket | None
+    """Connected to its port then: the kernel says when that is closed, as after a shutdown."""
     owed: bytes = b""
     """The nonce of the question that is not answered yet."""
 
@@ -179,11 +181,10 @@ class DatagramProber:
         """
         peer = self._peers.get(life)
         if peer is None:
-            place = _Address.decode(address)
-            peer = self._peers[life] = _Peer(place, self._seen(place.process))
+            peer = self._peers[life] = self._met(_Address.decode(address))
             self._serve()
-        if peer.process is not None:
-            if peer.process.runs():
+        if peer.process is not None and peer.line is not None:
+            if peer.process.runs() and is_open(peer.line):
                 self._seen_running.append(Answer(life, expelled=False))
             return
         if not peer.owed:
@@ -217,6 +218,8 @@ class DatagramProber:
             self._owing.pop(peer.owed, None)
             if peer.process is not None:
                 peer.process.close()
+            if peer.line is not None:
+                peer.line.close()
 
     def condemn(self, address: str, reason: str) -> None:
         """Tells the process that answers here, and the worker itself, which reads it when it can.
@@ -254,20 +257,26 @@ class DatagramProber:
             in_a_group = bool(self._peers)
             self._answerer.serve(at_once=in_a_group and not self._is_for_one_host)
 
-    def _seen(self, process: ProcessId) -> LocalProcess | None:
-        """A process of a peer; None if it cannot be seen from here.
+    def _met(self, address: _Address) -> _Peer:
+        """A peer that is to be asked.
 
         Raises:
             OSError: this worker lacks something for it, such as a file descriptor.
         """
+        process = address.process
         if not process.place or process.place != self._process.place:
-            return None
+            return _Peer(address, None, None)
         try:
-            return LocalProcess(process)
+            seen = LocalProcess(process)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
-            return None
+            return _Peer(address, None, None)
+        try:
+            return _Peer(address, seen, connected_line(address.host, address.port))
+        except BaseException:
+            seen.close()
+            raise
 
     def _send(self, datagram: Datagram, to: _Address) -> None:
         """Sends a datagram, which may be lost on its way, and so it may be here."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -289,7 +289,8 @@ class TcpStoreClient(Store):
         deadline = min(self.until, time.monotonic() + self._seconds + more)
         if self._connection is None:
             left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            connected = socket.create_connection((plain_host(self._host), self._port), left)
+            place: Any = (plain_host(self._host), self._port)  # the stubs know of no bytes here
+            connected = socket.create_connection(place, left)
             where = f"{self._host}:{self._port}"
             self._connection = _Connection(connected, where, deadline)
         self._connection.deadline = deadline

@@ -233,6 +233,17 @@ def test_workers_of_one_host_look_at_each_others_processes(pair: Pair) -> None:
         watcher.close()
 
 
+def test_one_that_shut_down_gives_no_sign_of_life_though_its_process_runs() -> None:
+    watcher, watched = DatagramProber(), DatagramProber()
+    address = watched.start(BOB)
+    try:
+        assert all(runs(watcher, address) for _ in range(3))
+        watched.close()
+        assert not runs(watcher, address)
+    finally:
+        watcher.close()
+
+
 def test_a_number_that_another_process_has_now_is_not_taken_for_the_worker() -> None:
     mine = ProcessId.of(os.getpid())
     with pytest.raises(ProcessLookupError):
