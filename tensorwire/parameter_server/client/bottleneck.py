@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 _ANSWERS: Final = 200
+_MOST: Final = 10 * _ANSWERS
 _TIMES: Final = 2.0
 _SECONDS: Final = 0.005
 
@@ -25,8 +26,11 @@ class Watch:
             A server that is the bottleneck, with its seconds and those of the others; each
             server only once. None if there is no news.
         """
-        self._seconds.setdefault(server, []).append(seconds)
+        mine = self._seconds.setdefault(server, [])
+        mine.append(seconds)
         if len(self._seconds) < 2 or min(map(len, self._seconds.values())) < _ANSWERS:
+            if len(mine) > _MOST:  # it is alone, or another is gone
+                self._seconds.clear()
             return None
         medians = {name: statistics.median(each) for name, each in self._seconds.items()}
         self._seconds.clear()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorwire")
 _MOST_EARLY: Final = 10_000
+_UNWRITTEN: Final = 2
+"""Snapshots of which a head remembers the rows until it is told to write them."""
 
 
 class Node:
@@ -201,7 +203,8 @@ class Node:
             self.carry_out(message.shard, shard.replica.ordered(order, call))
 
     def _write(self, call: Call, shard: ShardServer, order: orders.Write) -> None:
-        frozen = shard.state.frozen.pop(order.change, None)
+        with shard.lane.state_lock:
+            frozen = shard.state.frozen.pop(order.change, None)
         if frozen is None:
             call.answer(None)
             return
@@ -347,6 +350,10 @@ class Node:
 
     def _changed(self, shard: ShardServer, what: Any) -> None:
         """The state of a shard has changed; called by its lane."""
+        if isinstance(what, Reached) and isinstance(what.cut.action, orders.Freeze):
+            kept = _UNWRITTEN if shard.replica.is_head else 0
+            with shard.lane.state_lock:
+                shard.state.forget_frozen(kept)
         if isinstance(what, Reached) and isinstance(what.cut.action, orders.Move):
             with self.acting():
                 self.resend_exports(shard.replica.shard)

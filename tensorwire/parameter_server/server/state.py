@@ -298,6 +298,11 @@ class ShardState:
             group.is_loaded = pieces.is_loaded
         self.exports = dict(copied.exports)
 
+    def forget_frozen(self, kept: int) -> None:
+        """Nobody will write the shard as it was, but for the last ``kept`` times."""
+        for change in sorted(self.frozen)[: len(self.frozen) - kept]:
+            self.thaw(self.frozen.pop(change))
+
     def thaw(self, frozen: FrozenShard) -> None:
         """Nobody needs to know any more how the shard was."""
         for name, each in frozen.tables.items():

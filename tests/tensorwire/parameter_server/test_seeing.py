@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.server.host import host
-from tests.tensorwire.parameter_server.clusters import train
+from tests import waiting
+from tests.tensorwire.parameter_server.clusters import run, train
 
 
 def _answers(watch: Watch, slow: float, fast: float) -> list[tuple[str, float, float]]:
@@ -70,3 +74,21 @@ def test_a_server_without_room_refuses_a_push_whole_and_nobody_waits_for_it() ->
         return cluster.step, float(table.pull(torch.arange(10)).mean())
 
     assert train([go]) == [(3, 2.0)]
+
+
+def test_a_backup_remembers_no_rows_for_snapshots_that_its_head_writes(tmp_path: Path) -> None:
+    with local_group("ps0", "ps1", "trainer") as agents:
+
+        def go() -> None:
+            cluster = ps.connect(["ps0", "ps1"], backups=1)
+            table = cluster.table("items", 2, ps.SGD(lr=0.1))
+            for number in range(3):
+                table.push(torch.arange(100), torch.ones(100, 2))
+                cluster.snapshot(tmp_path / str(number)).wait(60)
+
+        run(agents[2:], [go])
+        for agent in agents[:2]:
+            with as_worker(agent):
+                shards = host().node("default").shards.values()
+                assert len(shards) == 2
+                waiting.until(lambda kept=shards: not any(s.state.frozen for s in kept))
