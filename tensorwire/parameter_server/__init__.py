@@ -21,6 +21,7 @@ from tensorwire.parameter_server.errors import (
     ServerLostError,
     SnapshotError,
 )
+from tensorwire.parameter_server.hashing import hashed
 from tensorwire.parameter_server.initialisers import Constant, Initialiser, Normal, Uniform
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.optimizer import Optimizer, Pushing, TrainerOptimizer
@@ -88,6 +89,7 @@ __all__ = [
     "Wanted",
     "Wire",
     "connect",
+    "hashed",
     "metrics",
     "prefetch",
     "read",
