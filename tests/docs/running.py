@@ -22,7 +22,7 @@ from tests.docs.blocks import Block, Mode, Program, Session
 from tests.free_ports import free_port
 from tests.processes import ready_made
 
-_SECONDS_FOR_A_PAGE = 90.0
+_SECONDS_FOR_A_PAGE = 110.0
 Task = Callable[[], None]
 
 
