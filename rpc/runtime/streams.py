@@ -51,7 +51,7 @@ def take(value: object) -> None:
 
 
 def leave_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """As :func:`leave`, on the devices of these tensors."""
+    """As :func:`leave_tensors`, on the devices of these tensors."""
     if is_in_use():
         on_devices = [each for each in tensors if each.is_cuda]
         side = _side_streams({each.device for each in on_devices})
@@ -59,7 +59,7 @@ def leave_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def take_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """As :func:`take`, on the devices of these tensors."""
+    """As :func:`take_tensors`, on the devices of these tensors."""
     if is_in_use():
         on_devices = [each for each in tensors if each.is_cuda]
         _hand_over(on_devices, _side_streams({each.device for each in on_devices}))

@@ -43,7 +43,7 @@ class Rule:
     """
 
     state: ClassVar[Mapping[str, Per]] = {}
-    """What is kept for each row, by name; all zeros, or :meth:`initial`, at first."""
+    """What is kept for each row, by name; all zeros, or ``initial``, at first."""
 
     def initial(self, name: str) -> float:
         """The value with which state begins. Default 0."""
