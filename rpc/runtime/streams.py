@@ -51,7 +51,11 @@ def take(value: object) -> None:
 
 
 def leave_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """As :func:`leave_tensors`, on the devices of these tensors."""
+    """Makes tensors, which the current streams may still work on, ready on the default ones.
+
+    Args:
+        tensors: those on other devices than GPUs stay as they are.
+    """
     if is_in_use():
         on_devices = [each for each in tensors if each.is_cuda]
         side = _side_streams({each.device for each in on_devices})
@@ -59,7 +63,11 @@ def leave_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def take_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """As :func:`take_tensors`, on the devices of these tensors."""
+    """Makes the current streams wait for what the default ones still do for tensors.
+
+    Args:
+        tensors: those on other devices than GPUs need nobody to wait.
+    """
     if is_in_use():
         on_devices = [each for each in tensors if each.is_cuda]
         _hand_over(on_devices, _side_streams({each.device for each in on_devices}))
