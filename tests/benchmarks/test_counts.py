@@ -1,0 +1,29 @@
+"""How many Python functions an operation calls at both ends: no more than were reached."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import bindings
+from benchmarks.commands import Column
+from benchmarks.counts import count
+from benchmarks.workloads import ROWS
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]
+
+REACHED = {
+    ("TENSORWIRE", "empty"): (50, 40),
+    ("TENSORWIRE", "optimizer"): (480, 470),
+    ("TENSORPIPE", "empty"): (70, 60),
+}
+"""At the caller and at the callee, on Python 3.11 and a busy machine; an idle one calls fewer."""
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count differently")
+@pytest.mark.parametrize(("backend", "row"), REACHED)
+def test_an_operation_calls_no_more_functions_than_were_reached(backend: str, row: str) -> None:
+    counted = count(ROWS[row], Column("ours", bindings.OURS, backend, {}, {}))
+    for calls, most in zip(counted.totals, REACHED[backend, row], strict=True):
+        assert calls <= most, counted.totals
