@@ -19,7 +19,7 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
-from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.calling import Caller
 from tensorwire.parameter_server.server.node import Node, _turned_away
 from tensorwire.parameter_server.server.shard import Call
 from tensorwire.parameter_server.server.state import ShardState
@@ -198,8 +198,10 @@ class Host:
 
         ask = messages.Asking(orders.Arrive(node.me))
         Caller(self.worker, cluster).call(view.coordinator, ask, answered)
-        done.wait()
-        return answers[0] is not LOST and isinstance(answers[0], messages.Granted)
+        while not done.wait(_SECONDS_BETWEEN_TRIES):
+            if self._closed.is_set():
+                return False
+        return isinstance(answers[0], messages.Granted)
 
 
 def _described(shard: Any) -> dict[str, Any]:

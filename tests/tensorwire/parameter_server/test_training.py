@@ -283,6 +283,27 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
     train([go])
 
 
+def test_pulls_move_no_clock_and_make_nobody_a_trainer() -> None:
+    def go() -> tuple[int, int]:
+        cluster = ps.connect(server_names(1), trainers=2)  # nobody else ever comes
+        table = cluster.table("items", 8, ps.SGD(lr=0.1))
+        assert bool((table.pull(torch.arange(3)) == 0).all())
+        return cluster.step, cluster.number
+
+    assert train([go]) == [(0, -1)]
+
+
+def test_a_table_that_a_step_does_not_use_stays_as_it_is() -> None:
+    def go() -> tuple[int, int]:
+        cluster = ps.connect(server_names(2))
+        used, unused = (cluster.table(n, 4, ps.Adam(lr=0.1)) for n in ("used", "unused"))
+        cluster.push({used: (torch.arange(5), torch.ones(5, 4))})
+        rows = unused.pull(torch.arange(5))
+        return cluster.step, int(rows.count_nonzero())
+
+    assert train([go], servers=2) == [(1, 0)]
+
+
 def test_a_bad_step_is_skipped_or_counted_if_one_wants_that() -> None:
     def go(policy: ps.NanPolicy) -> tuple[int, int, bool]:
         cluster = ps.connect(server_names(1), nans=policy)
