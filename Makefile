@@ -1,7 +1,8 @@
 # The things people do here. Each sets up what it needs, once, in $(VENV).
 #
-#   make train    train a digit classifier with a parameter server and two trainers
-#   make tutorials   all six tutorials run small, three to four minutes   (tutorials/README.md)
+#   make train    train a click-through model on two parameter servers with two trainers
+#   make train KILL=1   the same, and a server is killed on the way
+#   make tutorials   all tutorials run small, about five minutes   (tutorials/README.md)
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
@@ -17,9 +18,9 @@
 #   make docs     the documentation as web pages, in build/docs
 #   make clean    remove the environment and all caches; results in runs/ stay
 #
-# make train takes BACKEND, TRAINERS, EPOCHS, BATCH_SIZE, SEED and OUTPUT:
+# make train takes BACKEND, SERVERS, TRAINERS, STEPS, BATCH_SIZE, SEED, OUTPUT and KILL:
 #
-#   make train BACKEND=TENSORPIPE TRAINERS=3 EPOCHS=10 SEED=7
+#   make train BACKEND=TENSORPIPE SERVERS=3 TRAINERS=4 STEPS=300 SEED=7
 #
 # Which torch: the version below is the one we test with. From where pip takes it is pip's
 # configuration; on Linux the usual index gives a CUDA build of several gigabytes. For the
@@ -41,9 +42,9 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
 # Without its restarts, as pytest-xdist can wait for ever for the tests of a process that crashed.
 TEST := $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
-# Those that run as modules; train.py of parameter_server/ and what it imports run by their paths.
-TUTORIALS = $(filter-out tutorials/parameter_server/%,$(wildcard tutorials/*.py tutorials/*/*.py)) \
-  tutorials/parameter_server/sharded.py
+# Those that run as modules; train.py of digits/ and what it imports run by their paths.
+TUTORIALS = $(filter-out tutorials/digits/%,$(wildcard tutorials/*.py tutorials/*/*.py)) \
+  tutorials/digits/sharded.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-command check docs bench soak chaos conformance simulate mutants clean
@@ -54,11 +55,15 @@ help:
 setup: $(READY)
 	@:
 
+# Servers need no program; started again if they die, they find their cluster.
+SERVICE = service=tensorwire.parameter_server,max_restarts=3
+train: export RPC_BACKEND = $(or $(BACKEND),TENSORWIRE)
 train: $(READY)
-	@$(RUN) tutorials/parameter_server/train.py \
-	  $(if $(BACKEND),--backend $(BACKEND)) $(if $(TRAINERS),--trainers $(TRAINERS)) \
-	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) \
-	  $(if $(SEED),--seed $(SEED)) $(if $(OUTPUT),--output '$(OUTPUT)') $(ARGS)
+	@$(RUN) -m tensorwire.launch --standalone \
+	  --role ps:$(or $(SERVERS),2),$(SERVICE) --role trainer:$(or $(TRAINERS),2) \
+	  -m tutorials.parameter_server.train $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE)) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(KILL),--kill) $(ARGS)
 
 .PHONY: tutorials
 tutorials: RPCRUN = $(RUN) -m tensorwire.launch --standalone
@@ -68,9 +73,12 @@ tutorials: $(READY)
 	  -m tutorials.getting_started.cartpole --rounds 16 --steps 256 $(SMALL)
 	$(RPCRUN) --role trainer:1 --role server:1,service \
 	  -m tutorials.getting_started.language_model --steps 200 --width 64 $(SMALL)
-	$(RUN) tutorials/parameter_server/train.py --epochs 4 $(SMALL)
+	$(RUN) tutorials/digits/train.py --epochs 4 $(SMALL)
 	$(RPCRUN) --role coordinator:1 --role server:2,service --role trainer:2,service \
-	  -m tutorials.parameter_server.sharded --epochs 4 $(SMALL)
+	  -m tutorials.digits.sharded --epochs 4 $(SMALL)
+	$(MAKE) train STEPS=100
+	RPC_BACKEND=$(or $(BACKEND),TENSORWIRE) $(RPCRUN) --role ps:2,$(SERVICE) --role trainer:2 \
+	  -m tutorials.parameter_server.words --steps 300
 	$(RPCRUN) --role server:1 --role trainer:2,service \
 	  -m tutorials.ddp_rpc.train --epochs 1 $(SMALL)
 	$(RPCRUN) --role trainer:1 --role features:1,service --role classifier:1,service \
@@ -93,7 +101,7 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict
-	$(RUN) -m mypy --strict benchmarks chaos tutorials/parameter_server/train.py
+	$(RUN) -m mypy --strict benchmarks chaos tutorials/digits/train.py
 	$(RUN) -m mypy --strict --namespace-packages --explicit-package-bases $(TUTORIALS)
 
 # Fails on a broken link, a name that does not exist and a docstring that cannot be read.

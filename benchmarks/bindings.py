@@ -18,7 +18,7 @@ from typing import Any
 OURS = "ours"
 TORCH = "torch"
 
-_MAIN_JOB = Path(__file__).parents[1] / "tutorials" / "parameter_server"
+_MAIN_JOB = Path(__file__).parents[1] / "tutorials" / "digits"
 
 
 @dataclass(frozen=True, slots=True)

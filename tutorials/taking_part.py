@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutorials.parameter_server import arguments
+from tutorials.digits import arguments
 
 positive = arguments.positive
 """For argparse: the number that a text says if it is at least 1."""

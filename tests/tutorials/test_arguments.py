@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.tutorials.jobs import ROOT
-from tutorials.parameter_server import arguments
+from tutorials.digits import arguments
 
-_TRAIN = ROOT / "tutorials" / "parameter_server" / "train.py"
+_TRAIN = ROOT / "tutorials" / "digits" / "train.py"
 _SET_BY_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "1"}
 _ALL_BUT_RANK = "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
 

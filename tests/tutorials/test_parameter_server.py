@@ -1,123 +1,78 @@
-"""The main job as a person runs it: real processes, started, killed and interrupted."""
+"""The main job as a person runs it, in real processes under rpcrun; word vectors in this one."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
+import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from tqdm import tqdm
 
-from tests.free_ports import free_port
-from tests.tutorials.jobs import (
-    PNG_SIGNATURE,
-    ROOT,
-    SECONDS_FOR_A_RUN,
-    SECONDS_TO_NOTICE,
-    Job,
-    assert_all_gone,
-    running,
-    wait_until,
-)
+from tensorwire import parameter_server as ps
+from tests.tensorwire.parameter_server.clusters import server_names
+from tests.tensorwire.parameter_server.clusters import train as train_here
+from tests.tutorials.jobs import assert_pictures, number_after, run_tutorial
+from tutorials.parameter_server import words
+from tutorials.parameter_server.clicks import World, area_under_curve
+from tutorials.parameter_server.train import parser, train
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("parameter_server"),
-    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
-]
-
-_TRAIN = ROOT / "tutorials" / "parameter_server" / "train.py"
-_FOREVER = ("--epochs", "10000", "--batch-size", "256")
+_SMALL = ("--steps", "30", "--batch-size", "256", "--test-size", "4000")
 
 
-@contextmanager
-def _training(folder: Path, *arguments: str) -> Iterator[Job]:
-    picture = ["--output", str(folder / "curves.png")]
-    with running(folder / "log", [sys.executable, str(_TRAIN), *picture, *arguments]) as job:
-        yield job
+def test_the_area_under_the_curve_counts_pairs_in_order() -> None:
+    score, clicked = torch.tensor([0.1, 0.4, 0.3, 0.9]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert area_under_curve(score, clicked) == 3 / 4
 
 
-@contextmanager
-def _by_hand(folder: Path, *arguments: str) -> Iterator[tuple[Job, Job]]:
-    """A server and one trainer, each started by a command of its own."""
-    ranks = [*arguments, "--world-size", "2", "--master-port", str(free_port()), "--rank"]
-    (folder / "trainer").mkdir()
-    with (
-        _training(folder / "trainer", *ranks, "1") as trainer,
-        _training(folder, *ranks, "0") as server,
-    ):
-        yield server, trainer
+def test_a_batch_depends_on_its_number_only() -> None:
+    one, other = (World(seed=3).batch(number, 50) for number in (7, 7))
+    assert torch.equal(one.clicked, other.clicked)
+    assert torch.equal(one.ids["user"], other.ids["user"])
+    assert not torch.equal(one.numbers, World(seed=3).batch(8, 50).numbers)
 
 
-def _accuracy(output: str) -> float:
-    found = re.search(r"final test accuracy: ([\d.]+)%", output)
-    assert found, output
-    return float(found[1])
-
-
-def test_the_job_reads_at_least_95_percent_of_the_digits_and_draws_its_curves(
-    tmp_path: Path,
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("main_job")
+@pytest.mark.skipif(sys.platform != "linux", reason="a server is killed by its process id")
+def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _training(tmp_path, "--epochs", "8", "--trainers", "2") as job:
-        assert job.wait(SECONDS_FOR_A_RUN) == 0, job.output()
-        assert _accuracy(job.output()) >= 95.0
-    assert (tmp_path / "curves.png").read_bytes().startswith(PNG_SIGNATURE)
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the bar
+
+    def quiet() -> float:
+        history = train(parser().parse_args(_SMALL), ps.connect(server_names(1)), 0, 1)
+        return history.areas[30]
+
+    (wanted,) = train_here([quiet], servers=1)
+    monkeypatch.setenv("RPC_BACKEND", "TENSORWIRE")
+    servers = "ps:2,service=tensorwire.parameter_server,max_restarts=2"
+    output = run_tutorial(
+        tmp_path, "parameter_server.train", f"{servers} trainer:1", *_SMALL, "--kill"
+    )
+    assert "killing server ps:1" in output
+    assert number_after("final AUC:", output) == pytest.approx(wanted, abs=1e-6)
+    assert wanted > 0.6
+    assert_pictures(tmp_path, "clicks.png")
 
 
-def test_a_killed_server_ends_the_job_with_an_error_that_names_it(tmp_path: Path) -> None:
-    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
-        job.wait_for_output("epoch 1:")
-        ranks = job.ranks()
-        os.kill(ranks[0], signal.SIGKILL)
-        assert job.wait(SECONDS_TO_NOTICE) == 1
-        assert job.output().endswith("the job has failed: server was killed by SIGKILL\n")
-        assert_all_gone(ranks)
+@pytest.mark.slow
+def test_word_vectors_are_trained_by_trainers_that_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    options = argparse.Namespace(steps=60, batch_size=256, seed=0)
 
+    def trainer(number: int) -> dict[int, float]:
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        model = words.Vectors(cluster, options.seed)
+        areas = words.train(options, model, ps.Optimizer(cluster, model), number, 2)
+        cluster.finish()
+        return areas
 
-def test_ctrl_c_while_processes_still_start_ends_them_too(tmp_path: Path) -> None:
-    with _training(tmp_path, "--trainers", "1") as job:
-        wait_until(lambda: len(job.ranks()) == 2, SECONDS_TO_NOTICE, "two processes")
-        ranks = job.ranks()
-        os.killpg(job.process.pid, signal.SIGINT)
-        assert job.wait(SECONDS_TO_NOTICE) == 128 + signal.SIGINT
-        assert "Traceback" not in job.output()
-        assert_all_gone(ranks)
-
-
-def test_ctrl_c_before_any_process_starts_ends_the_job(tmp_path: Path) -> None:
-    with _training(tmp_path) as job:
-        maps = Path(f"/proc/{job.process.pid}/maps")
-        wait_until(lambda: "libtorch_cpu" in maps.read_text(), SECONDS_TO_NOTICE, "torch loaded")
-        assert not job.ranks()
-        os.killpg(job.process.pid, signal.SIGINT)
-        assert job.wait(SECONDS_TO_NOTICE) == 128 + signal.SIGINT
-        assert job.output() == "\ninterrupted\n"
-
-
-def test_no_process_outlives_a_launcher_that_was_killed_outright(tmp_path: Path) -> None:
-    with _training(tmp_path, *_FOREVER, "--trainers", "1") as job:
-        job.wait_for_output("epoch 1:")
-        ranks = job.ranks()
-        job.process.kill()
-        assert_all_gone(ranks)
-
-
-def test_a_server_started_by_hand_names_the_trainer_it_lost(tmp_path: Path) -> None:
-    with _by_hand(tmp_path, *_FOREVER) as (server, trainer):
-        server.wait_for_output("epoch 1:")
-        trainer.process.kill()
-        assert server.wait(SECONDS_TO_NOTICE) == 1
-        assert "WorkerLostError: worker 'trainer1'" in server.output()
-
-
-def test_the_job_runs_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [str(_TRAIN), "--epochs", "2", "--output", str(tmp_path / "curves.png")]
-    with running(tmp_path / "log", [*torchrun, "--nproc-per-node", "2", *script]) as job:
-        assert job.wait(SECONDS_FOR_A_RUN) == 0, job.output()
-        assert "1 server, 1 trainers" in job.output()
-        assert _accuracy(job.output()) > 50.0
+    first, second = train_here([partial(trainer, 0), partial(trainer, 1)], servers=2)
+    assert first[60] > 0.52
+    assert not second  # only the first one measures

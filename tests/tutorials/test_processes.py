@@ -1,4 +1,4 @@
-"""``tutorials/parameter_server/processes.py``: whom the launcher of a job blames."""
+"""``tutorials/digits/processes.py``: whom the launcher of a job blames."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tutorials.parameter_server import processes
-from tutorials.parameter_server.processes import Ended
+from tutorials.digits import processes
+from tutorials.digits.processes import Ended
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tutorials.jobs import assert_pictures, number_after, run_tutorial
-from tutorials.parameter_server.sharded import divide
+from tutorials.digits.sharded import divide
 
 
 def test_shares_hold_every_weight_once_and_differ_by_no_more_than_the_largest() -> None:
@@ -21,13 +21,11 @@ def test_shares_hold_every_weight_once_and_differ_by_no_more_than_the_largest() 
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("parameter_server")
+@pytest.mark.xdist_group("digits")
 @pytest.mark.usefixtures("process_server")
 def test_two_servers_and_one_trainer_learn_to_read_digits(tmp_path: Path) -> None:
     roles = "coordinator:1 server:2,service trainer:1,service"
-    output = run_tutorial(
-        tmp_path, "parameter_server.sharded", roles, "--servers", "2", "--epochs", "6"
-    )
+    output = run_tutorial(tmp_path, "digits.sharded", roles, "--servers", "2", "--epochs", "6")
     assert "2 servers, 1 trainers" in output
     assert number_after("final test accuracy:", output) >= 85.0
     assert_pictures(tmp_path, "sharded.png")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import rpc
 from tutorials import taking_part
 from tutorials.batching import report
-from tutorials.parameter_server.digits import Digits, load
+from tutorials.digits.digits import Digits, load
 
 _WAYS = ("update", "update_in_batch")
 

@@ -1,26 +1,35 @@
-"""Draws what was noted of a run. Draws into a file and needs no screen."""
+"""Draws how training went: the loss, the area under the curve, the time of steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from report import History
+from tutorials.pictures import figure, save
+
+if TYPE_CHECKING:
+    from tutorials.parameter_server.train import History
 
 
 def draw(history: History, path: Path) -> None:
-    """Save the loss curves and the accuracy as a PNG picture at ``path``."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    losses, accuracies = figure.subplots(1, 2)
-    for trainer, values in sorted(history.losses.items()):
-        losses.plot(values, label=trainer, linewidth=0.8)
-    losses.set(xlabel="step", ylabel="training loss", yscale="log")
-    losses.legend()
-    accuracies.plot(
-        list(history.accuracies), [100 * value for value in history.accuracies.values()], "o-"
-    )
-    accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
-    accuracies.xaxis.get_major_locator().set_params(integer=True)
-    accuracies.grid(visible=True, alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    """Writes the picture.
+
+    Args:
+        history: what was noted.
+        path: of the picture.
+    """
+    drawn = figure(11, 3.4)
+    loss, area, time = drawn.subplots(1, 3)
+    loss.plot(_smooth(history.losses))
+    loss.set(title="loss of trainer 0", xlabel="step")
+    area.plot(list(history.areas), list(history.areas.values()), marker="o")
+    area.axhline(history.best, linestyle="--", color="gray")
+    area.set(title="AUC; dashed: the best there is", xlabel="step")
+    time.plot(history.milliseconds, linewidth=0.6)
+    time.set(title="milliseconds a step", xlabel="step", yscale="log")
+    save(drawn, path)
+
+
+def _smooth(values: list[float], over: int = 20) -> list[float]:
+    windows = (values[max(0, end - over) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]

@@ -1,119 +1,167 @@
-"""Trains a digit classifier with one parameter server and any number of trainers.
+"""Trains a click-through model on parameter servers. This is the trainers' program.
 
-    python train.py                          everything on this machine
-    python train.py --rank 0 --world-size 3 --master-addr host0      one process per machine
-    torchrun --nproc-per-node 3 train.py     under torch's launcher
+    rpcrun --standalone --role ps:2,service=tensorwire.parameter_server --role trainer:2 \\
+           -m tutorials.parameter_server.train
 
-This file reads the command line and starts processes; ``job.py`` is the part
-about distributed training. Rank 0 is the server, every other rank a trainer.
+Servers need no program. Read this file first: all that is special about parameter servers is in
+``make_model``, ``make_optimizer`` and the first and last lines of ``train``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
-import sys
-import tempfile
-from functools import partial
-from pathlib import Path
+import time
+from dataclasses import asdict, dataclass, field
 
-from arguments import (
-    MOST_PROCESSES,
-    backend,
-    launched,
-    port,
-    positive,
-    rank,
-    require_picture,
-    require_rank,
-)
-from processes import load_for_all, run_together
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from tqdm import tqdm
 
-_DEFAULT_OUTPUT = Path("runs/parameter_server.png")
+import rpc
+from tensorwire import parameter_server as ps
+from tutorials.digits.arguments import positive
+from tutorials.parameter_server import roles
+from tutorials.parameter_server.clicks import SIZES, Batch, World, area_under_curve
+from tutorials.parameter_server.model import DLRM
 
-
-def main() -> int:
-    """Run one rank if told which, or else start them all; return the exit status."""
-    options = _parse(sys.argv[1:])
-    if options.rank is None:
-        return _run_all(options)
-    return _run_rank(options, options.rank, options.world_size)
+_DIM = 16
+_TESTS = 8
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--trainers", type=positive, default=2, help="how many, when all run here (%(default)s)")
-    add("--epochs", type=positive, default=20, help="passes over the data (%(default)s)")
-    add("--batch-size", type=positive, default=32, help="images per step (%(default)s)")
-    add("--learning-rate", type=float, default=0.05, help="step size (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights, split and order (%(default)s)")
-    add("--backend", type=backend, default="TENSORPIPE", help="TENSORPIPE or TENSORWIRE "
-        "(%(default)s)")  # fmt: skip
-    add("--output", type=Path, default=_DEFAULT_OUTPUT, help="picture to write (%(default)s)")
-    hand = parser.add_argument_group("one process per machine, started by hand")
-    hand.add_argument("--rank", type=rank, help="0 is the server, 1 and up are trainers")
-    hand.add_argument("--world-size", type=positive, help="the server and all trainers")
-    hand.add_argument("--master-addr", default="127.0.0.1", help="host of rank 0 (%(default)s)")
-    hand.add_argument("--master-port", type=port, default=29500, help="a free port (%(default)s)")
-    parser.set_defaults(init_method=None)
-    options = parser.parse_args(arguments)
-    try:
-        _settle(options)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    return options
+@dataclass
+class History:
+    """What trainer 0 notes on the way.
+
+    Args:
+        losses: of each step.
+        areas: by step, the area under the curve of impressions that nobody trained on.
+        milliseconds: of each step.
+        best: the area that the true chances have.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    areas: dict[int, float] = field(default_factory=dict)
+    milliseconds: list[float] = field(default_factory=list)
+    best: float = 0.0
 
 
-def _settle(options: argparse.Namespace) -> None:
-    """Decide which rank this is, if it is one; raise if the options do not go together."""
-    if options.rank is None and options.world_size is not None:
-        raise argparse.ArgumentTypeError(
-            "argument --world-size: goes with --rank; give --trainers for processes on this machine"
-        )
-    if options.rank is None and (told := launched(os.environ)) is not None:
-        options.rank, options.world_size = told
-        options.init_method = "env://"
-    options.world_size = options.world_size or options.trainers + 1
-    if options.world_size < 2:
-        raise argparse.ArgumentTypeError("this takes at least 2 processes, a server and a trainer")
-    if options.rank is not None:
-        require_rank(options.rank, options.world_size)
-    elif options.trainers > MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(
-            f"argument --trainers: at most {MOST_PROCESSES} can run on one machine"
-        )
-    if not options.rank:  # the server draws
-        require_picture(options.output)
+def make_model(cluster: ps.Cluster, seed: int) -> DLRM:
+    """A model whose vectors are rows of tables on the servers."""
+    tables = {
+        name: cluster.table(name, _DIM, ps.Adagrad(lr=0.1), init=ps.Uniform(0.05, seed))
+        for name in SIZES
+    }
+    torch.manual_seed(seed)  # what one trainer draws for the net is what all begin with
+    return DLRM({name: ps.Embedding(table) for name, table in tables.items()}, _DIM)
 
 
-def _run_all(options: argparse.Namespace) -> int:
-    _limit_threads()
-    # The data's library, which only the server uses, and what torch's optimizers load.
-    load_for_all("worker", "sklearn.datasets", "torch._dynamo")
-    names = ["server", *(f"trainer{number}" for number in range(1, options.world_size))]
-    with tempfile.TemporaryDirectory(prefix="parameter_server_") as folder:
-        # The processes find each other through a file here: no port to choose, none to collide.
-        options.init_method = f"file://{folder}/rendezvous"
-        ranks = {n: partial(_run_rank, options, i, len(names)) for i, n in enumerate(names)}
-        return run_together(ranks)
+def make_optimizer(cluster: ps.Cluster, model: DLRM) -> ps.Optimizer:
+    """Has the servers move rows by the rules of their tables, and the net by Adam."""
+    return ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=3e-3)
 
 
-def _limit_threads() -> None:
-    # Several processes share this machine's cores. Said before torch is loaded, it holds on every
-    # thread that computes, whoever starts it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def lookups(model: DLRM) -> list[ps.Embedding]:
+    """The modules whose rows can be fetched beforehand."""
+    return [each for each in model.tables.values() if isinstance(each, ps.Embedding)]
 
 
-def _run_rank(options: argparse.Namespace, number: int, world_size: int) -> int:
-    # Ctrl-C ends this process on the spot, even while it waits inside native code.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _limit_threads()
-    from worker import run_rank  # loads torch
+def ids_of(batch: Batch) -> list[Tensor]:
+    """The ids that these modules will be asked for, in the same order."""
+    return list(batch.ids.values())
 
-    return run_rank(options, number, world_size)
+
+def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, trainers: int) -> History:
+    """Trains this trainer's share of the steps."""
+    model = make_model(cluster, options.seed)
+    optimizer = make_optimizer(cluster, model)
+    world, history = World(options.seed), History()
+    batches = world.batches(trainer, trainers, options.steps, options.batch_size)
+    test = world.batch(-1, options.test_size)
+    history.best = area_under_curve(test.chance, test.clicked)
+    bar = tqdm(total=options.steps, unit="step", disable=None if trainer == 0 else True)
+    for step, batch in enumerate(ps.prefetch(batches, *lookups(model), ids=ids_of), 1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(model(batch.ids, batch.numbers), batch.clicked)
+        torch.autograd.backward(loss)
+        optimizer.step()  # pushes the gradients, and pulls what the next batch needs
+        history.milliseconds.append(1e3 * (time.perf_counter() - begin))
+        history.losses.append(loss.item())
+        if trainer == 0:
+            _look(step, options, model, test, history, bar)
+    bar.close()
+    cluster.finish()  # from here on nobody waits for pushes of this trainer
+    return history
+
+
+def _look(
+    step: int, options: argparse.Namespace, model: DLRM, test: Batch, history: History, bar: tqdm
+) -> None:
+    """Shows how far training is; kills a server in the middle if it is told to."""
+    bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
+    bar.update()
+    if step % max(1, options.steps // _TESTS) == 0 or step == options.steps:
+        history.areas[step] = _test(model, test)
+        bar.write(f"step {step}: AUC {history.areas[step]:.4f} of at most {history.best:.4f}")
+    if options.kill and step == options.steps // 2:
+        victim = rpc.rpc_sync("ps:1", os.getpid)
+        bar.write(f"step {step}: killing server ps:1 (process {victim})")
+        os.kill(victim, signal.SIGKILL)
+
+
+def _test(model: nn.Module, test: Batch) -> float:
+    with torch.no_grad():  # rows are pulled; no clock moves
+        return area_under_curve(model(test.ids, test.numbers), test.clicked)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = roles.parser(__doc__, "tutorials.parameter_server.train", "parameter_server")
+    add = made.add_argument
+    add("--steps", type=positive, default=600, help="of each trainer (%(default)s)")
+    add("--batch-size", type=positive, default=1024, help="of each trainer (%(default)s)")
+    add("--test-size", type=positive, default=20_000, help="impressions to test with (%(default)s)")
+    add("--kill", action="store_true", help="kill server ps:1 on the way; each share has a backup")
+    return made
+
+
+def main() -> None:
+    """Joins the group, trains, and leaves; trainer 0 says how it went."""
+    made = parser()
+    options, place = made.parse_args(), roles.place(made)
+    torch.set_num_threads(1)  # several processes share this machine's cores
+    rpc.init_rpc()  # rpcrun has said who we are, and where the others meet
+    cluster = ps.connect(place.servers, backups=1 if options.kill else 0)
+    begin = time.monotonic()
+    history = train(options, cluster, place.trainer, place.trainers)
+    if place.trainer == 0:
+        _report(options, cluster, history, time.monotonic() - begin)
+    rpc.shutdown()
+
+
+def _report(
+    options: argparse.Namespace, cluster: ps.Cluster, history: History, seconds: float
+) -> None:
+    servers = cluster.stats()["servers"].values()
+    rows = sum(
+        table["rows"]
+        for server in servers
+        for shard in server["shards"].values()
+        if shard["head"]
+        for table in shard["tables"].values()
+    )
+    print(f"{options.steps} steps in {seconds:.1f} s; {rows} rows on {len(servers)} servers")
+    print(f"final AUC: {history.areas[options.steps]:.6f} (at most {history.best:.6f})")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "history.json").write_text(json.dumps(asdict(history)))
+    from tutorials.parameter_server.picture import draw
+
+    draw(history, options.output / "clicks.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ from optim_dist import DistributedOptimizer
 from rpc.observe.trace_records import CallRecord, HandlerRecord
 from rpc.observe.tracing import Trace
 from tutorials import pictures, taking_part
-from tutorials.parameter_server.digits import Digits, load
+from tutorials.digits.digits import Digits, load
 
 _STAGES = ("sending", "wire to", "queued", "decoding", "running", "encoding", "wire back",
            "receiving")  # fmt: skip

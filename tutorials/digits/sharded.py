@@ -32,7 +32,7 @@ import autograd_dist
 import rpc
 from optim_dist import DistributedOptimizer
 from tutorials import pictures, taking_part
-from tutorials.parameter_server.digits import Digits, load, network
+from tutorials.digits.digits import Digits, load, network
 
 
 class Shard:
@@ -153,7 +153,7 @@ def _draw(accuracies: Sequence[float], options: argparse.Namespace) -> None:
 def main() -> int:
     """Read the command line and run."""
     roles = "coordinator:1 server:2,service trainer:2,service"
-    parser = taking_part.parser(__doc__, roles, output="parameter_server")
+    parser = taking_part.parser(__doc__, roles, output="digits")
     add = parser.add_argument
     add("--servers", type=taking_part.positive, default=2, help="of the workers (%(default)s)")
     add(
