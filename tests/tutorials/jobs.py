@@ -149,7 +149,7 @@ def tutorial(folder: Path, module: str, roles: str, *arguments: str) -> Iterator
     line = [*flags, program, "--output", str(folder / "output"), *arguments]
     log = folder / "log"
     log.touch()
-    agent = ready_made().Process(target=_launch, args=(line, str(log)))
+    agent = ready_made().Process(target=_launch, args=(line, str(log), dict(os.environ)))
     agent.start()
     made = Tutorial(agent, log)
     try:
@@ -161,7 +161,8 @@ def tutorial(folder: Path, module: str, roles: str, *arguments: str) -> Iterator
         agent.close()
 
 
-def _launch(line: list[str], log: str) -> None:
+def _launch(line: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -36,6 +36,7 @@ def test_a_batch_depends_on_its_number_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("process_server")
 @pytest.mark.xdist_group("main_job")
 @pytest.mark.skipif(sys.platform != "linux", reason="a server is killed by its process id")
 def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_killed(
@@ -64,7 +65,7 @@ def test_word_vectors_are_trained_by_trainers_that_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    options = argparse.Namespace(steps=60, batch_size=256, seed=0)
+    options = argparse.Namespace(steps=60, batch_size=2048, seed=0)
 
     def trainer(number: int) -> dict[int, float]:
         cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
