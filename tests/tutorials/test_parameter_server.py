@@ -19,7 +19,7 @@ from tutorials.parameter_server import words
 from tutorials.parameter_server.clicks import World, area_under_curve
 from tutorials.parameter_server.train import parser, train
 
-_SMALL = ("--steps", "30", "--batch-size", "256", "--test-size", "4000")
+_SMALL = ("--steps", "20", "--batch-size", "256", "--test-size", "2000")
 
 
 def test_the_area_under_the_curve_counts_pairs_in_order() -> None:
@@ -35,7 +35,7 @@ def test_a_batch_depends_on_its_number_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("process_server")
 @pytest.mark.xdist_group("main_job")
 @pytest.mark.skipif(sys.platform != "linux", reason="a server is killed by its process id")
@@ -46,7 +46,7 @@ def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_kil
 
     def quiet() -> float:
         history = train(parser().parse_args(_SMALL), ps.connect(server_names(1)), 0, 1)
-        return history.areas[30]
+        return history.areas[20]
 
     (wanted,) = train_here([quiet], servers=1)
     monkeypatch.setenv("RPC_BACKEND", "TENSORWIRE")
@@ -56,7 +56,7 @@ def test_the_main_job_ends_with_the_bits_of_a_quiet_run_although_a_server_is_kil
     )
     assert "killing server ps:1" in output
     assert number_after("final AUC:", output) == pytest.approx(wanted, abs=1e-6)
-    assert wanted > 0.6
+    assert wanted > 0.55
     assert_pictures(tmp_path, "clicks.png")
 
 
