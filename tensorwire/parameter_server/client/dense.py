@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server import messages
+from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server.decisions.replica import Assign, NotHead
 from tensorwire.parameter_server.dense_spec import (
     DenseSpec,
@@ -132,5 +132,7 @@ class DenseGroup:
                 session.refresh()
                 if session.view.epoch == epoch:
                     return answers
+            if session.is_closed:
+                raise errors.ParameterServerError("this worker has left its group")
             time.sleep(_PAUSE)
             session.refresh()

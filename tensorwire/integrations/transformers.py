@@ -1,0 +1,229 @@
+"""Moves the optimizer of a ``transformers.Trainer`` to parameter servers, by a callback.
+
+The Trainer stays as it is: it makes its optimizer, loads a checkpoint into it, and steps it.
+Before the first step the callback puts one in its place that steps at the servers. It has the
+parameter groups that schedulers write to, and the state that checkpoints keep.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from tensorwire import parameter_server as ps
+
+__all__ = ["Mode", "ParameterServerCallback"]
+
+
+class Mode(enum.Enum):
+    """How a Trainer and the servers work together."""
+
+    SYNC = "sync"
+    """The servers begin with what the Trainer has. Every step waits for its result; of one
+    Trainer all bits are those of a local run."""
+    ASYNC = "async"
+    """Several Trainers, each with data of its own, share what the servers have; the first one's
+    values are where all begin."""
+    BACKWARD = "backward"
+    """As ``SYNC``, but each gradient is pushed as soon as it is there, and freed. There is never
+    more than one parameter's gradient; so gradients cannot be clipped or accumulated."""
+
+
+class ParameterServerCallback(TrainerCallback):
+    """Has a ``Trainer`` keep its parameters and the optimizer's state at parameter servers.
+
+    Everything else stays as it is: schedulers, clipping, accumulation, mixed precision,
+    evaluation, checkpoints. A checkpoint can be resumed with or without servers. ``rpc.init_rpc``
+    must have been called before training begins. Several processes train together as Trainers of
+    their own, not under DistributedDataParallel.
+
+    Args:
+        servers: names of the workers that run ``ps.serve``, or a connected cluster.
+        mode: how Trainer and servers work together: a :class:`Mode` or its value.
+        staleness: in ``ASYNC`` mode, how many steps a Trainer may be ahead of the slowest.
+            Default without bound.
+        trainers: how many Trainers wait for each other to begin. Default one.
+        backups: servers that have a copy of each share.
+        name: of the parameters in the cluster. Several models of one process need different ones.
+
+    Raises:
+        ValueError: there is no such mode, or ``staleness`` is for another.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=data,
+                          callbacks=[ParameterServerCallback(servers=["ps:0", "ps:1"])])
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str] | ps.Cluster,
+        *,
+        mode: Mode | str = Mode.SYNC,
+        staleness: int | None = None,
+        trainers: int = 1,
+        backups: int = 0,
+        name: str = "model",
+    ) -> None:
+        self.mode = _mode(mode)
+        if staleness is not None and self.mode is not Mode.ASYNC:
+            raise ValueError(f"staleness={staleness} is for mode='async', not {self.mode.value!r}")
+        self.optimizer: ps.Optimizer | None = None
+        self._servers = servers
+        self._staleness = staleness
+        self._trainers = trainers
+        self._backups = backups
+        self._name = name
+
+    @property
+    def cluster(self) -> ps.Cluster | None:
+        """The cluster; None before training."""
+        return None if self.optimizer is None else self.optimizer.cluster
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Any = None,
+        **others: Any,
+    ) -> None:
+        """Puts the servers' optimizer in the place of the Trainer's.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            optimizer: the Trainer's, which may have been loaded from a checkpoint.
+            others: what else the Trainer tells.
+
+        Raises:
+            TypeError: the Trainer's optimizer is none of torch's, such as DeepSpeed's.
+            ValueError: an argument of the Trainer does not go with the mode.
+        """
+        _require_fitting(args, self.mode)
+        holder, inner = _open(optimizer)
+        if isinstance(inner, ps.Optimizer):  # a second ``train``, or the Trainer made it itself
+            self.optimizer = inner
+            inner.cluster.join()
+        else:
+            self.optimizer = self._move(inner)
+            _put(holder, self.optimizer)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Sets the servers to what the model has, such as the best checkpoint.
+
+        Trainers that wait for each other do not wait for this one any more, unless it was given a
+        connected cluster, whose owner says when it has finished.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        if self.optimizer is None:
+            return
+        if self.mode is not Mode.ASYNC or args.load_best_model_at_end:
+            self.optimizer.upload()
+        if not isinstance(self._servers, ps.Cluster) and self._is_awaited:
+            self.optimizer.cluster.finish()
+
+    @property
+    def _is_awaited(self) -> bool:
+        return self._trainers > 1 or self._staleness is not None
+
+    def _move(self, local: torch.optim.Optimizer) -> ps.Optimizer:
+        cluster = self._connect()
+        parameters = [each for group in local.param_groups for each in group["params"]]
+        values = [each.detach().clone() for each in parameters]
+        state = local.state_dict()
+        pushing = ps.Pushing.BACKWARD if self.mode is Mode.BACKWARD else ps.Pushing.STEP
+        moved = ps.Optimizer.wrap(local, cluster, name=self._name, pushing=pushing)
+        # A scheduler that was made for the local one looks there whether there was a step.
+        local._opt_called = True  # type: ignore[attr-defined]
+        if self.mode is not Mode.ASYNC:  # what servers kept from earlier does not count
+            _copy(parameters, values)
+            moved.load_state_dict(state)
+        return moved
+
+    def _connect(self) -> ps.Cluster:
+        if isinstance(self._servers, ps.Cluster):
+            return self._servers
+        consistency: Any = ps.BSP()
+        if self.mode is Mode.ASYNC:
+            consistency = ps.Async() if self._staleness is None else ps.SSP(self._staleness)
+        return ps.connect(
+            list(self._servers),
+            backups=self._backups,
+            consistency=consistency,
+            trainers=self._trainers,
+        )
+
+
+def _mode(mode: Mode | str) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError:
+        known = ", ".join(repr(each.value) for each in Mode)
+        raise ValueError(f"mode={mode!r} is none of {known}") from None
+
+
+def _require_fitting(args: TrainingArguments, mode: Mode) -> None:
+    if args.world_size > 1:
+        raise ValueError(
+            f"world_size={args.world_size}: a Trainer under DistributedDataParallel cannot use "
+            "parameter servers; start each process as a Trainer of its own, with trainers=N"
+        )
+    if mode is not Mode.BACKWARD:
+        return
+    if args.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm={args.max_grad_norm}: in mode 'backward' a gradient is gone before the "
+            "norm of all is known; give max_grad_norm=0"
+        )
+    if args.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: in mode 'backward' "
+            "each gradient is pushed at once; give gradient_accumulation_steps=1"
+        )
+
+
+def _open(optimizer: Any) -> tuple[AcceleratedOptimizer, torch.optim.Optimizer]:
+    """The innermost of accelerate's wrappers, and what it steps."""
+    holder, inner = None, optimizer
+    while isinstance(inner, AcceleratedOptimizer):
+        holder, inner = inner, inner.optimizer
+    if holder is None or not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(
+            f"ParameterServerCallback takes the place of a torch optimizer that accelerate has "
+            f"prepared, and the Trainer has a {type(optimizer).__name__}"
+        )
+    return holder, inner
+
+
+def _put(holder: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Has accelerate step this optimizer; who refers to the holder notices nothing."""
+    scaler = holder.scaler
+    AcceleratedOptimizer.__init__(holder, optimizer, device_placement=False, scaler=scaler)
+
+
+@torch.no_grad()
+def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
