@@ -71,10 +71,10 @@ def is_open(line: socket.socket) -> bool:
     try:
         line.send(b"?")
         line.recv(1)
-    except BlockingIOError:
-        return True
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:  # nothing is said of the port: an answer is never there
+        return True
     return True
 
 

@@ -240,7 +240,14 @@ def test_one_that_shut_down_gives_no_sign_of_life_though_its_process_runs() -> N
         assert all(runs(watcher, address) for _ in range(3))
         watched.close()
         assert not runs(watcher, address)
+        watcher.forget(BOB)
+        watched = DatagramProber()
+        address = watched.start(BOB)
+        assert runs(watcher, address)
+        cut_off()  # which says nothing of the other worker
+        assert runs(watcher, address)
     finally:
+        watched.close()
         watcher.close()
 
 
