@@ -122,7 +122,7 @@ def test_admission_and_eviction_agree_with_a_model_over_random_pushes(k) -> None
             if waiting[each] >= 2:
                 del waiting[each]
                 value[each], touched[each] = 1, time
-        if table._swept == time:
+        if table.swept == time:
             for each in [i for i in waiting if time - seen[i] >= 5]:
                 del waiting[each]
         live = [
