@@ -64,7 +64,7 @@ class context:
 
 
 _Block = tuple[AutogradExtension, int, Token[int | None]]
-"""What entered a context: where, which, and what undoes that it is the running code's."""
+"""An entered context: where, which, and what undoes that it is the running code's."""
 
 
 def _leave(block: _Block) -> None:
@@ -165,7 +165,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def grad_fields() -> GradFields:
-    """Who uses the ``.grad`` of leaves on this worker.
+    """The users of the ``.grad`` of leaves on this worker.
 
     A backward pass borrows ``.grad`` to run post-accumulate hooks; say that you use it
     when putting a context's gradients there, as optimizers do::
@@ -177,7 +177,7 @@ def grad_fields() -> GradFields:
 
 
 def sequels() -> Sequels:
-    """What this worker does when its gradients of a pass are complete."""
+    """The actions of this worker when its gradients of a pass are complete."""
     return _extension().sequels
 
 

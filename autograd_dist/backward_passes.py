@@ -348,7 +348,7 @@ def sendable(
 
 
 def _as_raised(failure: Failure, cause: BaseException | None) -> BaseException:
-    """What tells the caller of a pass that it failed: SystemExit and the like as they are."""
+    """The error for the caller of a pass that failed: SystemExit and the like as they are."""
     if cause is not None and not isinstance(cause, Exception):
         return cause
     if is_cancelled():

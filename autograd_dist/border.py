@@ -1,4 +1,4 @@
-"""What happens where the nodes of one engine run border on nodes that must wait.
+"""The border between the nodes of one engine run and nodes that must wait.
 
 The engine computes a gradient for a border node only if that node is an input
 of the run, but what it captures there has been through the hooks of the border
@@ -84,7 +84,7 @@ def _hooks_of(tensor: torch.Tensor) -> Hooks:
 
 
 def _is_constant(leaf: torch.Tensor) -> bool:
-    """Whether torch computes with a leaf that requires grad as with one that does not.
+    """True if torch computes with a leaf that requires grad as with one that does not.
 
     So it is with what was made in inference mode, and with views of what requires grad that were
     made under ``no_grad``.

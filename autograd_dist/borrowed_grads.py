@@ -25,7 +25,7 @@ class BorrowedGrads:
         return self
 
     def take(self) -> list[torch.Tensor | None]:
-        """What accumulated in the meantime."""
+        """Takes what accumulated in the meantime."""
         taken = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None

@@ -70,7 +70,7 @@ def _get_max_id() -> int:
 
 
 def _get_debug_info() -> dict[str, str]:
-    """How many contexts and backward passes there are on this worker."""
+    """The numbers of contexts and backward passes on this worker."""
     if find_worker() is None:
         return {}
     return {name: str(count) for name, count in _extension().debug_info().items()}

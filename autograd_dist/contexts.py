@@ -78,7 +78,7 @@ def creator_of(context_id: int) -> int:
 
 
 def lives_after(context_id: int, incarnation: int) -> int:
-    """How many lives of its creator after that one a context was created; negative: before."""
+    """Counts the lives of its creator from that one to a context's creation; negative: before."""
     after = ((context_id >> _LIFE_SHIFT) - incarnation) % _MOST_LIVES
     return after if after < _MOST_LIVES // 2 else after - _MOST_LIVES
 
@@ -104,12 +104,12 @@ class SendFunction:
         return tuple((each.edge.node, each.edge.output_nr) for each in self._sent)
 
     def name(self) -> str:
-        """What it is."""
+        """The name that torch gives such a node."""
         return "torch::distributed::autograd::SendRpcBackward"
 
 
 class DistAutogradContext:
-    """What one autograd context has recorded on one worker.
+    """The records of one autograd context on one worker.
 
     Args:
         context_id: the same on every worker.
@@ -245,7 +245,7 @@ class ContextTable:
         return None
 
     def _is_over(self, context_id: int) -> bool:
-        """Whether a context that is not here was. Needs the lock."""
+        """True if a context that is not here was. Needs the lock."""
         return context_id in self._released or creator_of(context_id) == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:

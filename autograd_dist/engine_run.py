@@ -27,7 +27,7 @@ _SLOT = "tensorwire.autograd_dist.engine_run"
 
 
 class EngineRun(Protocol):
-    """What a recv node needs from the run that executes it."""
+    """The services of a run to the recv nodes that it executes."""
 
     def received_gradients(self, origin: Origin, gradients: Sequence[torch.Tensor | None]) -> None:
         """Takes the whole gradients of one received message."""
@@ -101,7 +101,7 @@ def _make_beacon() -> tuple[GradientEdge, torch.Tensor]:
 
 
 def _slot_counts() -> bool:
-    """Whether torch counts the reference that a slot holds; up to some release it forgot to."""
+    """True if torch counts the reference that a slot holds; up to some release it forgot to."""
     value = object()
     _increment(ctypes.py_object(value))
     before = sys.getrefcount(value)

@@ -1,4 +1,4 @@
-"""What distributed autograd raises of its own accord.
+"""The errors that distributed autograd raises of its own accord.
 
 RpcError
 ├── BackwardError                   a backward pass failed, here or on another worker

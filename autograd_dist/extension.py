@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rpc")
 
 _GONE = (WorkerLostError, UnknownWorkerError, AgentClosedError)
-"""What a message to a worker that is gone raises."""
+"""The errors that a message to a worker that is gone raises."""
 
 
 class AutogradExtension:
@@ -252,7 +252,7 @@ class AutogradExtension:
         return later > 0 or (later == 0 and self._worker.is_living(latest))
 
     def debug_info(self) -> dict[str, int]:
-        """How many contexts and passes there are."""
+        """The numbers of contexts and passes."""
         return {
             "num_autograd_contexts": len(self.contexts.all()),
             "num_current_backward_passes": self._passes.running(),

@@ -13,7 +13,7 @@ _LIVES = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """What a ``WorkerLostError`` says."""
+    """The contents of a ``WorkerLostError``."""
 
     name: str
     incarnation: int
@@ -40,7 +40,7 @@ class Failure:
         return cls(text, _lost_worker(error))
 
     def as_error(self) -> BackwardError:
-        """What the caller of the pass is told."""
+        """The error that the caller of the pass is told."""
         lost = self.lost
         if lost is None:
             return BackwardError(self.text)
@@ -48,7 +48,7 @@ class Failure:
 
 
 def _lost_worker(error: BaseException) -> LostWorker | None:
-    """What a ``WorkerLostError`` says; None of one that a program made and that cannot travel."""
+    """The contents of a ``WorkerLostError``; None of one a program made and that cannot travel."""
     if not issubclass(type(error), WorkerLostError):  # its class may answer as it likes, or raise
         return None
     try:

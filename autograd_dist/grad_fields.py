@@ -1,4 +1,4 @@
-"""Who uses the ``.grad`` of which leaves on one worker.
+"""The users of the ``.grad`` of each leaf on one worker.
 
 A backward pass borrows it while torch accumulates, and an optimizer's step puts
 gradients there. Both may wait for other workers meanwhile, as for the reduction of

@@ -101,7 +101,7 @@ class _Yardstick:
         self.exclusive = {plain, view, sparse} - {None}
 
     def uses_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """How often the memory is used; of a COO tensor, that of its values.
+        """Counts the uses of the memory; of a COO tensor, of that of its values.
 
         Returns:
             One of ``exclusive`` if the memory is nobody else's.

@@ -25,13 +25,13 @@ _LeafNode: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 
 edges_own_graph: Final = "ownership_token" in GradientEdge._fields
-"""Whether torch's edges keep the graph alive."""
+"""True if torch's edges keep the graph alive."""
 
 _NO_TOKEN: Final = (None,) if edges_own_graph else ()
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """What ``get_gradient_edge`` gives, which spends most of its time on what few tensors need.
+    """The edge of ``get_gradient_edge``, which spends most of its time on what few tensors need.
 
     Raises:
         EncodeError: a leaf's place can't be found out inside one of torch.func's transforms.
@@ -56,13 +56,13 @@ def gradient_edges(edges: Iterable[Edge]) -> tuple[GradientEdge, ...]:
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether gradients that reach the node belong to a leaf tensor."""
+    """True if gradients that reach the node belong to a leaf tensor."""
     return type(node) is _LeafNode
 
 
 @dataclass(slots=True)
 class Region:
-    """What gradients can flow through from some edges until they meet a stop.
+    """The nodes that gradients can flow through from some edges until they meet a stop.
 
     Attributes:
         inner: nodes that compute something.
@@ -142,7 +142,7 @@ def recv_edges_behind(start: Iterable[Edge]) -> set[Edge]:
 
 
 def any_reaches_another(nodes: Iterable[Node]) -> bool:
-    """Whether some path leads from one of the nodes to another of them."""
+    """True if some path leads from one of the nodes to another of them."""
     targets = set(nodes)
     if len(targets) < 2:
         return False

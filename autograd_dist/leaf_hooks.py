@@ -18,7 +18,7 @@ from autograd_dist.recv_node import Node
 
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
-    """Whether anything would notice if torch did not accumulate these leaves' gradients."""
+    """True if anything would notice if torch did not accumulate these leaves' gradients."""
     if leaves and torch.distributed.is_available() and torch.distributed.is_initialized():
         # DistributedDataParallel hangs on the nodes from C++, out of sight.
         return True
@@ -40,7 +40,7 @@ def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
 
 
 def _is_of_several(hook: Hook) -> bool:
-    """Whether ``torch.autograd.graph.register_multi_grad_hook`` made a tensor's hook."""
+    """True if ``torch.autograd.graph.register_multi_grad_hook`` made a tensor's hook."""
     return getattr(hook, "__module__", None) == torch.autograd.graph.__name__
 
 

@@ -41,7 +41,7 @@ _Work = RunWave[Payload] | FollowStuck | FollowSend
 
 
 class Wire(Protocol[T]):
-    """What a driver needs from the network. Neither method may block for a reply."""
+    """The network as a driver needs it. Neither method may block for a reply."""
 
     def send(
         self, driver: PassDriver[T], to: int, request: Request, payload: Payload | None

@@ -45,7 +45,7 @@ P = TypeVar("P")
 """A request's gradients; opaque here."""
 
 T = TypeVar("T")
-"""What identifies an arrived request to whoever acknowledges it; opaque here."""
+"""Identifies an arrived request to whoever acknowledges it; opaque here."""
 
 
 class PassId(NamedTuple):

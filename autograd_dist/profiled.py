@@ -1,4 +1,4 @@
-"""How torch's profilers get to see a backward pass.
+"""Shows backward passes to torch's profilers.
 
 A profiler records the thread that started it, and the thread that runs a backward pass
 does all the pass's work on its worker (``home``). The spans are named as torch names its

@@ -58,7 +58,7 @@ with torch.inference_mode(False):  # the import may happen in anybody's
 """Memory for the anchors of all nodes, which nothing reads or writes."""
 
 _apply: Any = super(torch.autograd.Function, Receive).apply
-"""What is left of ``apply`` when no ``torch.func`` is at work, for which it looks far and wide."""
+"""The rest of ``apply`` when no ``torch.func`` is at work, for which it looks far and wide."""
 
 RecvNode: Any = Receive._backward_cls
 """The type of the autograd nodes that `attach_recv` makes."""

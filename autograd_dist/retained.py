@@ -1,4 +1,4 @@
-"""What tensors retain (``retain_grad``) when a run brings a part of a gradient, or repeats one.
+"""Retained gradients (``retain_grad``) when a run brings a part of a gradient, or repeats one.
 
 torch adds to a retained gradient whatever reaches the tensor, from C++: after the hooks of
 all tensors of the node, before those of the node itself. So a hook like that of a tensor

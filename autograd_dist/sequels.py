@@ -23,7 +23,7 @@ SEQUEL_BYTES: Final = NAME_BYTES + _NUMBER_BYTES
 
 
 class Step(Protocol):
-    """What a worker keeps under a name."""
+    """A step that a worker keeps under a name."""
 
     def step(self, context_id: int) -> None:
         """Does the work with this worker's gradients in a context."""
@@ -40,7 +40,7 @@ def new_sequel(name: bytes) -> bytes:
 
 
 class Sequels:
-    """What one worker does when its gradients are complete."""
+    """The actions of one worker when its gradients are complete."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

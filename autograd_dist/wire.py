@@ -31,7 +31,7 @@ _RELEASE, _GRADIENTS, _SURVEY, _PROMISE, _SETTLE, _INQUIRY = range(6)
 
 
 class CallMetadata(NamedTuple):
-    """What a request or reply inside a context carries.
+    """The metadata that a request or reply inside a context carries.
 
     Attributes:
         context_id: the context.
@@ -262,7 +262,7 @@ def encode_ack(ack: Ack, message_id: int = 0, present: Sequence[bool] | None = N
 
 
 def _failure(data: bytes) -> Failure:
-    """What an acknowledgement says beyond its numbers."""
+    """The failure that an acknowledgement tells of beyond its numbers."""
     start = _ACK.size + _LOST.size
     if len(data) < start:
         raise FrameError(f"{len(data)} bytes are no acknowledgement with an error")
@@ -284,7 +284,7 @@ def _decoded(data: bytes) -> str:
 
 
 def gather(gradients: Sequence[torch.Tensor | None]) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
-    """What of a message's gradients travels: which there are, and these. See :func:`spread`."""
+    """A message's gradients as they travel: which there are, and these. See :func:`spread`."""
     present: list[bool] = []
     tensors: list[torch.Tensor] = []
     for gradient in gradients:

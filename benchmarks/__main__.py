@@ -34,7 +34,7 @@ _OUR_COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "ours-tcp": {"TENSORPIPE": _TCP_ONLY, "TENSORWIRE": {"local_paths": False}},
     "ours-busy-poll": {"TENSORWIRE": {"busy_poll": 500e-6}},
 }
-"""What each chooses, by backend; what chooses nothing is for any."""
+"""The choices of each, by backend; what chooses nothing is for any."""
 
 
 def main() -> int:

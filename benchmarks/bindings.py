@@ -23,7 +23,7 @@ _MAIN_JOB = Path(__file__).parents[1] / "tutorials" / "digits"
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What workloads use of a library. Signatures are those of ``torch.distributed.rpc``."""
+    """The part of a library workloads use. Signatures are those of ``torch.distributed.rpc``."""
 
     library: str
     rpc: ModuleType

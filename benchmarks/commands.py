@@ -1,4 +1,4 @@
-"""What the measuring process says to a group's nursery and its members, and what comes back.
+"""Messages of the measuring process to a group's nursery and its members, and what comes back.
 
 A nursery learns from its command line whom to start. To a member one JSON object per line:
 commands go to its standard input, one answer for each comes from its standard output.
@@ -31,7 +31,7 @@ class Column:
 
     @property
     def raw(self) -> bool:
-        """Whether this column measures the machine, without any library."""
+        """True if this column measures the machine, without any library."""
         return self.library == "raw"
 
 
@@ -114,7 +114,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a member did.
+    """A member's account of what it did.
 
     Args:
         seconds: how long all of it took.

@@ -70,7 +70,7 @@ def take() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How many functions one operation calls, per operation, at both ends.
+    """Counts of the functions that one operation calls, per operation, at both ends.
 
     Args:
         row: what was done.

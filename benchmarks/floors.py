@@ -1,4 +1,4 @@
-"""What the machine itself can do: the limits that the rows are to be judged by.
+"""The speed of the machine itself: the limits that the rows are to be judged by.
 
 The other end of a ping-pong is a process of its own (``python -m benchmarks.floors
 unix|tcp``) that prints its address and answers until its standard input closes.

@@ -23,7 +23,7 @@ _LOG_LINES_SHOWN = 80
 
 
 class Launch(enum.Enum):
-    """How the processes of a group come into being.
+    """The ways in which the processes of a group come into being.
 
     Linux shares the cores out among sessions first, then among the processes of each,
     unless autogroups are off (``kernel.sched_autogroup_enabled``, see sched(7)). So it
@@ -44,7 +44,7 @@ class MemberFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one group did in one turn.
+    """The results of one group in one turn.
 
     Args:
         nanoseconds: the duration of each operation, of all callers.

@@ -50,7 +50,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained.
+    """The size of what is trained.
 
     Args:
         rows: of the table.
@@ -112,7 +112,7 @@ def _push(ids: Tensor, grad: Tensor) -> None:
 
 
 def _gradient(looked_up: Tensor) -> Tensor:
-    """What a model would compute: something for each element."""
+    """A gradient such as a model would compute: something for each element."""
     return looked_up * 0.1 + 0.01
 
 
@@ -170,7 +170,7 @@ def tensorwire_by_hand(case: Case, rank: int, meeting: str) -> Step | None:
 
 
 class Kind(enum.Enum):
-    """How ours fetches rows."""
+    """The ways in which ours fetches rows."""
 
     PLAIN = "on demand"
     AHEAD = "with the step before"

@@ -44,7 +44,7 @@ _SECONDS_TO_ANSWER = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained.
+    """The size of what is trained.
 
     Args:
         stages: of the pipeline, and processes.
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """How many there are in a step."""
+        """The number of tokens in a step."""
         return self.batch * _LENGTH
 
 
@@ -266,7 +266,7 @@ class Group:
 
 
 def _live(column: str, case: Case, rank: int, meeting: str, end: Connection) -> None:
-    """What a process does: steps, as many as it is told; it is killed when all is done."""
+    """Does the work of a process: steps, as many as it is told; it is killed when all is done."""
     die_with_parent()
     torch.set_num_threads(1)
     step = COLUMNS[column](case, rank, meeting)

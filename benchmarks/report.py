@@ -1,4 +1,4 @@
-"""What a person gets: a table in the terminal, the numbers as JSON, a plot."""
+"""The results for a person: a table in the terminal, the numbers as JSON, a plot."""
 
 from __future__ import annotations
 

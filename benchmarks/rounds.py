@@ -21,7 +21,7 @@ RAW = Column("raw", "raw", "", {}, {})
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much to measure.
+    """The amount to measure.
 
     Args:
         rounds: how many turns each column gets per row.

@@ -30,7 +30,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one caller does.
+    """The work of all callers.
 
     Args:
         title: for the report.
@@ -100,7 +100,7 @@ def _soak(load: Load, backend: str, limit: float) -> bool:
 
 
 def _watch(processes: list[SpawnProcess], ends: list[Connection]) -> list[list[float]]:
-    """What each process held whenever a caller had finished a part of its calls."""
+    """The memory that each process held whenever a caller had finished a part of its calls."""
     history: list[list[float]] = [[] for _ in processes]
     callers = ends[1:]
     parts = 0

@@ -36,7 +36,7 @@ class StartFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How long one group took to start.
+    """The time that one group took to start.
 
     Args:
         seconds: until the last worker was there.

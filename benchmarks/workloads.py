@@ -1,4 +1,4 @@
-"""What is measured: one row of the table each, written once for both libraries.
+"""The things that are measured: one row of the table each, written once for both libraries.
 
 A row prepares an operation in the process that will run it; the operation is
 then called over and over. Rank 1 is the one that is called; the others call it.
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def group_size(self) -> int:
-        """How many processes the row needs."""
+        """The number of processes that the row needs."""
         return 1 if self.raw else self.callers + 1
 
 

@@ -68,7 +68,7 @@ class LocalOptimizer:
                 shadows.end()
 
     def read_state(self) -> dict[int, Any]:
-        """What the optimizer keeps for each parameter, by the parameter's place.
+        """The state that the optimizer keeps for each parameter, by the parameter's place.
 
         Raises:
             TypeError: it is no optimizer of ``torch.optim``, and keeps nothing that can be read.
@@ -128,7 +128,7 @@ class LocalOptimizer:
         self._shadows, self._grad_fields = Shadows(()), GradFields()
 
     def _others(self) -> list[torch.Tensor]:
-        """What it optimizes and nothing stands for, such as what was added to it later."""
+        """The tensors it optimizes and nothing stands for, such as what was added to it later."""
         groups = getattr(self.optim, "param_groups", ({"params": self._shadows.tensors},))
         return self._shadows.without(each for group in groups for each in group["params"])
 
@@ -151,7 +151,7 @@ def require_usable(optimizer_class: object) -> None:
 
 
 def name_of(optimizer_class: object) -> str:
-    """What errors call it."""
+    """The name of an optimizer's class in errors."""
     return getattr(optimizer_class, "__name__", None) or repr(optimizer_class)
 
 

@@ -22,7 +22,7 @@ from optim_dist.state import StateAcrossOwners
 from rpc.extend import call_method, import_remedy, retell
 
 _SECONDS_TO_TELL: Final = 5.0
-"""What an owner gets to say whether it had stepped, after a pass failed."""
+"""The seconds that an owner gets to say whether it had stepped, after a pass failed."""
 
 
 class DistributedOptimizer(StateAcrossOwners):
@@ -204,7 +204,7 @@ def _answer_of(future: rpc.Future[bool] | None) -> bool | None:
 
 
 def _defaults_of(optimizer_class: object) -> dict[str, Any]:
-    """What the original, which steps with functions of its own, takes where torch.optim differs."""
+    """The original's defaults where torch.optim differs; it steps with functions of its own."""
     if optimizer_class is torch.optim.SGD:
         return {"lr": 1e-2}
     return {"lr": 1e-3} if optimizer_class is torch.optim.Adamax else {}

@@ -97,7 +97,7 @@ class _Shadow:
             torch.autograd.graph.increment_version(self.parameter)
 
     def _are_one(self) -> bool:
-        """Whether both show the same elements in the same way."""
+        """True if both show the same elements in the same way."""
         parameter, tensor = self.parameter, self.tensor
         try:
             return parameter.is_set_to(tensor) and parameter.dtype is tensor.dtype

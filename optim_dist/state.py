@@ -197,7 +197,7 @@ def _plain(group: Mapping[str, Any]) -> Hyperparameters:
 
 
 def read_local(optimizer: rpc.RRef[LocalOptimizer]) -> dict[int, Any]:
-    """What the optimizer here keeps for each parameter, by its place among those here."""
+    """The state of each parameter in the optimizer here, by its place among those here."""
     return optimizer.local_value().read_state()
 
 

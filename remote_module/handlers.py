@@ -1,4 +1,4 @@
-"""What runs at the worker that owns a remote module, on behalf of the others."""
+"""The functions that run at the worker that owns a remote module, on behalf of the others."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
     "generated_methods",
     "module_rref",
 )
-"""What of a remote module travels over RPC, in this order."""
+"""The attributes of a remote module that travel over RPC, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in place of this handle.
+        """The module that ``torch.jit.script`` compiles in place of this handle.
 
         Raises:
             RuntimeError: nothing says which types the module takes and returns.
@@ -285,7 +285,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         return scriptable_class(self._interface)(self)
 
     def __rpc_reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """How a handle travels in calls: see ``rpc.wire.codec``."""
+        """The form in which a handle travels in calls: see ``rpc.wire.codec``."""
         if self.is_scriptable:
             raise RuntimeError(
                 "Passing a script RemoteModule over RPC is not supported. Send its `module_rref` "

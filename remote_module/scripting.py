@@ -1,4 +1,4 @@
-"""What ``torch.jit.script`` makes of a remote module: a module that TorchScript can call.
+"""A remote module under ``torch.jit.script``: a module that TorchScript can call.
 
 TorchScript is typed and calls Python only through functions with a signature, so the
 module's methods are written out here from the TorchScript interface that the remote
@@ -72,7 +72,7 @@ def _begun(call: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
 
 
 class Calls:
-    """What makes the calls of one remote module.
+    """The functions that make the calls of one remote module.
 
     Args:
         forward: calls and waits.

@@ -1,4 +1,4 @@
-"""What stands on ``rpc``: parameter server, pipelines, checkpoints, launcher, integrations.
+"""Parts that stand on ``rpc``: parameter server, pipelines, checkpoints, launcher, integrations.
 
 Each lives in a package of its own, which is imported by its name, as in
 ``from tensorwire import parameter_server``.

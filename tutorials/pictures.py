@@ -1,4 +1,4 @@
-"""What the tutorials' pictures share. Draws into files and needs no screen."""
+"""The shared part of the tutorials' pictures. Draws into files and needs no screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tutorials have in common: their options, how they join the group, an orderly end.
+"""The common parts of all tutorials: their options, how they join the group, an orderly end.
 
 Every tutorial is the same kind of program. Its first worker drives; the others serve its calls
 until it is done. rpcrun starts them all, each with a role, and says which is which:
@@ -29,7 +29,7 @@ _SECONDS_TO_GATHER = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What makes one tutorial different from another.
+    """The points in which one tutorial differs from another.
 
     Args:
         drive: what the first worker does, with the options and the names of all workers.

@@ -257,7 +257,7 @@ class Checkpoint:
 
     @property
     def parts(self) -> Mapping[str, PartManifest]:
-        """What each process wrote, by the part's name."""
+        """The manifest of what each process wrote, by the part's name."""
         return self.manifest.parts
 
     def tensor(self, part: str, name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class PartManifest:
-    """What one process wrote.
+    """The part of a checkpoint that one process wrote.
 
     Args:
         meta: the writer's plain data.

@@ -26,7 +26,7 @@ _COMMON: Final = "common"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has its state in this process, such as a module of torch."""
+    """An object that has its state in this process, such as a module of torch."""
 
     def state_dict(self) -> Any:
         """Returns the state."""

@@ -37,7 +37,7 @@ DTYPES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What safetensors calls each dtype that it can hold."""
+"""The name that safetensors has for each dtype that it can hold."""
 
 
 def require_safetensors() -> None:
@@ -115,7 +115,7 @@ class ShardFile:
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """What safetensors calls the dtype of ``tensor``.
+    """The name that safetensors has for the dtype of ``tensor``.
 
     Raises:
         UnsavableValueError: it has no name for it, or the tensor has no memory of its own kind.

@@ -1,4 +1,4 @@
-"""What is spread over workers, as checkpoints see it: owners that save and load their share.
+"""Objects spread over workers, as checkpoints see them: owners that save and load their share.
 
 An object takes part in checkpoints by its method ``checkpoint_shares``; the modules of
 ``remote_module`` and optimizers of ``optim_dist``, which know nothing of checkpoints, have
@@ -58,7 +58,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker owns of an object.
+    """The share of an object that one worker owns.
 
     Args:
         worker: the owner.
@@ -74,7 +74,7 @@ class SpreadOut(Protocol):
     """An object that is spread over workers."""
 
     def checkpoint_shares(self) -> Sequence[Share]:
-        """What each owner has of it."""
+        """The share that each owner has of it."""
 
     def checkpoint_common(self) -> Any:
         """Plain data that belongs to no owner."""

@@ -17,7 +17,7 @@ import torch
 from tensorwire.checkpoint.errors import DamagedCheckpointError, UnsavableValueError
 
 Json: TypeAlias = Any
-"""What ``json.loads`` returns."""
+"""A value as ``json.loads`` returns it."""
 
 _DTYPES: Final = {
     str(value).removeprefix("torch."): value

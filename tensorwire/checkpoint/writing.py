@@ -1,4 +1,4 @@
-"""What runs at the owners: writes and reads their parts of a checkpoint, at once or aside.
+"""The code that runs at the owners: writes and reads their parts of a checkpoint, at once or aside.
 
 The functions here are called from afar. A part that is written aside is first copied, so
 that training can go on; the copy is held until it is on disk, and nobody else has it.
@@ -19,7 +19,7 @@ from tensorwire.checkpoint.spread import Names, Source
 from tensorwire.checkpoint.structure import Json, decode, encode
 
 Shares: TypeAlias = Sequence[tuple[str, Source]]
-"""What one owner has, each with the name of the object that it is a share of."""
+"""The shares of one owner, each with the name of the object that it is a share of."""
 
 
 def write_part(folder: str, part: str, shares: Shares) -> None:

@@ -27,7 +27,7 @@ __all__ = ["Mode", "ParameterServerCallback"]
 
 
 class Mode(enum.Enum):
-    """How a Trainer and the servers work together."""
+    """The ways in which a Trainer and the servers work together."""
 
     SYNC = "sync"
     """The servers begin with what the Trainer has. Every step waits for its result; of one

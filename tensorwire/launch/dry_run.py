@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints: the workers that this agent would start, if it were the first."""
+"""The output of ``--dry-run``: the workers that this agent would start, if it were the first."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic import events as torchs
 from torch.distributed.elastic.events.api import Event
 
 _DESTINATION = "null"
-"""What torch calls the place for the events of a launcher that names none."""
+"""The name that torch has for the place for the events of a launcher that names none."""
 
 
 class EventHandler(abc.ABC):

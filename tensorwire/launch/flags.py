@@ -24,7 +24,7 @@ _STREAMS = re.compile(r"[0-3]")
 _ROLE_OF_TORCHRUN = "default"
 
 ROLE_OF_JOB = "rpc"
-"""What events and metrics of torch's call the workers of all roles together."""
+"""The name of the workers of all roles together in events and metrics of torch's."""
 
 
 class FlagError(ValueError):
@@ -71,7 +71,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What was asked for.
+    """All that was asked for.
 
     Args:
         arguments: as torchrun's parser gives them, of which ``role`` is one text again.

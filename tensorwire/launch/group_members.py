@@ -1,4 +1,4 @@
-"""What an agent sees and changes of the workers' own group, of which it is no member.
+"""The workers' own group as an agent, which is no member of it, sees and changes it.
 
 An agent strikes off a worker that died, so that nobody calls it any more and its successor
 may take its name at once; and it looks which of its workers the group itself declared lost.

@@ -37,7 +37,7 @@ class JobFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """What a job file says, as the command line would.
+    """The contents of a job file, as the command line would say them.
 
     Args:
         flags: the flags, without roles.

@@ -106,7 +106,7 @@ class Logs:
         )
 
     def prefix(self, seat: Seat, local_rank: int) -> str:
-        """What lines of a worker begin with on the terminal."""
+        """The text that lines of a worker begin with on the terminal."""
         return self._prefix.safe_substitute(
             role_name=seat.role, local_rank=local_rank, rank=seat.id, worker_name=seat.name
         )

@@ -20,7 +20,7 @@ from tensorwire.launch.roles import Restart, Role, Share
 
 
 class Order(enum.Enum):
-    """What the holder of a seat has to do."""
+    """The orders to the holder of a seat."""
 
     RUN = "run"
     """Run the life that the plan says; start it if it does not run yet."""
@@ -33,7 +33,7 @@ class Order(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """How far the job is."""
+    """The phases that a job goes through."""
 
     GATHERING = "gathering"
     """There are fewer agents than it takes to begin."""
@@ -92,7 +92,7 @@ class Node:
     spare: int = 0
 
     def offered(self, role: str) -> int:
-        """How many workers of a role it has room for."""
+        """The number of workers of a role that it has room for."""
         return dict(self.offers).get(role, 0)
 
 

@@ -77,7 +77,7 @@ class Guardian:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a worker runs.
+    """The program that a worker runs.
 
     Args:
         entrypoint: a command, or a function.
@@ -143,7 +143,7 @@ class WorkerProcess:
         self.id: int = self._context.pids()[0]
 
     def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
-        """How it ended; None while it runs."""
+        """Returns how it ended; None while it runs."""
         result = self._context.wait(0)
         if result is None:
             return None
@@ -182,7 +182,7 @@ def story(failure: ProcessFailure) -> str:
 
 
 def not_started(seat: Seat, error: Exception) -> Ended:
-    """What is said of a process that could not be started."""
+    """The report on a process that could not be started."""
     said = f"it could not be started: {type(error).__name__}: {error}"
     return Ended(seat.id, _NOT_STARTED, 0, said)
 

@@ -49,7 +49,7 @@ LOOPBACK = "127.0.0.1"
 
 _PREFIX = "tensorwire-rdzv"
 _BARRIER = "torchelastic/agent/terminal_state/num_members"
-"""What torch counts arrivals at the end of a job by."""
+"""The key by which torch counts arrivals at the end of a job."""
 
 _JOIN_SECONDS = 600
 _READ_SECONDS = 60
@@ -65,7 +65,7 @@ def create_handler(params: RendezvousParameters) -> TensorWireRendezvous:
 
 
 def entry_point() -> object:
-    """What torch's registry asks for: returns the function that makes handlers."""
+    """Answers torch's registry: returns the function that makes handlers."""
     return create_handler
 
 
@@ -191,7 +191,7 @@ class TensorWireRendezvous(RendezvousHandler):
 
     @property
     def join_seconds(self) -> float:
-        """How long to wait for other nodes."""
+        """The time to wait for other nodes."""
         return float(self._join_seconds)
 
     @property

@@ -1,4 +1,4 @@
-"""What people read: why a job failed, and a line on the terminal that says how it is."""
+"""Texts for people: why a job failed, and a line on the terminal that says how it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of a job are: roles, and how each is written on the command line.
+"""The roles of a job's workers, and how each is written on the command line.
 
 ``--role NAME:COUNT[/job][,service[=MODULE]][,max_restarts=N][,restart=worker|role|job][,pg]``
 
@@ -23,7 +23,7 @@ class RoleError(ValueError):
 
 
 class Restart(enum.Enum):
-    """How much starts again when a worker of a role fails."""
+    """The extent of what starts again when a worker of a role fails."""
 
     WORKER = "worker"
     ROLE = "role"
@@ -31,7 +31,7 @@ class Restart(enum.Enum):
 
 
 class Share(enum.Enum):
-    """What the COUNT of a role counts: workers of each agent, or of the whole job."""
+    """The meaning of a role's COUNT: workers of each agent, or of the whole job."""
 
     AGENT = "agent"
     JOB = "job"

@@ -123,7 +123,7 @@ def _joined(plan: Plan, event: Joined) -> Plan:
 
 
 def _policy(role: Role) -> Role:
-    """What agents must agree on: not how many of the workers each of them has."""
+    """The role as agents must agree on it: not how many of the workers each of them has."""
     return role if role.share is Share.JOB else replace(role, count=1)
 
 
@@ -313,7 +313,7 @@ def _held(plan: Plan, node: Node, role: str) -> int:
 
 
 def _room(plan: Plan, node: Node, role: Role) -> int:
-    """How many workers of a role an agent has room for, apart from its spare seats."""
+    """The number of workers of a role that an agent has room for, apart from its spare seats."""
     offered = node.offered(role.name)
     if role.share is Share.AGENT or not offered:
         return offered

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 class Silence:
-    """What one node hears of the others.
+    """The signs of life that one node hears of the others.
 
     Args:
         seconds: without a sign of life after which a node counts as gone.

@@ -10,7 +10,7 @@ from tensorwire.launch.plan import Plan, Seat
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What all workers of an agent have in common.
+    """The facts that all workers of an agent have in common.
 
     Args:
         run_id: of the job.
@@ -76,7 +76,7 @@ def _bracketed(host: str) -> str:
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker gets beyond that unless the environment of the agent says otherwise."""
+    """Variables a worker gets beyond that unless the environment of the agent says otherwise."""
     defaults = {"RPC_BACKEND": "TENSORWIRE", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     return {name: environment.get(name, value) for name, value in defaults.items()}
 

@@ -1,4 +1,4 @@
-"""What a group of dense parameters is: an optimizer's, cut into pieces that servers keep.
+"""A group of dense parameters: an optimizer's, cut into pieces that servers keep.
 
 An elementwise optimizer gives the same bits however its parameters are cut, so large ones are cut
 into pieces; those of other optimizers stay whole. A piece belongs to a slot, as an id does, so
@@ -39,7 +39,7 @@ _ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
 
 
 class Spread(enum.Enum):
-    """How an optimizer's parameters may be spread over servers."""
+    """The ways in which an optimizer's parameters may be spread over servers."""
 
     ELEMENTS = "cut anywhere"
     """Right for optimizers whose elements do not see each other."""
@@ -98,7 +98,7 @@ class DenseSpec:
     attributes: Mapping[str, Any]
 
     def differences(self, other: object) -> list[str]:
-        """What another declaration of this group says otherwise."""
+        """The points in which another declaration of this group says otherwise."""
         if not isinstance(other, DenseSpec):
             return [f"it is a {type(other).__name__}, not a dense group"]
         found = []
@@ -114,7 +114,7 @@ class DenseSpec:
 
 
 def spread_of(optimizer: Optimizer) -> Spread:
-    """How the parameters of an optimizer may be spread.
+    """The way in which the parameters of an optimizer may be spread.
 
     Raises:
         ValueError: it needs a closure, which cannot run on a server.
@@ -171,7 +171,7 @@ def _cut(sizes: Sequence[int], owners: Sequence[int], spread: Spread) -> tuple[P
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What a class of its own keeps in the object, beyond what every optimizer has."""
+    """The attributes a class of its own keeps in the object, beyond what every optimizer has."""
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     return {
         key: value

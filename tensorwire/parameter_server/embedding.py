@@ -33,7 +33,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a batch of ids needs.
+    """The needs of a batch of ids.
 
     Args:
         given: the ids as they were given.
@@ -55,7 +55,7 @@ class _Plan:
 
 
 class _Lookup(nn.Module):
-    """What both modules have: a table, and ids that may be known beforehand."""
+    """The base of both modules: a table, and ids that may be known beforehand."""
 
     _is_ordered = False
 

@@ -14,7 +14,7 @@ from tensorwire.parameter_server.wire import Kind
 
 
 class Feedback:
-    """What was left out of the gradients of one table, at one trainer.
+    """The remainders that were left out of the gradients of one table, at one trainer.
 
     So what a row is pushed adds up to all its gradients, but for the last remainder. Takes
     memory for each id that this trainer has pushed.
@@ -32,7 +32,7 @@ class Feedback:
 
     @property
     def bytes(self) -> int:
-        """What the remainders take."""
+        """The bytes that the remainders take."""
         return self._index.bytes + 4 * self._dim * self._index.count
 
     def corrected(self, ids: Tensor, grad: Tensor) -> Tensor:

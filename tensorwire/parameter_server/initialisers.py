@@ -1,4 +1,4 @@
-"""How rows begin: functions of seed, id and column only.
+"""The first values of rows: functions of seed, id and column only.
 
 So a pull needs no row to be there, any number of servers gives the same model, and a row that
 was evicted comes back as it began.

@@ -1,4 +1,4 @@
-"""What trainers and servers send each other. Plain data; tensors travel beside it."""
+"""The messages between trainers and servers. Plain data; tensors travel beside it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a pull wants of one shard.
+    """The part of a pull that is for one shard.
 
     Args:
         trainer: who asks; -1 for who is none.
@@ -260,7 +260,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class CountOf:
-    """How many pushes of a trainer were taken; answered with None if it is not known here."""
+    """Asks how many pushes of a trainer were taken; answered with None if it is not known here."""
 
     trainer: int
 

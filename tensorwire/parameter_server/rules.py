@@ -1,4 +1,4 @@
-"""How rows move: the optimizers of tables. Each is a row's own, with its state beside the row.
+"""The optimizers of tables: how rows move. Each is a row's own, with its state beside the row.
 
 A rule is a frozen dataclass whose fields are its hyper-parameters. ``update`` says in torch what it
 does to the rows that a push touches; rows that are not touched do not change. For the rules here
@@ -20,7 +20,7 @@ from tensorwire.parameter_server.arguments import number
 
 
 class Per(enum.Enum):
-    """How much state a rule keeps under one name."""
+    """The amount of state that a rule keeps under one name."""
 
     COLUMN = "as many numbers as the row has columns"
     ROW = "one number for the row"
@@ -43,7 +43,7 @@ class Rule:
     """
 
     state: ClassVar[Mapping[str, Per]] = {}
-    """What is kept for each row, by name; all zeros, or ``initial``, at first."""
+    """The state kept for each row, by name; all zeros, or ``initial``, at first."""
 
     def initial(self, name: str) -> float:
         """The value with which state begins. Default 0."""
@@ -144,7 +144,7 @@ class Adagrad(Rule):
             number("Adagrad", field.name, getattr(self, field.name))
 
     def initial(self, name: str) -> float:
-        """What sums of squares begin with."""
+        """The value that sums of squares begin with."""
         return self.initial_accumulator_value
 
     def rate(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""What all who connect to a cluster must agree about, and where in the store its view lies."""
+"""Settings all who connect to a cluster must agree about, and where in the store its view lies."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ class Meeting:
         return None if found is None else found.decode()
 
     def claimed(self, key: str) -> str | None:
-        """Who has it."""
+        """The holder of a claim."""
         found = self._store.get(f"claim/{key}")
         return None if found is None else found.decode()

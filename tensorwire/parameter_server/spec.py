@@ -1,4 +1,4 @@
-"""What a table is: all that servers and trainers must agree about."""
+"""The description of a table: all that servers and trainers must agree about."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorwire.parameter_server.wire import Wire
 
 
 class Precision(enum.Enum):
-    """How the numbers of a table's rows are kept. State is float32 always."""
+    """The formats of the numbers of a table's rows. State is float32 always."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -63,7 +63,7 @@ class TableSpec:
         return encode(self)
 
     def differences(self, other: object) -> list[str]:
-        """What another declaration of this table says otherwise."""
+        """The points in which another declaration of this table says otherwise."""
         if not isinstance(other, TableSpec):
             return [f"it is a {type(other).__name__}, not a table"]
         return [

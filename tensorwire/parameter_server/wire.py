@@ -1,4 +1,4 @@
-"""How rows are packed for the way between trainers and servers. Pays between hosts, not on one.
+"""The packing of rows for the way between trainers and servers. Pays between hosts, not on one.
 
 What a lossy kind leaves out of a gradient is not lost: the trainer adds it to the next gradient
 of the same row (``client.feedback``).
@@ -128,7 +128,7 @@ FLOAT32: Final = Float32()
 
 @dataclass(frozen=True)
 class Wire:
-    """What is packed how, each way.
+    """The kind of packing for each way.
 
     Args:
         push: gradients, from trainers to servers.

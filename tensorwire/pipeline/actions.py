@@ -112,12 +112,12 @@ class Table:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return 1 + max((action.stage for action in self), default=-1)
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches there are."""
+        """The number of micro-batches."""
         return 1 + max((action.microbatch for action in self), default=-1)
 
     @property

@@ -14,13 +14,13 @@ from torch import nn
 from tensorwire.pipeline.trees import map_tensors, tensors_of
 
 Balance: TypeAlias = Literal["memory", "time"]
-"""What is to be the same in all stages."""
+"""The quantity that is to be the same in all stages."""
 
 _RUNS: Final = 3
 
 
 def costs_of(model: nn.Sequential, arguments: tuple[Any, ...], balance: Balance) -> list[float]:
-    """What each layer takes with one micro-batch: seconds, or bytes.
+    """The cost of each layer with one micro-batch: seconds, or bytes.
 
     Args:
         model: its layers.

@@ -37,7 +37,7 @@ def read() -> Reading:
 
 
 def offset(ask: Callable[[], Reading], read_here: Callable[[], Reading] = read) -> int:
-    """How many nanoseconds another clock is ahead of this one.
+    """The nanoseconds by which another clock is ahead of this one.
 
     Args:
         ask: reads the other clock.

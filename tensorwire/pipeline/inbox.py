@@ -1,4 +1,4 @@
-"""What has arrived for one worker of a pipeline, until its stages take it.
+"""Letters that have arrived for one worker of a pipeline, until its stages take them.
 
 Letters may come in any order, also before the step that they belong to has begun here. Steps
 run one after the other; one that is called off wakes up whoever waits in it, and what still

@@ -1,4 +1,4 @@
-"""What stages send to each other: one-way messages, and how they look as bytes.
+"""Letters that stages send to each other: one-way messages, and how they look as bytes.
 
 A letter says by itself which step, stages and micro-batch it belongs to and what shapes its
 tensors have, so nobody needs to be told in advance what will come.
@@ -21,21 +21,21 @@ STEP: Final = -1
 
 
 class Content(enum.IntEnum):
-    """What a letter brings."""
+    """The kinds of things that a letter brings."""
 
     ACTIVATION = 0
     """Outputs of a stage, for a later one; from ``STEP``, arguments of the step."""
     GRADIENT = 1
     """Gradients of what a stage got, for the stage that it came from."""
     TARGET = 2
-    """What the loss compares with."""
+    """The values that the loss compares with."""
     SHARED = 3
     """Gradients of parameters that several stages or replicas share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a letter is.
+    """The address of a letter.
 
     Args:
         step: the number of the step.

@@ -59,7 +59,7 @@ def split(
 
 
 def rows_of(given: Given) -> int:
-    """How many rows a micro-batch has: those of its first tensor that has any, or else 1."""
+    """The number of rows of a micro-batch: those of its first tensor that has any, or else 1."""
     tensors = tensors_of([given.positional, dict(given.keywords)])
     return next((len(each) for each in tensors if each.dim()), 1)
 

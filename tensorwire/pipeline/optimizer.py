@@ -77,7 +77,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._pipeline.call_all(remote.zero_gradients, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizers keep, by the parameters' names in the pipeline, gathered here."""
+        """The optimizers' state, by the parameters' names in the pipeline, gathered here."""
         state: dict[str, Any] = {}
         for found in self._pipeline.call_all(remote.optimizer_state, self._key).values():
             state.update(found)
@@ -93,7 +93,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._pipeline.call_all(remote.load_optimizer_state, self._key, state_dict["state"])
 
     def checkpoint_shares(self) -> list[Share]:
-        """What each worker saves and loads of the state; see ``tensorwire.checkpoint``."""
+        """The shares of the state each worker saves and loads; see ``tensorwire.checkpoint``."""
         session = self._pipeline.session
         return [Share(worker, OptimizerShare(session, self._key)) for worker in self._places]
 

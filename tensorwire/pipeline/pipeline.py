@@ -185,12 +185,12 @@ class Pipeline:
 
     @property
     def steps(self) -> int:
-        """How many training steps were done; with ``seed``, random numbers depend on it."""
+        """The number of training steps done; with ``seed``, random numbers depend on it."""
         return self._trained
 
     @property
     def most_held(self) -> dict[int, int]:
-        """How many micro-batches' activations each stage held at most in the last step."""
+        """The most micro-batches whose activations each stage held at once in the last step."""
         return dict(sorted(self._most_held.items()))
 
     def table(self, microbatches: int | None = None) -> Table:
@@ -284,7 +284,7 @@ class Pipeline:
             raise
 
     def trace(self) -> Trace | None:
-        """What each worker did when in the last step; None if there was none.
+        """The times of each worker's actions in the last step; None if there was none.
 
         Example::
 
@@ -450,11 +450,11 @@ class Pipeline:
             raise RuntimeError(f"no stage has what the state has: {rest}")
 
     def checkpoint_shares(self) -> list[Share]:
-        """What each worker saves and loads of the model; see ``tensorwire.checkpoint``."""
+        """The shares of the model each worker saves and loads; see ``tensorwire.checkpoint``."""
         return [Share(worker, ModelShare(self._formation.plan.session)) for worker in self.workers]
 
     def checkpoint_common(self) -> dict[str, int]:
-        """What no worker has: the number of steps."""
+        """The state that no worker has: the number of steps."""
         return {"steps": self._trained}
 
     def load_checkpoint_common(self, common: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What workers of a pipeline are told: once, what the pipeline is; for each step, what to do."""
+"""Instructions to workers of a pipeline: once, what the pipeline is; for each step, what to do."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a worker says when its part of a step is done.
+    """The report of a worker when its part of a step is done.
 
     Args:
         losses: of micro-batches, without weights and scale; only of the last stage's workers.
@@ -139,7 +139,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a worker got in a step that was called off.
+    """The progress of a worker in a step that was called off.
 
     Args:
         failed: the action that raised an error here, if one did.

@@ -1,4 +1,4 @@
-"""What a worker of a pipeline does with its gradients, on behalf of the driver.
+"""The work of a pipeline's worker with its gradients, on behalf of the driver.
 
 Steps optimizers, measures and clips norms, takes a loss scale out. The functions here are
 called from afar.
@@ -85,7 +85,7 @@ def zero_gradients(session: str, set_to_none: bool) -> None:
 
 
 def optimizer_state(session: str, key: str) -> dict[str, dict[str, Any]]:
-    """What an optimizer keeps for each parameter, by the parameter's name."""
+    """The state that an optimizer keeps for each parameter, by the parameter's name."""
     part = Sessions.here().find(session)
     optimizer = part.optimizers.get(key)
     if optimizer is None:

@@ -173,7 +173,7 @@ def _alternate(
 
 
 def _round_size(stages: int, workers: int, microbatches: int) -> int:
-    """How many micro-batches go through a worker's stages together."""
+    """The number of micro-batches that go through a worker's stages together."""
     _require(stages, workers, microbatches)
     rounds = max(1, microbatches // workers)
     if microbatches % rounds:

@@ -166,12 +166,12 @@ def set_parameters(
 
 
 def read_clock() -> clocks.Reading:
-    """What this worker's clock shows."""
+    """Reads this worker's clock."""
     return clocks.read()
 
 
 def memory(session: str) -> int:
-    """How many bytes this worker's stages take: of their GPU, or else all of the process."""
+    """The bytes that this worker's stages take: of their GPU, or else all of the process."""
     stages = Sessions.here().find(session).stages.values()
     gpus = {stage.device for stage in stages if stage.device.type == "cuda"}
     if gpus:

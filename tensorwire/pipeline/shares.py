@@ -1,4 +1,4 @@
-"""What each worker of a pipeline saves in checkpoints and loads from them."""
+"""The shares that each worker of a pipeline saves in checkpoints and loads from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelShare:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShare:
-    """What one worker's optimizer keeps, by the parameters' names in the pipeline."""
+    """The state of one worker's optimizer, by the parameters' names in the pipeline."""
 
     session: str
     key: str

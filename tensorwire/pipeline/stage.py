@@ -26,12 +26,12 @@ LOSS: Final = -1
 """Stands for the loss among the consumers of the last stage."""
 
 Packet = tuple[Any, ...]
-"""What one stage hands to another: a value for each of its sources that is that stage."""
+"""The values one stage hands to another: one for each of its sources that is that stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    """How a stage runs.
+    """The way in which a stage runs.
 
     Args:
         recompute: keep only the inputs of a forward pass, and run it again for the backward pass.
@@ -46,7 +46,7 @@ class StageSettings:
 
 @dataclass(slots=True)
 class _Held:
-    """What a micro-batch needs for its backward pass.
+    """The data that a micro-batch needs for its backward pass.
 
     Args:
         inputs: the tensors that came from each stage.
@@ -171,7 +171,7 @@ class Stage:
         split.for_weights()
 
     def packets(self, output: Any) -> dict[int, Packet]:
-        """What each consumer gets of an output."""
+        """The packet that each consumer gets of an output."""
         elements = elements_of(output)
         return {consumer: _pick(elements, outputs) for consumer, outputs in self._sent.items()}
 

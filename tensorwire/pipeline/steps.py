@@ -178,7 +178,7 @@ class Steps:
 
 
 def _argument(name: str, given: Given) -> tuple[Any, ...]:
-    """What :class:`~tensorwire.pipeline.wiring.FromStep` of a name stands for."""
+    """The values that :class:`~tensorwire.pipeline.wiring.FromStep` of a name stands for."""
     if not name:
         return given.positional
     return (given.positional[int(name)] if name.isdigit() else given.keywords[name],)

@@ -17,7 +17,7 @@ from tensorwire.pipeline.wiring import Wiring
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each kind of action costs a stage, in any unit of time.
+    """The cost of each kind of action to a stage, in any unit of time.
 
     Args:
         forward: of a forward pass.
@@ -32,7 +32,7 @@ class Costs:
     transfer: float = 0.0
 
     def of(self, action: Action) -> float:
-        """What one action costs."""
+        """The cost of one action."""
         match action.kind:
             case Kind.FORWARD:
                 return self.forward

@@ -1,4 +1,4 @@
-"""What each stage did when in a step, on one clock: as numbers, Chrome trace and picture."""
+"""The actions of each stage in a step, on one clock: as numbers, Chrome trace and picture."""
 
 from __future__ import annotations
 

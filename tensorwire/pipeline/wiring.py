@@ -26,7 +26,7 @@ class FromStage:
 
 @dataclass(frozen=True, slots=True)
 class FromStep:
-    """What ``train_step`` was given.
+    """Arguments that ``train_step`` was given.
 
     Args:
         name: of a keyword argument; digits for one positional argument; "" for all of these.
@@ -37,7 +37,7 @@ class FromStep:
 
 Source: TypeAlias = FromStage | FromStep
 Told: TypeAlias = int | tuple[int, int] | str
-"""How a user names a source: a stage, a stage and the index of an output, a keyword."""
+"""A source as a user names it: a stage, a stage and the index of an output, a keyword."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Wiring:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.sources)
 
     def producers(self, stage: int) -> list[int]:

@@ -240,7 +240,7 @@ class _Run:
             self._share(number, sharing)
 
     def report(self) -> StepReport:
-        """What the driver hears."""
+        """The report that the driver hears."""
         held = {index: stage.most_held for index, stage in self._worker.stages.items()}
         losses = {microbatch: loss.cpu() for microbatch, loss in self._losses.items()}
         return StepReport(losses, self._outputs, held)

@@ -72,7 +72,7 @@ class Snippets:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a trainer is told with its first call."""
+    """The task that a trainer is told with its first call."""
 
     index: int
     trainers: int
@@ -111,7 +111,7 @@ def _together(bags: Sequence[Tensor], labels: Tensor) -> Snippets:
 
 
 def dense_layers(classes: int) -> nn.Module:
-    """What every trainer has a copy of."""
+    """The layers that every trainer has a copy of."""
     return nn.Sequential(nn.ReLU(), nn.Linear(_WIDTH, 64), nn.ReLU(), nn.Linear(64, classes))
 
 

@@ -1,4 +1,4 @@
-"""What the command lines of all tutorials accept, and what they say of the rest.
+"""The input that the command lines of all tutorials accept, and what they say of the rest.
 
 All of it is looked at before anything is started, so that a mistake costs no time. Each
 function raises ``ArgumentTypeError``, whose text argparse shows, if it is used as a ``type``.

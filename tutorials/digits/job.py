@@ -39,7 +39,7 @@ _over = threading.Event()  # on the server: the job is done
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run can be told. It travels to the trainers with their first call."""
+    """All that a run can be told. It travels to the trainers with their first call."""
 
     trainers: int
     epochs: int

@@ -152,7 +152,7 @@ def _wait(name: str, process: ForkProcess, ended: queue.SimpleQueue[Ended]) -> N
 
 
 def _status(process: ForkProcess) -> int:
-    """How a process ended that has ended, or is about to."""
+    """The exit status of a process that has ended, or is about to."""
     with _collecting:  # of two threads that join a process one learns nothing
         process.join()
         status = process.exitcode

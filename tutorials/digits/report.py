@@ -1,4 +1,4 @@
-"""What is noted of a run, and the progress bar a person sees while it lasts."""
+"""The notes on a run, and the progress bar a person sees while it lasts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def divide(weights: Mapping[str, Tensor], shares: int) -> list[dict[str, Tensor]
 
 
 class ShardedNetwork:
-    """What a trainer holds instead of weights: their layout and a reference to each shard."""
+    """A trainer's stand-in for weights: their layout and a reference to each shard."""
 
     def __init__(self, shards: Sequence[rpc.RRef[Shard]]) -> None:
         self.shards: list[Any] = list(shards)

@@ -132,7 +132,7 @@ class Agent:
         return scores.gather(1, actions.unsqueeze(1)).squeeze(1)
 
     def _advantages(self, games: Games) -> Tensor:
-        """How much better than expected each action turned out, shape ``(steps,)``."""
+        """The gain of each action over what was expected, shape ``(steps,)``."""
         values = self._value(games.states).squeeze(1)
         advantages = torch.zeros_like(values)
         later = 0.0

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 SIZES: Final = {"user": 5000, "item": 2000, "place": 50, "hour": 24}
-"""How many different ids each field has. The model does not know."""
+"""The number of different ids that each field has. The model does not know."""
 
 NUMBERS: Final = 4
-"""What is known besides, such as prices and ages."""
+"""The count of numbers known besides, such as prices and ages."""
 
 _TASTES: Final = 4
 

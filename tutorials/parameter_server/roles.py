@@ -45,7 +45,7 @@ def parser(description: str | None, module: str, output: str) -> argparse.Argume
 
 
 def place(made: argparse.ArgumentParser) -> Place:
-    """Who this process is, as rpcrun says; ends it with a message if it was started otherwise."""
+    """This process's place, as rpcrun says; ends it with a message if it was started otherwise."""
     if "ROLE_RANK" not in os.environ or "RPC_WORKER_NAME" not in os.environ:
         made.error("rpcrun starts this; see above")
     trainers = int(os.environ["ROLE_WORLD_SIZE"])

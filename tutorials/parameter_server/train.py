@@ -34,7 +34,7 @@ _TESTS = 8
 
 @dataclass
 class History:
-    """What trainer 0 notes on the way.
+    """The notes of trainer 0 on the way.
 
     Args:
         losses: of each step.

@@ -134,7 +134,7 @@ def train(
 
 
 def measure(model: Vectors, test: Pairs) -> float:
-    """How well words that stood near each other are told from others."""
+    """Measures how well words that stood near each other are told from others."""
     with torch.no_grad():
         scores = model(test)
         return area_under_curve(scores.flatten(), targets(scores).flatten())

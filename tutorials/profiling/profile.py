@@ -100,7 +100,7 @@ class Training:
 
 
 def stages(call: CallRecord, handler: HandlerRecord, clock: float) -> list[tuple[str, float]]:
-    """How long each stage of a call took, in seconds and in order.
+    """The time that each stage of a call took, in seconds and in order.
 
     Args:
         call: as the caller saw it.
@@ -202,7 +202,7 @@ def _remark(parts: Sequence[tuple[str, float]]) -> str:
 
 
 def show_metrics(options: argparse.Namespace) -> None:
-    """What this worker has counted since it started, though nobody asked it to."""
+    """Shows what this worker has counted since it started, though nobody asked it to."""
     metrics = rpc.metrics()
     print("\n4. rpc.metrics: calls of the trainer")
     print("     calls  errors  median µs   99 % µs    bytes out     bytes in  method, peer")

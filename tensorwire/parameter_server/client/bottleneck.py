@@ -13,7 +13,7 @@ _SECONDS: Final = 0.005
 
 
 class Watch:
-    """How long servers take to answer one worker."""
+    """The times that servers take to answer one worker."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}

@@ -57,7 +57,7 @@ _PAUSE: Final = 0.05
 
 
 class NanPolicy(enum.Enum):
-    """What happens to a step with a gradient that is infinite or not a number."""
+    """The treatment of a step with a gradient that is infinite or not a number."""
 
     RAISE = "raise"
     """``GradientError``; nothing is pushed, and no clock moves."""
@@ -383,7 +383,7 @@ class Cluster:
         self.session.refresh()
 
     def stats(self) -> dict[str, Any]:
-        """What the servers and this worker can say of themselves, as plain data."""
+        """All that the servers and this worker can say of themselves, as plain data."""
         self.session.refresh()
         answers = self.session.ask_servers(messages.Describe())
         view = self.session.view

@@ -1,4 +1,4 @@
-"""What a step sends and what it gets, for the whole cluster: before and after splitting."""
+"""The data that a step sends and gets, for the whole cluster: before and after splitting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is pulled.
+    """The rows and dense groups to pull.
 
     Args:
         tables: by name, ids that are all different.
@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What came.
+    """The rows and dense groups that came.
 
     Args:
         tables: by name, a row for each id, in the order in which they were asked for.

@@ -126,7 +126,7 @@ class WholeDense:
 
 
 def _runs(spec: DenseSpec, slots: Sequence[int], shard: int) -> list[tuple[int, int, int]]:
-    """What a shard keeps, in order: parameter, first element, one behind the last."""
+    """The runs that a shard keeps, in order: parameter, first element, one behind the last."""
     runs: list[tuple[int, int, int]] = []
     for place in spec.kept_by(slots, shard):
         piece = spec.pieces[place]

@@ -131,7 +131,7 @@ Effect = Apply | Taken | Refused | Reached
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a coordinator asks a shard for.
+    """The status that a coordinator asks a shard for.
 
     Args:
         counts: by trainer, how many of its pushes were taken.
@@ -196,11 +196,11 @@ class Clock:
         return tuple(sorted(self._members))
 
     def count(self, trainer: int) -> int:
-        """How many pushes of a trainer were taken."""
+        """The number of a trainer's pushes that were taken."""
         return self._counts.get(trainer, 0)
 
     def status(self) -> Status:
-        """What a coordinator must know to go on from here."""
+        """The status that a coordinator must know to go on from here."""
         latest = self._cut or self._last
         return Status(
             dict(self._counts),
@@ -254,7 +254,7 @@ class Clock:
         return self._advance()
 
     def _reach(self, trainer: int) -> int:
-        """How many pushes of a trainer are here without a gap, applied or held."""
+        """The number of a trainer's pushes that are here without a gap, applied or held."""
         number = self._counts.get(trainer, 0)
         while (trainer, number) in self._held:
             number += 1

@@ -8,7 +8,7 @@ from typing import Final
 
 
 class Reduce(enum.Enum):
-    """How the gradients that trainers push for one step become one gradient."""
+    """The ways in which the gradients that trainers push for one step become one gradient."""
 
     MEAN = "mean"
     SUM = "sum"

@@ -38,7 +38,7 @@ _WENT_BACK: Final = "the cluster went back to its last snapshot"
 
 
 class Coordinator(Tasks):
-    """What one server does while it coordinates.
+    """The work of one server while it coordinates.
 
     Args:
         me: this server.

@@ -1,4 +1,4 @@
-"""What a coordinator tells shards, and what others ask of a coordinator."""
+"""The orders of a coordinator to shards, and what others ask of a coordinator."""
 
 from __future__ import annotations
 

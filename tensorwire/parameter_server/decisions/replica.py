@@ -151,7 +151,7 @@ class Replica:
         return self._log.version
 
     def safe_count(self, trainer: int) -> int:
-        """How many pushes of a trainer are safe at the whole chain."""
+        """The number of a trainer's pushes that are safe at the whole chain."""
         return self._safe_counts.get(trainer, 0)
 
     # --- calls to the head
@@ -367,7 +367,7 @@ class Replica:
         return ready
 
     def _follow(self, effects: list[clocks.Effect]) -> list[Effect]:
-        """What the clock's decisions mean for the state and for those who wait."""
+        """The effects of the clock's decisions on the state and on those who wait."""
         done: list[Effect] = []
         queue = deque(effects)
         while queue:

@@ -56,7 +56,7 @@ def moved(old: Sequence[int], shards: Sequence[int]) -> tuple[int, ...]:
 
 
 def _shares(old: Sequence[int], shards: Sequence[int]) -> dict[int, int]:
-    """How many slots each shard is to have; who has most keeps the odd ones."""
+    """The number of slots that each shard is to have; who has most keeps the odd ones."""
     least, odd = divmod(len(old), len(shards))
     held = Counter(old)
     by_size = sorted(shards, key=lambda shard: -held[shard])

@@ -44,7 +44,7 @@ class Unacknowledged:
         return kept is not None and (shard is None or shard in kept.parts)
 
     def whole(self, number: int) -> Any:
-        """What was pushed; None if it is safe everywhere."""
+        """The push of this number; None if it is safe everywhere."""
         kept = self._kept.get(number)
         return None if kept is None else kept.whole
 
@@ -79,7 +79,7 @@ class Unacknowledged:
             del self._kept[number]
 
     def again(self, shard: int) -> list[tuple[int, int, Any]]:
-        """What a new head of a shard must be sent: number, epoch and part, in order."""
+        """The pushes that a new head of a shard must be sent: number, epoch and part, in order."""
         return [
             (number, kept.epoch, kept.parts[shard])
             for number, kept in sorted(self._kept.items())

@@ -1,4 +1,4 @@
-"""Who keeps what: shards, their chains of servers, the map from slots to shards, the trainers.
+"""A cluster's layout: shards, their chains of servers, the map from slots to shards, the trainers.
 
 A view is one value in the group's store, replaced by compare-and-set only, with a number that
 grows. It says what shall be; the coordinator (``coordination``) makes the shards follow.
@@ -109,7 +109,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a cluster looks like.
+    """The layout of a cluster.
 
     Args:
         number: grows with every change.

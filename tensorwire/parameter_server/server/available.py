@@ -12,7 +12,7 @@ _KEPT: Final = 1 << 28
 
 
 class _Last:
-    """What was read last, and when."""
+    """The value that was read last, and when."""
 
     bytes = 1 << 62
     at = -1.0

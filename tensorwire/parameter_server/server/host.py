@@ -35,7 +35,7 @@ def host() -> Host:
 
 
 class Host:
-    """What one worker is as a server.
+    """One worker as a server.
 
     Args:
         worker: the worker.
@@ -153,7 +153,7 @@ class Host:
         return f"server {name!r} has {free} bytes left, and a push may need {wanted}"
 
     def describe(self, node: Node) -> dict[str, Any]:
-        """What this server can say of itself."""
+        """All that this server can say of itself."""
         with self._lock:
             shards = dict(node.shards)
         return {

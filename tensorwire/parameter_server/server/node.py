@@ -389,7 +389,7 @@ class Node:
 
 
 def _turned_away(message: Any) -> Any:
-    """What a server that leaves answers."""
+    """The answer of a server that leaves."""
     if isinstance(message, messages.Exchange):
         return messages.Elsewhere()
     if isinstance(message, messages.Asking):

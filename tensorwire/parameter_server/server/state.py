@@ -1,4 +1,4 @@
-"""What one shard keeps, and what each record of its log does to it.
+"""The state of one shard, and what each record of its log does to it.
 
 Head and backup run the same records in the same order, so that they hold the same bits. Not for
 several threads at a time (``lane``).
@@ -54,7 +54,7 @@ class MovedDense:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one shard sends another at a cut."""
+    """The data that one shard sends another at a cut."""
 
     tables: Mapping[str, MovedTable]
     dense: Mapping[str, MovedDense]
@@ -62,7 +62,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What an ``Assign`` sets: pieces of a dense group, by their places.
+    """The values that an ``Assign`` sets: pieces of a dense group, by their places.
 
     Args:
         name: of the group.
@@ -88,7 +88,7 @@ class FrozenShard:
 
 @dataclass(frozen=True, slots=True)
 class CopiedTable:
-    """What a table is beside its rows.
+    """The state of a table beside its rows.
 
     Args:
         hyper: its rule's.
@@ -120,7 +120,7 @@ class Copied:
 
 @dataclass(slots=True)
 class Memo:
-    """What the last pull of a trainer found, so that its push need not look again."""
+    """The findings of the last pull of a trainer, so that its push need not look again."""
 
     pull: int
     places: dict[str, Places] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class ShardState:
 
     @property
     def bytes(self) -> int:
-        """What tables and dense groups take."""
+        """The bytes that tables and dense groups take."""
         tables = sum(table.bytes for table in self.tables.values())
         return tables + sum(group.bytes for group in self.dense.values())
 
@@ -356,7 +356,7 @@ class ShardState:
     # --- pulls
 
     def read(self, ask: Ask, time: int) -> tuple[dict[str, Packed], dict[str, Any]]:
-        """What a pull asks for: rows by table, elements by dense group."""
+        """Reads what a pull asks for: rows by table, elements by dense group."""
         memo = Memo(ask.number)
         tables = {}
         for name, ids in ask.tables.items():

@@ -31,7 +31,7 @@ class Candidates:
 
     @property
     def bytes(self) -> int:
-        """What they take."""
+        """The bytes that they take."""
         return self._index.bytes + 24 * len(self)
 
     def count(self, ids: Ints, pushes: Ints, time: int) -> Any:

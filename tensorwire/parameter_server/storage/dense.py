@@ -26,7 +26,7 @@ class PieceData:
 
 @dataclass(frozen=True)
 class DensePart:
-    """What one trainer pushes to a shard's pieces.
+    """The push of one trainer to a shard's pieces.
 
     Args:
         grads: by dtype, in the order of the pieces, those that have a gradient after each other.
@@ -67,7 +67,7 @@ class DenseShard:
 
     @property
     def bytes(self) -> int:
-        """What values and state take."""
+        """The bytes that values and state take."""
         state = sum(
             value.nbytes
             for each in self._optimizer.state.values()

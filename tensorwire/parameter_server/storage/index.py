@@ -28,7 +28,7 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """What the index takes."""
+        """The bytes that the index takes."""
         return self._table.nbytes
 
     def find(self, ids: Ints) -> Ints:

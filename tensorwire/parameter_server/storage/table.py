@@ -25,12 +25,12 @@ from tensorwire.parameter_server.storage.index import Index
 from tensorwire.parameter_server.storage.memory import Column
 
 _SWEEPS: Final = 8
-"""How often rows that are too old are looked for while one row grows too old."""
+"""The number of searches for rows that are too old while one row grows too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one trainer pushes to a table.
+    """The push of one trainer to a table.
 
     Args:
         ids: all different.
@@ -95,14 +95,14 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        """What rows, state and index take."""
+        """The bytes that rows, state and index take."""
         rows = sum(c.dtype.itemsize * c.width for c in self.columns().values()) * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
         return rows + self._index.bytes + waiting
 
     @property
     def row_bytes(self) -> int:
-        """What one more row takes, with its place in the index."""
+        """The bytes that one more row takes, with its place in the index."""
         return sum(c.dtype.itemsize * c.width for c in self.columns().values()) + 32
 
     def columns(self) -> dict[str, Column]:
