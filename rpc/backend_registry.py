@@ -1,4 +1,4 @@
-"""Which backends there are, by name, and what makes each of them."""
+"""Keeps the backends by name, with the function that makes a worker of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which agent the code that is running belongs to.
+"""Finds the agent that the running code belongs to.
 
 Owns the one piece of mutable module state: the process's default agent, set by
 ``init_rpc`` and cleared by ``shutdown``, and the store that its group met at.

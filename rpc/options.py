@@ -1,4 +1,4 @@
-"""What a user may set about a worker: timeouts, threads, rendezvous, device maps.
+"""The options of a worker: timeouts, threads, rendezvous, device maps.
 
 Decides which values are acceptable and says what is wrong with the others.
 Reading the environment, opening stores and touching devices happen elsewhere.

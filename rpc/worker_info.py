@@ -1,4 +1,4 @@
-"""Who a worker is: the pair of name and id that addresses it."""
+"""The pair of name and id that addresses a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a worker's calls share; the agent, which owns all of it, fills it in."""
+"""Holds what the parts of a worker's calls share; the agent, which owns all of it, fills it in."""
 
 from __future__ import annotations
 

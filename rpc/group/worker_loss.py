@@ -1,8 +1,8 @@
-"""What it means here that a worker's life is over: another's, which is forgotten, or our own.
+"""Removes a lost worker from this worker's tables, or ends this worker if it is the lost one.
 
 However that was learnt, the same is done once: the transport refuses what the life still
 sends, calls to it fail, references and contexts that it held are let go. Who it is told to,
-``accusations`` decides; a worker that leaves together with others is ``departure``'s.
+``loss_reports`` decides; a worker that leaves together with others is ``shutdown``'s.
 """
 
 from __future__ import annotations

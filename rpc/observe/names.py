@@ -1,4 +1,4 @@
-"""What a call is called: in errors, dumps, metrics, profiles and traces.
+"""Names calls: in errors, dumps, metrics, profiles and traces.
 
 Caller and callee name the same call alike, before anything of it was run.
 """

@@ -1,4 +1,4 @@
-"""What profilers and traces get to see of a call, at both ends.
+"""Shows calls to profilers and traces, at both ends.
 
 Nothing of this runs unless somebody looks, which callers and callees check for
 every call. Owns the spans that ``torch.profiler`` and ``torch.autograd.profiler``

@@ -1,4 +1,4 @@
-"""What a worker writes down about traced calls, and how that travels.
+"""The records that a worker makes of traced calls, and their bytes.
 
 Plain data: times are seconds on the clock of the worker that wrote them; 0 means
 that it did not happen. Who records is ``tracing``'s business, what becomes of the

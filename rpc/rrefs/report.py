@@ -1,4 +1,4 @@
-"""What a worker's references are, in words: who uses its values, and whose values it uses."""
+"""Describes a worker's references in words: who uses its values, and whose values it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reference keeper hands out and takes back: holdings, loans and what was adopted.
+"""Holdings, loans and adopted references, which the reference keeper hands out and takes back.
 
 Plain data. What becomes of it is decided in ``references`` and carried out by
 ``reference_keeper``.

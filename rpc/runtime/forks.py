@@ -1,4 +1,4 @@
-"""What must not go on as it was in a child that this process forks.
+"""Stops, in a forked child, what must not go on there as in its parent.
 
 Owns the hooks that Python calls around a fork, and the table of what they tell:
 mappings that both processes would write to, and workers whose connections both

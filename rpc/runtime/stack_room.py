@@ -1,4 +1,4 @@
-"""Whether the running thread's stack has room for what must not stop half-way.
+"""Checks that the running thread's stack has room for what must not stop half-way.
 
 A call that runs out of stack while it is sent would leave a request that is counted but never
 left, or a connection whose numbers have a gap; undoing that takes stack, too. So it is refused

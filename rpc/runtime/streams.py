@@ -1,4 +1,4 @@
-"""Which CUDA work must have come to its end before a value can be used: the default streams'.
+"""Makes CUDA streams wait for each other where a value changes threads.
 
 A kernel runs long after the call that starts it, in the order of the stream that was current
 on that thread. A value goes through many threads here, so that wherever it lies between two

@@ -1,4 +1,4 @@
-"""What workers tell each other about references, as bytes: control messages and their codec.
+"""Control messages, by which workers tell each other about references, and their codec.
 
 Owns the message types, the layout of a batch of them, the layout of the
 reference table in the header of a call, and the filter that recognises a batch

@@ -1,4 +1,4 @@
-"""Which dtypes travel inside a message's header, and under which code.
+"""The dtypes that travel inside a message's header, with their codes.
 
 A code is a place in a table that only grows: it is part of the protocol.
 """

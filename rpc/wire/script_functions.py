@@ -1,4 +1,4 @@
-"""What TorchScript functions need to be called like Python functions, and are told when not.
+"""Lets TorchScript functions be called like Python functions, and says when they cannot.
 
 They have a schema instead of a signature, a qualified name instead of a module and
 a name, and errors in words of their own, which programs may look for.

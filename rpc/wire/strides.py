@@ -1,4 +1,4 @@
-"""What the shape and strides of a tensor say of how it lies in memory.
+"""Tells from the shape and strides of a tensor how it lies in memory.
 
 Pure arithmetic, in elements where nothing else is said; decides nothing about how a tensor
 travels.

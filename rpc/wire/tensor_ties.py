@@ -1,4 +1,4 @@
-"""Which tensors of one message show the same elements, and are to do so where they arrive.
+"""Finds the tensors of one message that show the same elements, as they must where they arrive.
 
 A module and the ``.data`` of its parameters, a flat buffer and its views, a module and its
 ``state_dict()``: who changes one changes the other. Such tensors are sent as one piece of
