@@ -70,12 +70,12 @@ _logger = logging.getLogger("rpc")
 _SYSTEM_THREADS = 4
 _SECONDS_BETWEEN_STARTS = 1.0
 _SECONDS_IN_HASTE = 0.3
-"""What handlers get to end in when they are not waited for."""
+"""Seconds that handlers get to end in when they are not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """What an agent is told about its own running.
+    """The options that an agent runs by.
 
     Args:
         num_worker_threads: handlers that run at once, blocked ones not counted.
@@ -273,7 +273,7 @@ class Agent(process_forks.Member):
             _logger.warning("frozen workers will not be noticed: %s", error)
 
     def _beat(self, now: float) -> float | None:
-        """What the pulse does; returns when to do it again."""
+        """Expires calls, runs timers and looks after others; returns when to do it again."""
         watched = None if self.watch is None else self.watch.beat(now)
         times = (self.caller.expire(now), self.timers.beat(now), watched)
         return min((time for time in times if time is not None), default=None)
@@ -429,7 +429,7 @@ class Agent(process_forks.Member):
         return self.timeouts.of(timeout)
 
     def debug_info(self) -> dict[str, Any]:
-        """What this worker waits for, runs and keeps; for people."""
+        """Tells what this worker waits for, runs and keeps; for people."""
         counts = self.references.counts()
         info: dict[str, Any] = {name: getattr(counts, name) for name in counts.__slots__}
         info["calls"] = self.caller.outstanding()
@@ -442,7 +442,7 @@ class Agent(process_forks.Member):
         return info
 
     def metrics(self) -> Snapshot:
-        """What this worker's calls and those it served did so far; see ``rpc.metrics``."""
+        """Counts of the calls that this worker made and served so far; see ``rpc.metrics``."""
         return Snapshot(self.info.name, self.caller.metrics(), self.callee.metrics())
 
     def get_debug_info(self) -> dict[str, str]:
@@ -477,7 +477,7 @@ class Agent(process_forks.Member):
         return self.group.lost_error(worker.id)
 
     def steps_to_rest(self) -> Iterator[Callable[[float], object]]:
-        """What brings it to rest when its process ends, step by step."""
+        """The steps that bring it to rest when its process ends."""
         yield lambda _: self.caller.close("the process of this worker ended")
         yield self.event_loop.close
         yield partial(self.transport.close, 0.0)
@@ -551,7 +551,7 @@ class Agent(process_forks.Member):
         self.group_shutdown.worker_lost(life.worker)
 
     def work(self) -> Work:
-        """What this worker has made, served and sent so far."""
+        """Counts what this worker has made, served and sent so far."""
         sent, received = self.control.totals()
         return Work(self.caller.sent() + self.callee.handled(), sent, received)
 
@@ -561,7 +561,7 @@ class Agent(process_forks.Member):
         return all(part.quiet() for part in parts)
 
     def under_way(self) -> list[str]:
-        """What keeps this worker from being quiet, one by one; like calls are named once."""
+        """Names what keeps this worker from being quiet, one by one; like calls are named once."""
 
         def name(worker: int) -> str:
             return repr(self.group.peer(worker).info.name)

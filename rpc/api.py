@@ -581,7 +581,7 @@ def _set_and_start_rpc_agent(agent: Agent) -> None:
 
 
 def debug_info() -> dict[str, Any]:
-    """What this worker waits for, serves and keeps: calls with their age and destination,
+    """Tells what this worker waits for, serves and keeps: calls with their age and destination,
     requests being served, references by kind, threads, workers.
 
     What an extension counts comes under the names that it gives; if it fails to, why it does
@@ -591,7 +591,7 @@ def debug_info() -> dict[str, Any]:
 
 
 def metrics() -> Snapshot:
-    """What the calls made and served by this worker did so far: counts, errors, latency, bytes.
+    """Reports on the calls that this worker made and served so far: counts, errors, latency, bytes.
 
     Always counted, per method and peer; see :class:`rpc.observe.metrics.Snapshot`.
 

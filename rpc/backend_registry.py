@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackendValue:
-    """What a backend is made of.
+    """The two functions that a backend is made of.
 
     Args:
         construct_rpc_backend_options_handler: makes its options.

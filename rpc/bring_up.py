@@ -113,7 +113,7 @@ def address_towards(init_method: str) -> str | None:
 
 
 def prefers_tcp(init_method: str, world_size: int | None) -> bool:
-    """Whether torch carries frames over TCP unless the options say otherwise.
+    """True if torch carries frames over TCP unless the options say otherwise.
 
     It does where workers come and go, and where they share cores; ``TensorPipeTransport`` says
     why.

@@ -35,7 +35,7 @@ DEFAULT_MAX_BYTES_IN_FLIGHT: Final = 32 << 20
 """Bound on the requests to one worker that were not replied to."""
 
 DEFAULT_BUSY_POLL_SEC: Final = 95e-6
-"""How long, on average, a thread looks out for a message over TENSORWIRE before it sleeps."""
+"""Seconds, on average, that a thread looks out for a message over TENSORWIRE before it sleeps."""
 
 MAX_RANK: Final = 2**15 - 1
 """The highest rank, as in the original: what a worker numbers begins with its rank."""

@@ -26,7 +26,7 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """How many references of each kind this worker knows."""
+    """Counts the references of each kind that this worker knows."""
     references = current_agent().references
     counts = references.counts()
     return {
@@ -47,7 +47,7 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def gil_wait_seconds() -> float:
-    """How long it takes now to get the interpreter lock back after letting it go."""
+    """Measures how long it takes now to get the interpreter lock back after letting it go."""
     start = time.perf_counter()
     for _ in range(_GIL_SAMPLES):
         time.sleep(0)

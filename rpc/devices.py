@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What one worker tells the others about its devices.
+    """The facts that one worker tells the others about its devices.
 
     Args:
         count: how many CUDA devices it has.
@@ -100,14 +100,14 @@ def as_device_map(device_map: Mapping[Any, DeviceLike]) -> DeviceMap:
 
 
 def moves_host(device_map: Mapping[torch.device, torch.device]) -> bool:
-    """Whether tensors in host memory arrive on a device: without an entry they do not."""
+    """True if tensors in host memory arrive on a device: without an entry they do not."""
     return device_map.get(_CPU, _CPU) != _CPU
 
 
 def lands_on_device(
     tensors: Iterable[torch.Tensor], device_map: Mapping[torch.device, torch.device]
 ) -> bool:
-    """Whether one of these tensors arrives elsewhere than in host memory."""
+    """True if one of these tensors arrives elsewhere than in host memory."""
     return any(device_map.get(tensor.device, tensor.device) != _CPU for tensor in tensors)
 
 
@@ -156,7 +156,7 @@ def check_present(devices: Iterable[torch.device]) -> None:
 
 
 def local_device_info(maps: Mapping[str, DeviceMap], devices: Sequence[torch.device]) -> DeviceInfo:
-    """What this process has to say about its devices, given its options."""
+    """Describes this process's devices, given its options."""
     return DeviceInfo(torch.cuda.device_count(), tuple(devices), maps)
 
 

@@ -1,4 +1,4 @@
-"""How other packages ride on calls without ``rpc`` knowing them.
+"""Lets other packages ride on calls without ``rpc`` knowing them.
 
 An extension belongs to one agent. It may attach a few bytes of metadata to
 requests and replies, look at (and on receipt replace) the tensors they carry,
@@ -37,7 +37,7 @@ Answer = bytes | tuple[Any, ...]
 
 
 class CallExtension(Protocol):
-    """What rides on calls. Every hook runs outside the agent's locks.
+    """Something that rides on calls. Every hook runs outside the agent's locks.
 
     In each hook ``tensors`` are all tensors of the value in the order the codec
     met them. Hooks on the receiving side return the list to use in their place.

@@ -47,7 +47,7 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """What a handler raised, as text and type."""
+    """The error that a handler raised, as text and type."""
 
     msg: str
     exception_type: type[BaseException]
@@ -126,7 +126,7 @@ def _require_pickler(pickler: object) -> None:
 
 
 def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Tensor]]:
-    """What a pickler's ``serialize`` returned, if it is what it must return."""
+    """Passes on what a pickler's ``serialize`` returned, if it is what it must return."""
     if isinstance(found, tuple) and len(found) == 2:
         data, tensors = found
         if isinstance(data, bytes | bytearray) and isinstance(tensors, list | tuple):

@@ -43,7 +43,7 @@ class WhenFull(enum.Enum):
 
 
 class RpcBackendOptions:
-    """What every backend can be told. Subclass it for a backend of your own.
+    """The base of every backend's options. Subclass it for a backend of your own.
 
     Args:
         rpc_timeout: seconds a call may take by default; 0 means no limit. Default 60.
@@ -236,7 +236,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     @property
     def when_full(self) -> WhenFull:
-        """What a call does at that bound."""
+        """The choice of what a call does at that bound."""
         return self._when_full
 
     @when_full.setter

@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _End(enum.Enum):
-    """What ended the serving."""
+    """The reason why the serving ended."""
 
     SIGNAL = enum.auto()
     EVENT = enum.auto()

@@ -45,7 +45,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a process holds that outlives a function call."""
+    """The things a process holds that outlive a function call."""
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[str, str]]
@@ -196,7 +196,7 @@ def _describe_process(process: str) -> str:
 
 
 def _held_by_someone_else(segment: str) -> bool:
-    """Whether a process that is not ours has the shared-memory file open or mapped."""
+    """True if a process that is not ours has the shared-memory file open or mapped."""
     path = str(_SHARED_MEMORY / segment)
     ours = {str(os.getpid()), *_descendants()}
     return any(
@@ -216,5 +216,5 @@ def _holds(process: Path, path: str) -> bool:
 
 @pytest.fixture(params=["memory", "tensorwire"])
 def make_transport(request: pytest.FixtureRequest) -> Callable[[], Transport] | None:
-    """What makes the transports of a group in this process; None means in memory."""
+    """The maker of the transports of a group in this process; None means in memory."""
     return TensorWireTransport if request.param == "tensorwire" else None

@@ -27,12 +27,12 @@ class Stream:
         return self._queued
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes next waits for all that the other one has now."""
+        """Lets what comes next wait for all that the other one has now."""
         for stream, number in (*other._seen.items(), (other, other._queued)):
             self._seen[stream] = max(number, self._seen.get(stream, 0))
 
     def is_behind(self, other: Stream, number: int) -> bool:
-        """Whether what comes next waits for that work of the other one."""
+        """True if what comes next waits for that work of the other one."""
         return other is self or self._seen.get(other, 0) >= number
 
     @property
@@ -61,7 +61,7 @@ class GpuTensor(torch.Tensor):
         self.keepers.add(s)
 
     def is_ready_on(self, stream: Stream) -> bool:
-        """Whether work of the stream sees the values, and nobody else gets the memory before."""
+        """True if work of the stream sees the values, and nobody else gets the memory before."""
         return stream.is_behind(self.made_on, self.made_as) and (
             stream is self.made_on or stream in self.keepers
         )
@@ -111,7 +111,7 @@ class Gpus:
         return tensor
 
     def is_usable(self, tensor: torch.Tensor) -> bool:
-        """Whether the running thread may use it without more ado."""
+        """True if the running thread may use it without more ado."""
         assert isinstance(tensor, GpuTensor)
         return tensor.is_ready_on(self.current(tensor.device))
 

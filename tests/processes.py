@@ -17,7 +17,7 @@ IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
 
 @functools.cache
 def ready_made() -> ForkServerContext:
-    """What makes such processes. Tests that use it need the fixture ``process_server``."""
+    """The maker of such processes. Tests that use it need the fixture ``process_server``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context

@@ -90,7 +90,7 @@ class Model:
 
 
 class Storm:
-    """What one thread of a worker does, and what it ran into.
+    """The work of one thread of a worker, and what it ran into.
 
     Args:
         agent: the worker.
@@ -161,7 +161,7 @@ class Storm:
 
 
 def remains(agent: Agent) -> dict[str, object]:
-    """What a worker still holds."""
+    """All that a worker still holds."""
     gc.collect()
     return held(agent.debug_info())
 

@@ -1,4 +1,4 @@
-"""What not every release of torch that we support can do."""
+"""The features that not every release of torch that we support has."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def eventually(
     pause: float = 0.002,
     meanwhile: Callable[[], object] | None = None,
 ) -> bool:
-    """Whether a condition comes true.
+    """True if a condition comes true.
 
     Args:
         condition: looked at again and again.

@@ -112,7 +112,7 @@ class ControlChannel:
             return messages if self._seen[sender].accept(sequence) else []
 
     def acted_upon(self, sender: Life, messages: list[ControlMessage]) -> None:
-        """What a batch asks for was done; only now does it count as received."""
+        """Counts a batch as received, now that what it asks for was done."""
         counted = sum(not isinstance(message, UNCOUNTED) for message in messages)
         if counted:
             with self._lock:

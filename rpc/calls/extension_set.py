@@ -23,7 +23,7 @@ from rpc.wire.messages import Extensions
 _logger = logging.getLogger("rpc")
 
 Scopes = list[AbstractContextManager[object]]
-"""What a handler runs in, in the order in which it was entered."""
+"""The scopes that a handler runs in, in the order in which they were entered."""
 
 
 class ExtensionSet:
@@ -90,7 +90,7 @@ class ExtensionSet:
         return list(self._loaded.values())
 
     def debug_info(self) -> dict[str, object]:
-        """What all of them count; of one that cannot tell, its name and why."""
+        """Collects what all of them count; of one that cannot tell, its name and why."""
         found: dict[str, object] = {}
         for extension in self.all():
             name = extension.name
@@ -104,7 +104,7 @@ class ExtensionSet:
         return found
 
     def attach_request(self, to: int) -> Attach:
-        """What gives a request to ``to`` its metadata."""
+        """Returns what gives a request to ``to`` its metadata."""
 
         def attach(
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
@@ -123,7 +123,7 @@ class ExtensionSet:
         return attach
 
     def attach_reply(self, to: int, request: Extensions) -> Attach:
-        """What gives the reply to a request with metadata its own."""
+        """Returns what gives the reply to a request with metadata its own."""
 
         def attach(
             tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
@@ -142,7 +142,7 @@ class ExtensionSet:
         return attach
 
     def on_request(self, sender: int, request: Extensions, scopes: Scopes) -> Replace:
-        """What replaces a request's tensors, and enters the scopes its handler runs in.
+        """Returns what replaces a request's tensors, and enters the scopes its handler runs in.
 
         They are added to ``scopes``, which :func:`leave` leaves.
         """
@@ -161,7 +161,7 @@ class ExtensionSet:
         return replace
 
     def on_reply(self, sender: int, request: Extensions, reply: Extensions) -> Replace:
-        """What replaces a reply's tensors."""
+        """Returns what replaces a reply's tensors."""
         sent = dict(request)
 
         def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ from rpc.runtime.executor import blocking
 from rpc.worker_info import WorkerInfo
 
 Members = tuple[tuple[str, Life], ...]
-"""Who takes part, sorted by name."""
+"""The workers that take part, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ class Gatherings:
                 del self._open[which]
 
     def _has_begun(self, which: GatheringId) -> bool:
-        """Whether this worker itself has come. Needs the lock."""
+        """True if this worker itself has come. Needs the lock."""
         return which.number < self._numbers.get(which.members, 0)
 
     def _require_open(self, which: GatheringId) -> None:
@@ -352,7 +352,7 @@ class Gatherings:
     def _left_before_all_came(
         self, which: GatheringId, gathering: AllGatherStates
     ) -> RpcError | None:
-        """Who has given this one up does not come any more, but waits in a later one."""
+        """The error if a missing worker has given this one up and waits in a later one."""
         left = [
             name
             for name, oldest in self._wanted[which.members].items()

@@ -31,7 +31,7 @@ Replace = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Packed(NamedTuple):
-    """What travels beside the payload of a value."""
+    """The parts that travel beside the payload of a value."""
 
     extensions: Extensions
     loan: Loan

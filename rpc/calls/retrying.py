@@ -58,7 +58,7 @@ class Creation:
 
 @dataclass(frozen=True, slots=True)
 class RetriedCall:
-    """What is tried.
+    """The call that is tried.
 
     Args:
         to: the worker, as the user wrote it.

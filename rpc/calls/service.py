@@ -82,7 +82,7 @@ _WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a function ended; of one that made a value for a reference, what is told of it."""
+    """The end of a function; of one that made a value for a reference, what is told of it."""
 
     method: MethodName
     result: object
@@ -468,7 +468,7 @@ class Service:
             self._drop_reply(error)
 
     def _metadata(self, tensors: tuple[torch.Tensor, ...]) -> Extensions:
-        """What extensions have to say about a reply that carries no value."""
+        """The metadata from extensions for a reply that carries no value."""
         extensions = self.request.extensions
         if not extensions:
             return ()
@@ -543,7 +543,7 @@ class Service:
             self._reply_error(error)
 
     def _why_given_up(self) -> RpcError:
-        """What the caller raises if it hears of this before it gives up itself."""
+        """The error that the caller raises if it hears of this before it gives up itself."""
         if self.cancelled:
             return CallCancelledError(f"{text_of(self.name)} was cancelled by its caller")
         limit = f"{self.request.timeout * 1000:g}"
@@ -552,7 +552,7 @@ class Service:
         )
 
     def _ended_by_shutdown(self, error: BaseException) -> bool:
-        """Whether it says only that this worker closes: the caller is to learn that as a loss."""
+        """True if it says only that this worker closes: the caller is to learn that as a loss."""
         # Of its type: an error's class may answer for its attributes, or raise.
         return issubclass(type(error), AgentClosedError) and self._callee.shared.shutdown.is_closing
 

@@ -1,1 +1,1 @@
-"""Who is in the group: bring-up, membership, signs of life, loss of a worker, shutdown."""
+"""The group: bring-up, membership, signs of life, loss of a worker, shutdown."""

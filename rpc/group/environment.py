@@ -28,7 +28,7 @@ _HOST_GROUP = re.compile(r"([^,\[]*)(?:\[([^\]]+)\])?[^,]*(?:,|$)")
 
 
 class Launcher(enum.Enum):
-    """Who started this process."""
+    """The launcher that started this process."""
 
     RPCRUN = "rpcrun"
     TORCHRUN = "torchrun"

@@ -20,7 +20,7 @@ _logger = logging.getLogger("rpc")
 
 
 class MembershipChange(enum.Enum):
-    """What can happen to a worker, as the others see it."""
+    """The things that can happen to a worker, as the others see it."""
 
     JOINED = "joined"
     LEFT = "left"

@@ -77,7 +77,7 @@ def opened(key: bytes, me: bytes, data: bytes) -> Datagram | None:
 
 
 def cookie(key: bytes, token: bytes) -> bytes:
-    """What every datagram to a worker begins with, so that the kernel can drop all others."""
+    """The bytes that begin every datagram to a worker, so that the kernel can drop all others."""
     return blake2s(b"cookie" + token, key=key, digest_size=COOKIE_BYTES).digest()
 
 

@@ -77,5 +77,5 @@ class LocalProcess:
 
 
 def _fields(stat: bytes) -> list[str]:
-    """What the kernel says of a process, from its state on; the name before may hold anything."""
+    """The kernel's fields of a process, from its state on; the name before may hold anything."""
     return stat.rpartition(b") ")[2].decode().split()

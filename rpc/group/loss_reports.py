@@ -20,7 +20,7 @@ from rpc.worker_info import WorkerInfo
 
 
 class ReportingWorker(Protocol):
-    """What reports of losses use of their worker."""
+    """The worker that reports losses, as far as the reports use it."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -58,7 +58,7 @@ _TOLD = "declared it lost"
 
 
 class LossReports:
-    """What one agent tells the others of losses.
+    """The reports of losses that one agent makes to the others.
 
     Args:
         agent: the worker.
@@ -87,7 +87,7 @@ class LossReports:
             agent.timers.at(now + delay, partial(self._accuse_later, life, reason))
 
     def wording(self, reason: str) -> str:
-        """What others are told about a worker that this one declares lost."""
+        """The words in which others are told of a worker that this one declares lost."""
         name = self._agent.info.name
         return reason if _TOLD in reason else f"worker {name!r} {_TOLD}: {reason}"
 

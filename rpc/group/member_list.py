@@ -40,7 +40,7 @@ _SECONDS_BETWEEN_LOOKS: Final = 0.1
 
 
 class End(enum.Enum):
-    """How a membership ended."""
+    """The way a membership ended."""
 
     LEFT = "left"
     LOST = "lost"
@@ -48,7 +48,7 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """How the membership of one life of a worker ended.
+    """The end of the membership of one life of a worker.
 
     Args:
         name: the worker's.
@@ -104,7 +104,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the store says of everybody.
+    """The store's account of everybody.
 
     Args:
         members: the records of the members.
@@ -171,7 +171,7 @@ class MemberTable:
         return found if isinstance(who, str) or found.rank == who else None
 
     def listing(self) -> Listing:
-        """What the store says of everybody, in the order in which their names first joined."""
+        """Reads what the store says of everybody, in the order in which names first joined."""
         names = self._names()
         values = self._store.get_all([f"member/{name}" for name in names])
         members: list[Record] = []
@@ -217,7 +217,7 @@ class MemberTable:
         return [*dict.fromkeys(name for name in self._slots() if name is not None)]
 
     def _slots(self) -> list[str | None]:
-        """What the keys of names hold, up to a whole chunk that holds nothing."""
+        """Reads what the keys of names hold, up to a whole chunk that holds nothing."""
         slots: list[str | None] = []
         while True:
             numbers = range(len(slots) + 1, len(slots) + 1 + _CHUNK)

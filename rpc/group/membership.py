@@ -45,7 +45,7 @@ Check = Callable[[list[Record]], None]
 
 
 class MembershipListener(Protocol):
-    """What a membership tells its worker, and what it asks it."""
+    """The worker of a membership, which tells it some things and asks it others."""
 
     is_expelled: bool
     """The others declared this worker lost."""
@@ -130,7 +130,7 @@ class Membership:
             self._alarm.set()
 
     def departure(self, who: str | int) -> Departure | None:
-        """How the membership of a worker ended that is no member now, as far as is known."""
+        """The departure of a worker that is no member now, as far as is known."""
         if self._listener.lives(who):
             return None
         if isinstance(who, str):
@@ -195,7 +195,7 @@ class Membership:
             wait.told()
 
     def waited_for(self) -> list[str | int]:
-        """Who is waited for and is not there, oldest first."""
+        """The workers that are waited for and are not there, oldest first."""
         with self._looked:
             return [wait.who for wait in self._waits.values()]
 

@@ -35,7 +35,7 @@ _NUMBERS: Final = {
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 _LONGEST_ATTEMPT: Final = 5.0  # seconds; to an address that swallows what it is sent
 _SECONDS_TO_CONCLUDE: Final = 0.7
-"""How long after the deadline a store may answer what is asked about who is missing."""
+"""Seconds after the deadline in which a store may answer what is asked about who is missing."""
 
 
 class Meeting(NamedTuple):

@@ -1,4 +1,4 @@
-"""How workers give each other signs of life without help from the interpreter.
+"""Lets workers give each other signs of life without help from the interpreter.
 
 Of a worker on the same host the kernel says whether its process runs (``local_processes``).
 Any other is asked by a datagram. Beside it runs a small process that answers for it

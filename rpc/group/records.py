@@ -1,4 +1,4 @@
-"""What a worker tells the others when it joins, and what they must agree about.
+"""The record that a worker leaves when it joins, and what all of them must agree about.
 
 Records are JSON, never pickled. Static and dynamic groups keep them in different places of
 the group's store: see ``rendezvous`` and ``member_list``.
@@ -25,9 +25,9 @@ PREFIX: Final = "tensorwire"
 """Begins the names of all keys of groups in a store, beside which others may use it."""
 STATIC, DYNAMIC = b"static", b"dynamic"
 LIVENESS = "liveness"
-"""What a record's extras call the way to watch the worker's process."""
+"""The name in a record's extras of the way to watch the worker's process."""
 NONCE = "nonce"
-"""What a record's extras call a random value, which makes it another one than any before."""
+"""The name in a record's extras of a random value, which makes it another than any before."""
 
 _MUST_AGREE = ("world_size", "backend", "protocol")
 _TYPES = {"name": str, "rank": int, "incarnation": int, "extras": dict, "host": str, "pid": int}
@@ -35,7 +35,7 @@ _TYPES = {"name": str, "rank": int, "incarnation": int, "extras": dict, "host": 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a worker tells the others when it joins.
+    """The facts that a worker tells the others when it joins.
 
     Args:
         name: the worker's.
@@ -90,7 +90,7 @@ class Record:
         return hashlib.sha256(self.encode()).hexdigest()[:32]
 
     def peer(self) -> Peer:
-        """What the others need to know of the worker that left this record."""
+        """The facts that the others need to know of the worker that left this record."""
         info = WorkerInfo(self.name, self.rank)
         return Peer(info, self.incarnation, self.address, str(self.extras.get(LIVENESS, "")))
 
@@ -105,7 +105,7 @@ class Record:
 
 
 def disagreements(me: Record, first: Record) -> list[str]:
-    """What ``me`` says otherwise than the group's first member, in words."""
+    """Lists what ``me`` says otherwise than the group's first member, in words."""
     return [
         f"the workers disagree about {what}: "
         f"{first.name} says {getattr(first, what)}, {me.name} says {getattr(me, what)}"

@@ -36,9 +36,9 @@ _BETWEEN_RECORDS: Final = b"\n"
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.002, 0.25
 _SECONDS_AFTER_FORGERY = 0.05
 _SECONDS_FOR_RANK_0 = 0.3
-"""What the others wait beyond the deadline, so that one of them looks for who is missing."""
+"""Seconds the others wait beyond the deadline, so that one of them looks for who is missing."""
 _SECONDS_TO_BE_HEARD = 0.5
-"""What rank 0, whose process is likely to end then, waits until the others know the error."""
+"""Seconds that rank 0, whose process is likely to end then, waits until others know the error."""
 _SECONDS_TO_STOP = 2.0
 _CHUNK = 64
 _MOST_NAMED = 8
@@ -141,7 +141,7 @@ class _Meeting:
         self._silence *= 2
 
     def _describe_missing(self, meeting: Round) -> bytes:
-        """What to tell everyone when this worker gives up."""
+        """The message to everyone when this worker gives up."""
         missing = [*meeting.missing(self._size)]
         came = [rank for rank in range(self._size) if rank not in missing]
         present = ", ".join(str(record) for record in meeting.records(came) if record is not None)
@@ -184,7 +184,7 @@ class Round:
         self._store = group.below(str(number))
 
     def verdict(self) -> bytes | None:
-        """What became of it, if that is known.
+        """The verdict on it, if that is known.
 
         It is looked for before it is read: torch's server wakes all who wait for a key
         whenever somebody reads it as ``SignedStore`` does, though it is not there.

@@ -36,7 +36,7 @@ _SECONDS_BEFORE_TRYING_AGAIN = 0.5
 
 
 class LeavingWorker(Protocol):
-    """What a shutdown uses of the worker that leaves."""
+    """The worker that leaves, as far as its shutdown uses it."""
 
     is_expelled: bool
     """The others declared it lost."""
@@ -61,13 +61,13 @@ class LeavingWorker(Protocol):
         """Sends a control message at once."""
 
     def work(self) -> Work:
-        """What it has made, served and sent so far."""
+        """Counts what it has made, served and sent so far."""
 
     def is_quiet(self) -> bool:
         """True if nothing is under way: no call, no callback, no news of references."""
 
     def under_way(self) -> list[str]:
-        """What keeps it from being quiet, one by one."""
+        """Names what keeps it from being quiet, one by one."""
 
     def leaks(self) -> list[str]:
         """Its values that others still use."""
@@ -92,7 +92,7 @@ class Work:
 
 
 class GroupShutdown:
-    """How one agent leaves its group."""
+    """The shutdown by which one agent leaves its group."""
 
     def __init__(self, agent: LeavingWorker) -> None:
         self._agent = agent
@@ -208,7 +208,7 @@ class GroupShutdown:
             self._speak_in(2 * seconds)
 
     def _under_way(self) -> str:
-        """What keeps this worker from being quiet, to be put at the end of a sentence."""
+        """Names what keeps this worker from being quiet, to be put at the end of a sentence."""
         named = self._agent.under_way()
         rest = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         return ": " + ", ".join(named[:_MOST_NAMED]) + rest if named else ""
@@ -231,7 +231,7 @@ class GroupShutdown:
 
     @property
     def is_closing(self) -> bool:
-        """Whether this worker closes by now."""
+        """True if this worker closes by now."""
         return self._closing
 
     def closing(self) -> None:

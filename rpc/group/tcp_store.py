@@ -253,7 +253,7 @@ class TcpStoreClient(Store):
         return self._ask(_request(_Request.DELETE, key), _Connection.number) == 1
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """The number of keys there are."""
         return self._ask(_request(_Request.NUMBER_OF_KEYS), _Connection.number)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -21,7 +21,7 @@ _logger = logging.getLogger("rpc")
 
 
 class WatchingWorker(Protocol):
-    """What a watch uses of its worker."""
+    """The worker that watches, as far as its watch uses it."""
 
     @property
     def info(self) -> WorkerInfo:

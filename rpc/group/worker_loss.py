@@ -24,7 +24,7 @@ _logger = logging.getLogger("rpc")
 
 
 class LosingWorker(Protocol):
-    """What the removal of lost workers uses of the worker that removes them."""
+    """The worker that removes lost ones, as far as their removal uses it."""
 
     is_expelled: bool
     """The others declared it lost."""

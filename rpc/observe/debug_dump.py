@@ -49,7 +49,7 @@ class DumpedWorker(Protocol):
 
 
 def describe(agent: DumpedWorker) -> str:
-    """What a worker waits for, serves, keeps and runs: one line each, stacks of its threads."""
+    """Tells what a worker waits for, serves, keeps and runs: a line each, stacks of its threads."""
     sections: tuple[tuple[str, Callable[[DumpedWorker], list[str]]], ...] = (
         ("workers", _workers),
         ("calls that wait for their reply", _calls),

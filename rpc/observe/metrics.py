@@ -42,7 +42,7 @@ class ErrorKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How long calls took.
+    """The durations of calls, counted in buckets.
 
     Args:
         counts: calls per bucket of :data:`BUCKET_BOUNDS`, and those beyond the last.

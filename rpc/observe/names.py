@@ -16,7 +16,7 @@ MethodName = bytes | str
 """A method's name, or, to save time, how the codec names a function that is found by name."""
 
 UNDECODED = "(undecoded)"
-"""What a call is called whose name is only in its payload, which nobody has looked at."""
+"""The name of a call whose own is only in its payload, which nobody has looked at."""
 
 _TORCH_FUNCTIONS = "_VariableFunctionsClass."
 

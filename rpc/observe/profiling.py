@@ -44,7 +44,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a profile records besides names and times; see ``profiler_legacy.profile``."""
+    """Extras that a profile records besides names and times; see ``profiler_legacy.profile``."""
 
     record_shapes: bool = False
     with_flops: bool = False
@@ -126,7 +126,7 @@ class Recording:
         future.add_done_callback(self.end)
 
     def events(self, offset: float, numbers: Iterator[int]) -> Iterator[FunctionEvent]:
-        """What to show; ``offset`` turns this process's microseconds into the profile's."""
+        """The events to show; ``offset`` turns this process's microseconds into the profile's."""
         if self.ended is None and self.is_over is not None and self.is_over():
             self.end()
         start = self.started / 1e3 + offset
@@ -324,7 +324,7 @@ class profile(profiler_legacy.profile):
         self._local = [event for event in events if event.name != _CLOCK_MARK]
 
     def all_events(self) -> Any:
-        """What ran here, and the calls as far as they are over."""
+        """The events that ran here, and the calls as far as they are over."""
         first_id = max((event.id for event in self._local), default=0) + 1
         events = [*self._local, *self._collector.events(self._offset, first_id)]
         for event in events:
@@ -392,7 +392,7 @@ class _Session:
         self._left.set()
 
     def events(self) -> list[RemoteEvent]:
-        """What ran; for the reply, which another thread may send as the handler returns."""
+        """All that ran; for the reply, which another thread may send as the handler returns."""
         if threading.get_ident() == self._thread:
             self._profile.stop()
         else:

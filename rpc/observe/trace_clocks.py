@@ -20,7 +20,7 @@ from rpc.observe.trace_records import WorkerTrace
 
 @dataclass(frozen=True, slots=True)
 class ClockSample:
-    """What one exchange of messages tells; times in seconds.
+    """The clocks' times in one exchange of messages, in seconds.
 
     Args:
         here: id of the worker that sent the first message.
@@ -51,7 +51,7 @@ class ClockSample:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How to read one worker's clock: ``seconds`` to subtract, and how wrong that may be."""
+    """The offset of one worker's clock: ``seconds`` to subtract, and how wrong that may be."""
 
     seconds: float
     error: float

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class CallKind(str, Enum):
-    """How a call was made."""
+    """The way a call was made."""
 
     SYNC = "sync"
     ASYNC = "async"

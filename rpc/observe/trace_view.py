@@ -144,7 +144,7 @@ class _Painter:
         self._runs = _Runs(workers)
 
     def slices(self) -> dict[int, list[Slice]]:
-        """What to draw for each worker."""
+        """The slices to draw for each worker."""
         found: dict[int, list[Slice]] = {trace.worker: [] for trace in self._workers}
         for trace in self._workers:
             mine = found[trace.worker]
@@ -222,7 +222,7 @@ class _Run:
 
 
 class _Runs:
-    """What ran on each thread; workers in one process share threads and profiler."""
+    """The runs on each thread; workers in one process share threads and profiler."""
 
     def __init__(self, workers: Sequence[WorkerTrace]) -> None:
         self._by_thread: dict[tuple[str, int], list[_Run]] = {}

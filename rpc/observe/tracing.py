@@ -154,7 +154,7 @@ class Recording:
         return self._me is worker
 
     def metadata(self, record: CallRecord) -> bytes:
-        """What the request of a call carries."""
+        """The metadata that the request of a call carries."""
         return _METADATA.pack(self.trace, self.owner, record.span) + record.name.encode()
 
     def _thread(self) -> int:
@@ -184,7 +184,7 @@ def sending(place: Place, record: CallRecord) -> Iterator[None]:
 
 
 def riding() -> Extensions:
-    """What a traced message carries that no other extension has anything to say about."""
+    """The metadata of a traced message that no other extension has anything to say about."""
     current = _sending.get()
     if current is None:
         return ()
@@ -332,9 +332,9 @@ class Trace:
         self._samples: list[ClockSample] = []
         self._origin = self._clock.now()
         self.workers: tuple[WorkerTrace, ...] = ()
-        """What was recorded, this worker's records first; empty until the trace is finished."""
+        """The workers' records, this worker's first; empty until the trace is finished."""
         self.offsets: Mapping[int, Offset] = {}
-        """How to read the workers' clocks, by id."""
+        """The offsets of the workers' clocks, by id."""
         self.problems: tuple[str, ...] = ()
         """Which workers could not be asked, or could not do what they were asked, and why."""
 

@@ -51,7 +51,7 @@ class _Together(Future[Any]):
         self._first = threading.Lock()
 
     def waits_for(self, future: Future[Any]) -> bool:
-        """Whether a future is one of them."""
+        """True if a future is one of them."""
         return id(future) in self._members
 
     def failed(self, error: BaseException) -> None:

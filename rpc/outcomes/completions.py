@@ -16,7 +16,7 @@ _logger = logging.getLogger("rpc")
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """What completes a future, as a task of an executor."""
+    """The completion of a future, as a task of an executor."""
 
     task: Callable[[], None]
     owner: Completions
@@ -36,7 +36,7 @@ class _Completion:
 
 
 class _Here(threading.local):
-    """What the running thread delivers."""
+    """The state of the running thread while it delivers."""
 
     must_not_block: bool = False
 

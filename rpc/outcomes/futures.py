@@ -73,7 +73,7 @@ class Collector(Protocol):
     """Waits for several futures."""
 
     def waits_for(self, future: Future[Any]) -> bool:
-        """Whether a future is one of them."""
+        """True if a future is one of them."""
 
     def failed(self, error: BaseException) -> None:
         """One of them failed."""
@@ -124,7 +124,7 @@ def collect(futures: Iterable[Future[Any]], collector: Collector) -> None:
 
 
 class _ShutOut(threading.local):
-    """What the running thread leaves to others."""
+    """The completions that the running thread leaves to others."""
 
     left: list[Completion] | None = None
     """Set while it must run no callbacks: it delivers, and holds a future's lock."""
@@ -135,7 +135,7 @@ _shut_out = _ShutOut()
 
 @contextlib.contextmanager
 def _callbacks_shut_out() -> Iterator[list[Completion]]:
-    """What would run callbacks of futures that wait for several comes into the list."""
+    """Collects in the list what would run callbacks of futures that wait for several."""
     left: list[Completion] = []
     before, _shut_out.left = _shut_out.left, left
     try:
@@ -145,7 +145,7 @@ def _callbacks_shut_out() -> Iterator[list[Completion]]:
 
 
 class _Failure:
-    """What torch knows of a future's error: how to raise it, and whether anybody saw it.
+    """A future's error as torch knows it: how to raise it, and whether anybody saw it.
 
     Torch keeps this where the garbage collector does not look, and an error knows
     the frames, and so often the future, that it was raised in. Therefore the error
@@ -160,7 +160,7 @@ class _Failure:
         self.stand_in: BaseException | None = None
 
     def reveal(self, _: object) -> None:
-        """What torch calls when the future's value is asked for, in whatever way."""
+        """Raises the error; torch calls it when the future's value is asked for in any way."""
         self.seen = True
         raise self._find() or RuntimeError("the call failed, and its future is gone")
 
@@ -444,9 +444,9 @@ class _Followed(threading.local):
     """The chains of futures that the running thread follows."""
 
     nested: int = 0
-    """How many of their links, each from within the completion of the one before."""
+    """The number of their links under way, each from within the completion of the one before."""
     turns: int = 0
-    """How many times it follows links after each other, each from within the one before."""
+    """The number of times it follows links one after another, each from within the one before."""
     found: list[tuple[_Link, object]] | None = None
     """Set while those that are met are kept for later."""
 
@@ -455,7 +455,7 @@ _followed = _Followed()
 
 
 class _Link(ABC):
-    """What a future calls when it is done: a user's function, and what is done after it.
+    """A call that a done future makes: a user's function, and what is done after it.
 
     That may be another future's completion, here or in the function itself, and so lead to
     the next link, some frames deeper. The first links of a chain are followed so, as torch
@@ -505,7 +505,7 @@ class _Link(ABC):
 
 
 class _Told(_Link):
-    """What ``add_done_callback`` hangs on a future: a callback."""
+    """The link that ``add_done_callback`` hangs on a future: a callback."""
 
     __slots__ = ("_callback",)
 
@@ -517,7 +517,7 @@ class _Told(_Link):
 
 
 class _Then(_Link):
-    """What ``then`` hangs on a future: a callback, and the future of what it returns.
+    """The link that ``then`` hangs on a future: a callback, and the future of what it returns.
 
     The callback runs in the context and the grad mode in which it was hung there, whoever
     completes the future.
@@ -577,7 +577,7 @@ def _require_callback(method: str, callback: object) -> None:
 
 
 def _as_runtime_error(error: BaseException) -> BaseException:
-    """What a future fails with whose callback raised ``error``. Never raises: nobody else would."""
+    """The error of a future whose callback raised ``error``. Never raises: nobody else would."""
     kind = type(error)  # its class may answer for what it is
     if issubclass(kind, RuntimeError):
         return error

@@ -222,7 +222,7 @@ class AnswerSink:
 def _simple_outcome(
     reply: Reply, frame: Frame, unpack: Unpack
 ) -> tuple[Any, Exception | None] | None:
-    """What can be unpacked anywhere, for it runs no code of others; None if it might."""
+    """Unpacks what can be unpacked anywhere, for it runs no code of others; None if it might."""
     if not reply.plain or reply.references or reply.extensions:
         return None
     try:
@@ -241,7 +241,7 @@ def _outcome(reply: Reply, frame: Frame, unpack: Unpack) -> tuple[Any, Exception
 
 
 def harmless(error: BaseException) -> Exception:
-    """What is told of an error of unpacking, which must end neither this thread nor who waits."""
+    """The error to tell for one of unpacking, which must end neither this thread nor who waits."""
     if isinstance(error, Exception):
         return error
     failure = DecodeError(f"unpacking what arrived raised {type(error).__name__}")

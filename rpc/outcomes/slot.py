@@ -51,7 +51,7 @@ class Slot:
         return self._done
 
     def error(self) -> BaseException | None:
-        """What it failed with; None unless it did."""
+        """The error it failed with; None unless it did."""
         return self._error
 
     def runs_no_code(self) -> bool:

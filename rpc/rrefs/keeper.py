@@ -565,7 +565,7 @@ class ReferenceKeeper:
             return self._table.counts().num_pending_users == 0
 
     def counts(self) -> Counts:
-        """How many references of each kind there are."""
+        """Counts the references of each kind."""
         with self._lock:
             return self._table.counts()
 

@@ -51,7 +51,7 @@ class ReferenceReport:
 
 
 def _contents(slot: Slot | None) -> str:
-    """What a place for a value holds, in a word."""
+    """Says in a word what a place for a value holds."""
     if slot is None or not slot.done():
         return "not there yet"
     try:

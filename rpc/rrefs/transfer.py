@@ -26,7 +26,7 @@ Maker = tuple[int, str]
 
 @dataclass(slots=True)
 class Holding:
-    """What one ``RRef`` object holds on to.
+    """All that one ``RRef`` object holds on to.
 
     Args:
         handle: how the reference table knows it.

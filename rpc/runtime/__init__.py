@@ -1,4 +1,4 @@
-"""What Python, torch and Linux oblige every worker to do: clocks, threads, event loop, forks.
+"""The duties that Python, torch and Linux give every worker: clocks, threads, event loop, forks.
 
 Knows nothing of calls.
 """

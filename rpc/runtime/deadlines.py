@@ -77,7 +77,7 @@ def _nothing() -> None:
 
 
 class Timeouts:
-    """How long a worker's calls may take.
+    """The time that a worker's calls may take.
 
     Args:
         default: of those that say nothing, in seconds, 0 for no limit; may be changed.
@@ -121,7 +121,7 @@ def limit_of(seconds: float) -> float:
 
 
 def effective_timeout(timeout: float, default: float, now: float) -> float:
-    """What is left to a call: its own timeout, or its caller's if that ends earlier.
+    """The time left to a call: its own timeout, or its caller's if that ends earlier.
 
     Args:
         timeout: seconds as the user gave them; -1 means ``default``, 0 no limit;

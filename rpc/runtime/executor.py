@@ -40,13 +40,13 @@ _MANY = 1 << 30
 _STALL_SECONDS = 0.005
 _MONITOR_LINGER_CHECKS = 200
 SECONDS_TO_END = 5.0
-"""What a handler gets to end in when its worker closes in peace."""
+"""Seconds that a handler gets to end in when its worker closes in peace."""
 
 _logger = logging.getLogger("rpc")
 
 
 class _Role(enum.Enum):
-    """What a thread of an executor is for."""
+    """The purpose of a thread of an executor."""
 
     HANDLER = "handler"
     MONITOR = "monitor"

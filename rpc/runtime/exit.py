@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 SECONDS_TO_END = 1.0
-"""What handlers get to end in, all together. One in an operator for longer aborts its process."""
+"""Seconds for all handlers together to end. One in an operator for longer aborts its process."""
 _SECONDS_FOR_THE_IDLE = 0.1
-"""What each kind of thread gets at least, although others needed all of that."""
+"""Seconds that each kind of thread gets at least, although others needed all of that."""
 
 
 class Stops(Protocol):
-    """What runs in this process until it ends, such as a worker."""
+    """Something that runs in this process until it ends, such as a worker."""
 
     def steps_to_rest(self) -> Iterator[Callable[[float], object]]:
-        """What brings it to rest, step by step; each is told how many seconds it may take."""
+        """The steps that bring it to rest; each is told how many seconds it may take."""
 
 
 Running = TypeVar("Running", bound=Stops)

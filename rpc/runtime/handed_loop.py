@@ -40,7 +40,7 @@ _logger = logging.getLogger("rpc")
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What a thread comes back to.
+    """The state that a thread comes back to.
 
     Args:
         task: the one in a step, if it is not a mere callback that waits.
@@ -52,7 +52,7 @@ class _Left:
 
 
 class _Here(threading.local):
-    """What the running thread left."""
+    """The state that the running thread left."""
 
     left: _Left | None = None
 
@@ -218,7 +218,7 @@ class HandedLoop:
             bell.release()
 
     def _next_to_return(self) -> threading.Lock | None:
-        """Who has waited longest holds the loop now, or nobody does. Needs the lock."""
+        """Hands the loop to who has waited longest, or to nobody. Needs the lock."""
         bell = self._returning.popleft() if self._returning else None
         self._is_held = bell is not None
         return bell

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Final
 
 DEAF_SECONDS: Final = 0.1
-"""How long an interrupt may have to wait for a wait that must not be cut off."""
+"""Seconds that an interrupt may have to wait for a wait that must not be cut off."""
 
 
 class _Here(threading.local):

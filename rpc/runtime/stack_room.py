@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 _FRAMES: Final = 32
-"""What sending a request and waiting for its reply take, and half as many more."""
+"""Frames that sending a request and waiting for its reply take, and half as many more."""
 
 
 def _nested(levels: int) -> Any:

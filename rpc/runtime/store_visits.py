@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECONDS_TO_COME_BACK = 1.0
-"""How long a process that ends waits for a thread that a store keeps, as its host is frozen."""
+"""Seconds that an ending process waits for a thread that a store keeps, as its host is frozen."""
 
 
 class ProcessEndsError(Exception):
@@ -40,7 +40,7 @@ class _Visit:
 
 
 class Visits:
-    """Who is there. Changed in single steps, so without a lock."""
+    """The threads that are there. Changed in single steps, so without a lock."""
 
     def __init__(self) -> None:
         self._under_way: set[_Visit] = set()

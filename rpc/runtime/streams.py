@@ -23,7 +23,7 @@ import torch
 _logger = logging.getLogger("rpc")
 
 is_in_use: Callable[[], bool] = torch.cuda.is_initialized
-"""Whether there can be such work at all."""
+"""True if there can be such work at all."""
 
 _Waits = list[tuple[torch.cuda.Stream, torch.cuda.Stream]]
 

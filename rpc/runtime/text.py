@@ -11,7 +11,7 @@ def text_of(value: object) -> str:
 
 
 def says(error: BaseException) -> str:
-    """What an error says, or at least its name."""
+    """The text of an error, or at least its name."""
     return text_of(error) or type(error).__name__
 
 

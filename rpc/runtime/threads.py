@@ -66,7 +66,7 @@ def _begin(thread: threading.Thread) -> None:
 
 
 def running_frames() -> dict[int, FrameType]:
-    """What each thread runs, by its ident.
+    """The frame that each thread runs, by its ident.
 
     Python holds a lock over all threads meanwhile. A collection of garbage, if that call set it
     off, could free a ``threading.local``, which waits for the same lock, for ever: so none may.

@@ -19,7 +19,7 @@ from torch._C import (
 
 is_inference = torch.is_inference_mode_enabled
 function_modes = _len_torch_function_stack
-"""How many the running thread is in. These two are what :func:`are_changed` asks."""
+"""The number of them the running thread is in. These two are what :func:`are_changed` asks."""
 
 
 def are_changed() -> bool:

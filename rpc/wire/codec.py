@@ -70,7 +70,7 @@ def encode(value: object) -> Encoded:
 
 
 def name_of(func: Any) -> bytes | None:
-    """How to find a function at any worker by its name; None if it must be encoded."""
+    """The name by which any worker finds a function; None if it must be encoded."""
     kind = type(func)
     if kind is not FunctionType and kind is not BuiltinFunctionType:
         return None
@@ -243,7 +243,7 @@ _MAIN_MODULES: Final = ("__main__", "__mp_main__")
 
 
 class _Lifter:
-    """What both picklers do with what must not be pickled as it is."""
+    """Treats, for both picklers, what must not be pickled as it is."""
 
     tensors: list[Tensor]
     references: list[Any]
@@ -251,7 +251,7 @@ class _Lifter:
     severed: type[Tensor] | None = None
 
     def lift(self, obj: Any, kind: type) -> Any:
-        """How to reduce ``obj``, an instance of ``kind``; NotImplemented if as usual."""
+        """Reduces ``obj``, an instance of ``kind``; NotImplemented if as usual."""
         if kind is Tensor or kind is Parameter:
             return self._lift_tensor(obj)
         return _treatment(kind)(self, obj)
@@ -276,7 +276,7 @@ _Treatment = Callable[[_Lifter, Any], Any]
 
 @functools.lru_cache(maxsize=1024)
 def _treatment(kind: type) -> _Treatment:
-    """What to do with instances of ``kind``; pickle asks for each object it meets."""
+    """The treatment of instances of ``kind``; pickle asks for each object it meets."""
     if kind in _SAFE_TYPES:
         return _leave_plain
     if issubclass(kind, Reference):

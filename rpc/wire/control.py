@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Passage(enum.IntEnum):
-    """How a reference travels inside a request or reply."""
+    """The way a reference travels inside a request or reply."""
 
     CREATION = 1
     """In the request of ``remote()``: the receiver will own the value."""
@@ -172,7 +172,7 @@ _GLOBAL_ID: Final = struct.Struct("<IQQ")
 _REFERENCE: Final = struct.Struct("<IQQIQQ")
 _PASSED: Final = struct.Struct("<IQQIQQIQQB")
 PASSED_BYTES: Final = _PASSED.size
-"""How long one entry of a reference table is."""
+"""The length of one entry of a reference table."""
 _COUNT: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<Q")
 _TEXT: Final = struct.Struct("<H")
@@ -206,7 +206,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Field(Generic[T]):
-    """How one type of field is written and read."""
+    """The writer and the reader of one type of field."""
 
     write: Callable[[bytearray, T], None]
     read: Callable[[_Reader], T]
@@ -434,5 +434,5 @@ class DuplicateFilter:
 
     @property
     def ranges(self) -> int:
-        """How many disjoint ranges are remembered; 1 when nothing is missing."""
+        """The number of disjoint ranges that are remembered; 1 when nothing is missing."""
         return len(self._starts)

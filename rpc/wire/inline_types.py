@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class InlineType:
-    """How one dtype travels; its place in ``INLINE_TYPES`` is its code on the wire.
+    """The way one dtype travels; its place in ``INLINE_TYPES`` is its code on the wire.
 
     ``bits`` is what numpy takes the bytes for: the type itself, or an integer of
     its size if numpy does not know it, and then ``is_native`` is false.

@@ -38,7 +38,7 @@ Extensions = tuple[tuple[str, bytes], ...]
 
 
 class Operation(enum.IntEnum):
-    """What a request asks of the worker that receives it."""
+    """The operation that a request asks of the worker that receives it."""
 
     CALL = 1
     """Run a function, reply with its result."""
@@ -53,7 +53,7 @@ class Operation(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """How a request ended."""
+    """The way a request ended."""
 
     OK = 0
     ERROR = 1

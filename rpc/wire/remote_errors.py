@@ -66,7 +66,7 @@ class _Hop:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rebuilt exception knows of its past."""
+    """All that a rebuilt exception knows of its past."""
 
     text: str
     shown: str

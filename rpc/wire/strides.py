@@ -17,12 +17,12 @@ def shown_once(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last, both among them; none may be 0 long."""
+    """The number of elements from the first to the last, both among them; none may be 0 long."""
     return 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements lie in memory without gaps or overlaps, in whatever order."""
+    """True if the elements lie in memory without gaps or overlaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
@@ -33,7 +33,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the strides of a contiguous tensor say more than that: channels last, say."""
+    """True if the strides of a contiguous tensor say more than that: channels last, say."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if stride != expected:

@@ -102,7 +102,7 @@ def travels_whole(tensor: Tensor) -> bool:
 
 
 def reduce_sparse(tensor: Tensor) -> Any:
-    """How to rebuild a sparse tensor, of any layout, from strided ones.
+    """Reduces a sparse tensor, of any layout, to strided ones that it is rebuilt from.
 
     Raises:
         EncodeError: its layout has no such parts.

@@ -248,7 +248,7 @@ def unpack_tensors(
 
 @functools.lru_cache(maxsize=1024)
 def _head(flags: int, code: int, shape: tuple[int, ...]) -> bytes:
-    """What precedes an inline tensor's bytes or strides; a program's shapes come again."""
+    """The bytes before an inline tensor's own or its strides; a program's shapes come again."""
     return bytes((flags, code, len(shape))) + _SIZES[len(shape)].pack(*shape)
 
 
@@ -362,7 +362,7 @@ def _pack_strided(tensor: torch.Tensor, code: int, flags: int) -> bytes:
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether it shows the same elements again and again along a dimension."""
+    """True if it shows the same elements again and again along a dimension."""
     strides = tensor.stride()
     if 0 not in strides or len(strides) > _MAX_DIMS:
         return False

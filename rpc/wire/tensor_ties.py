@@ -102,7 +102,7 @@ def _windows(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[Window
 
 
 def _overlap(windows: list[Window]) -> bool:
-    """Whether any of the sorted ``windows`` do: two neighbours, then."""
+    """True if any of the sorted ``windows`` overlap: two neighbours, then."""
     furthest = 0
     for start, end, _ in windows:
         if start < furthest:

@@ -29,13 +29,13 @@ def import_remedy(value: object) -> str:
 
 
 def is_torchs(value: object, name: str) -> bool:
-    """Whether ``value`` is of torch's class ``name``, or of one derived from it."""
+    """True if ``value`` is of torch's class ``name``, or of one derived from it."""
     found = _find(type(value))
     return found is not None and found[0] == name
 
 
 def works_in_torchs_calls_only(kind: type) -> bool:
-    """Whether objects of a class mean nothing to the workers of a group of ours."""
+    """True if objects of a class mean nothing to the workers of a group of ours."""
     found = _find(kind)
     return found is not None and found[0] in _BOUND_TO_TORCHS_AGENT
 

@@ -34,7 +34,7 @@ DONE = encode_ack(Ack())
 
 
 class Worker:
-    """What a worker's passes need of their worker, and the passes."""
+    """A worker as far as its passes need it, and the passes."""
 
     def __init__(self, number: int, network: Network) -> None:
         self.info = WorkerInfo(f"w{number}", number)
@@ -108,7 +108,7 @@ class Network:
             self.step()
 
     def wake(self) -> None:
-        """Who waits looks after every step anyway."""
+        """Does nothing: who waits looks after every step anyway."""
 
     def step(self) -> None:
         self.steps += 1
@@ -157,7 +157,7 @@ def check_passes(seed: int) -> None:
 
 
 def check_ids(network: Network, number: int, retain: bool) -> None:
-    """What was sent belongs to the pass, the only one of its root that is not over."""
+    """Checks that what was sent belongs to the pass, the only one of its root that is not over."""
     for sent in network.sent:
         message = sent.message
         assert message.pass_id == PassId(CONTEXT, 0, number)

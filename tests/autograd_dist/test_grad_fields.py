@@ -1,4 +1,4 @@
-"""Who shares a leaf waits for the other; who does not, does not."""
+"""Passes that share a leaf wait for each other; those that do not, do not."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ Forward = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def outcome(forward: Forward, text: str) -> BaseException | None:
-    """What a pass raises, if anything; it must end."""
+    """The error that a pass raises, if any; it must end."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -345,7 +345,7 @@ class Simulation:
             self.perform(receiver, actor.received(item[4], what, item[3], sender))
 
     def reach(self):
-        """What stuck gradients would reach: promises, which may be broken."""
+        """The promises that stuck gradients would reach, which may be broken."""
         reached = {}
         while self.promises and self.rng.random() < 0.5:
             self.promises -= 1
@@ -398,7 +398,7 @@ class Simulation:
         self.check_nothing_follows()
 
     def check_nothing_follows(self):
-        """What still happens to workers whose pass is over has no effect."""
+        """Checks that what still happens to workers whose pass is over has no effect."""
         for worker in self.workers:
             worker.abandoned()
         for worker in self.workers:

@@ -1,4 +1,4 @@
-"""What profilers show of a backward pass that crosses workers."""
+"""Profilers' views of a backward pass that crosses workers."""
 
 from __future__ import annotations
 

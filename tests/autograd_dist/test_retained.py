@@ -1,4 +1,4 @@
-"""What tensors retain, and what has run, though parts of a pass come twice or in pieces."""
+"""Tensors retain gradients, and nodes run once, though parts of a pass come twice or in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What distributed autograd puts on the wire comes back as it was, or is refused."""
+"""All that distributed autograd puts on the wire comes back as it was, or is refused."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Group:
         self.clock.step(0.1, self.agents, lambda: 100)
 
     def error_of(self, work: Callable[[], object]) -> tuple[str, float]:
-        """What ``work`` raises as alice, and how long it took while time passes."""
+        """The error that ``work`` raises as alice, and how long it took while time passes."""
         outcome: list[str] = []
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""How many Python functions an operation calls at both ends: no more than were reached."""
+"""Counts the Python functions an operation calls at both ends: no more than were reached."""
 
 from __future__ import annotations
 

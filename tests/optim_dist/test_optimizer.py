@@ -383,7 +383,7 @@ def test_the_local_optimizers_die_with_the_distributed_one(agents: list[Agent]) 
 
 
 def train(parameters: list[rpc.RRef[torch.Tensor]], gradient: float, steps: int) -> None:
-    """What a trainer does; runs as a handler."""
+    """Does what a trainer does; runs as a handler."""
     optimizer = DistributedOptimizer(NoticesOthers, parameters, lr=1.0)
     for _ in range(steps):
         step_once(optimizer, parameters, gradient, 10 * gradient)

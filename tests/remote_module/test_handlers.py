@@ -1,4 +1,4 @@
-"""What the owner of a module does; ``meta`` stands in for an accelerator."""
+"""The deeds of a module's owner; ``meta`` stands in for an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strings name a worker and a device."""
+"""Strings that name a worker and a device."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TurnsStore(CountingStore):
         return self._store.wait(*arguments)
 
     def take_turns(self, task: Callable[[SignedStore], Any]) -> Any:
-        """What became of a task."""
+        """Does a task in turns; returns its outcome."""
         try:
             return outcome(lambda: task(signed(self)))
         finally:
@@ -98,7 +98,7 @@ class TurnsStore(CountingStore):
 
 
 def in_turns(store: Store, tasks: list[Callable[[SignedStore], Any]], seed: int) -> list[Any]:
-    """What became of each, where their requests come in an order drawn from a seed."""
+    """The outcome of each, where their requests come in an order drawn from a seed."""
     draw = random.Random(seed)
     stores = [TurnsStore(store) for _ in tasks]
     with ThreadPoolExecutor(len(tasks)) as pool:

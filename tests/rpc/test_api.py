@@ -1,4 +1,4 @@
-"""What the module-level functions do besides delegating to the agent."""
+"""The work of the module-level functions besides delegating to the agent."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Options = Callable[..., rpc.RpcBackendOptions]
 
 @pytest.fixture(autouse=True)
 def known() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Forgets after a test what it registered."""
     before = dict(rpc.BackendType.__members__)
     yield
     _Members._members.clear()

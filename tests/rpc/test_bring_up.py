@@ -1,4 +1,4 @@
-"""What is known of a group before its workers have met."""
+"""The facts known of a group before its workers have met."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def count() -> None:
 
 
 def counted() -> int:
-    """How many calls of ``count`` ran in this process. Looks once: looking counts."""
+    """Counts the calls of ``count`` that ran in this process. Looks once: looking counts."""
     return next(_counter)
 
 

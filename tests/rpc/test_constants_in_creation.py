@@ -28,7 +28,7 @@ def wait_if(closed):
 
 
 class Held:
-    """What handlers of this module wait for and change."""
+    """The state that handlers of this module wait for and change."""
 
     items: ClassVar[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""What ``rpc._testing`` does to messages, over whatever transport."""
+"""The deeds of ``rpc._testing`` to messages, over whatever transport."""
 
 from __future__ import annotations
 

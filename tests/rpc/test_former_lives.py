@@ -1,4 +1,4 @@
-"""What a life of a worker sent is never taken for what its successor sent."""
+"""Things that a life of a worker sent are never taken for what its successor sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Server:
         self._patched = patched
 
     def intercept(self, call: Callable[[Agent], object]) -> Frame:
-        """What arrives here when bob does something; it is not taken in."""
+        """The frame that arrives here when bob does something; it is not taken in."""
         came: list[Frame] = []
         with self._patched.context() as patched:
             patched.setattr(self.agent.inbound, "_take", lambda _, frame, *rest: came.append(frame))

@@ -139,7 +139,7 @@ def test_those_who_come_and_go_leave_no_descriptors(
 
 
 def refusals(backend: str, url: str, attempts: list[tuple[int | None, DeviceMaps]]) -> list[str]:
-    """What is wrong with each of the device maps; then this worker joins without them."""
+    """Says what is wrong with each of the device maps; then this worker joins without them."""
     wrong = []
     for number, (world_size, maps) in enumerate(attempts):
         place = f"{url}{number}"

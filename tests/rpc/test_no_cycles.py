@@ -1,4 +1,4 @@
-"""What a call leaves behind is freed at once, not when the garbage collector comes by.
+"""All that a call leaves behind is freed at once, not when the garbage collector comes by.
 
 Large tensors in a cycle would stay for as long as the collector likes; and what there is of a
 call meanwhile it looks at again and again.
@@ -38,7 +38,7 @@ def collector_off() -> Iterator[None]:
 
 
 def tensors_in_cycles(act: Callable[[], object]) -> int:
-    """How many tensors only the garbage collector can free after ``act`` ran a few times."""
+    """Counts the tensors only the garbage collector can free after ``act`` ran a few times."""
     for _ in range(5):
         act()
     threading.Event().wait(0.1)  # what other threads still hold is no cycle

@@ -51,7 +51,7 @@ class Host:
         ip("-n", self.name, "link", "set", "lo", "up")
 
     def is_connected(self) -> bool:
-        """Whether the cable carries: from then on programs are told its address."""
+        """True if the cable carries: from then on programs are told its address."""
         return " state UP " in ip("-n", self.name, "link", "show", CABLE)
 
     def unplug(self) -> None:
@@ -119,7 +119,7 @@ def echo(value: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(to: str) -> bool:
-    """Whether calls, large tensors and references come through."""
+    """True if calls, large tensors and references come through."""
     large = torch.arange(3 << 20, dtype=torch.int32)
     echoed = rpc.rpc_async(to, echo, (large,))
     total = rpc.rpc_sync(to, torch.add, (torch.ones(2), 1))

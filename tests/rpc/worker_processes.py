@@ -99,7 +99,7 @@ def names() -> list[str]:
 
 
 def served() -> int:
-    """How many calls run here now."""
+    """Counts the calls that run here now."""
     return len(rpc.debug_info()["serving"])
 
 

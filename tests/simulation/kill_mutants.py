@@ -41,7 +41,7 @@ _EXTRA_MEMORY = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who killed a mutant; ``seed`` is the first that did, -1 if none did or it hung."""
+    """The killer of a mutant; ``seed`` is the first that did, -1 if none did or it hung."""
 
     key: str
     by_simulator: bool
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def _in_child(work: Callable[[], int], limit: float) -> int | None:
-    """What ``work`` returned (below 250), or None if it did not return in time."""
+    """Returns what ``work`` returned (below 250), or None if it did not return in time."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

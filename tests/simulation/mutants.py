@@ -62,7 +62,7 @@ class Mutant:
 
 
 Edit = tuple[str, Callable[[], None]]
-"""What an edit of the tree is called, and what makes it."""
+"""The name of an edit of the tree, and what makes it."""
 
 
 def mutants_of(module_name: str, only: str | None = None) -> list[Mutant]:

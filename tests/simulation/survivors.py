@@ -51,7 +51,7 @@ class Row:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """What a mutant of the same names has, too."""
+        """The names of a mutant, which another may have, too."""
         return self.module, self.function, self.change
 
 

@@ -85,7 +85,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 def alive(process: int) -> bool:
-    """Whether the process runs; one that only waits to be collected does not."""
+    """True if the process runs; one that only waits to be collected does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

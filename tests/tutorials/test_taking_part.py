@@ -1,4 +1,4 @@
-"""What all tutorials share: how they start, and how they end when something goes wrong."""
+"""The ways all tutorials share: how they start, and how they end when something goes wrong."""
 
 from __future__ import annotations
 

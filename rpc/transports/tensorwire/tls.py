@@ -114,7 +114,7 @@ class _Contexts:
 
 
 class Certificates:
-    """What a worker shows and trusts; reads its files again now and then.
+    """The certificates that a worker shows and trusts; reads its files again now and then.
 
     Args:
         options: the files.

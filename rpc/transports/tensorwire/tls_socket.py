@@ -47,7 +47,7 @@ class _Session:
         self.left = _NOTHING
         """Encrypted bytes that the system has not taken."""
         self.taken = 0
-        """How many of the caller's bytes these stand for."""
+        """The number of the caller's bytes that these stand for."""
         self.seen = 0
         """Bytes that were looked at and are to be discarded."""
         self.is_over = False
@@ -219,7 +219,7 @@ class TlsSocket(socket.socket):
 
 
 def _first_bytes(buffers: Iterable[Any]) -> Any:
-    """What is encrypted at once: a part of the first buffer, or several small ones joined."""
+    """The bytes to encrypt at once: a part of the first buffer, or several small ones joined."""
     joined: list[Any] = []
     size = 0
     for buffer in buffers:

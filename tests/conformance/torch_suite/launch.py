@@ -1,4 +1,4 @@
-"""How the workers of a test start and end.
+"""Starts and ends the workers of a test.
 
 torch's fixture spawns four interpreters per test, each of which imports torch:
 seven seconds of processor time before the test begins. Ours forks a process that has

@@ -53,7 +53,7 @@ def _outcomes(subject: Subject) -> Sequence[Outcome]:
 
 
 def _count(results: Iterable[Result]) -> Counter[tuple[str, Outcome]]:
-    """What is unsteady has passed."""
+    """Counts the outcomes of each kind; what is unsteady has passed."""
     passed = (Outcome.PASSED, Outcome.UNSTEADY)
     outcomes = (
         (each, Outcome.PASSED if each.outcome in passed else each.outcome) for each in results

@@ -1,4 +1,4 @@
-"""What came of each test, and the file that keeps it."""
+"""The outcome of each test, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Outcome(str, enum.Enum):
-    """How a test ended."""
+    """The way a test ended."""
 
     PASSED = "passed"
     FAILED = "failed"

@@ -1,4 +1,4 @@
-"""What a run tests and how: one value, handed to every process through the environment."""
+"""The choice of what a run tests and how: one value, handed to every process in the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VARIABLE = "RPC_CONFORMANCE_SETUP"
 
 
 class Subject(str, enum.Enum):
-    """Whose RPC the names ``torch.distributed.rpc`` and so on stand for, and over what."""
+    """The RPC that the names ``torch.distributed.rpc`` and so on stand for, and over what."""
 
     TORCH = "torch"
     """torch's own, for comparison."""
@@ -33,14 +33,14 @@ class Subject(str, enum.Enum):
 
 
 class Start(str, enum.Enum):
-    """How a test's workers start."""
+    """The way a test's workers start."""
 
     FORK = "fork"
     SPAWN = "spawn"
 
 
 class Sabotage(str, enum.Enum):
-    """What is broken on purpose, to see that the tests notice."""
+    """The thing that is broken on purpose, to see that the tests notice."""
 
     NOTHING = "nothing"
     WRONG_RESULTS = "wrong-results"

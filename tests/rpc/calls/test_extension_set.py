@@ -1,4 +1,4 @@
-"""What extensions enter around a handler, and how it is left."""
+"""The scopes that extensions enter around a handler, and how it is left."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Group:
         return self._pool.submit(self._gather, self.agents[name], *args, **kwargs)
 
     def has_come(self, name: str) -> bool:
-        """Whether the leader has the object of a worker."""
+        """True if the leader has the object of a worker."""
         states = self.agents["alice"].gatherings._open
         return any(name in each.gathered_objects for each in states.values())
 

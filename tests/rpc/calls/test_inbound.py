@@ -1,4 +1,4 @@
-"""What a transport tells an agent while newcomers are being made known, and of whom."""
+"""News from a transport to an agent while newcomers are being made known, and of whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told what, and in which order."""
+"""Callbacks are told of events, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who tells the others of a loss: what an agent in which condition says, and what it leaves."""
+"""Reports of a loss to the others: what an agent in which condition says, and what it leaves."""
 
 from __future__ import annotations
 

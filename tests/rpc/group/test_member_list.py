@@ -22,7 +22,7 @@ def table(store: Store, key: bytes = b"") -> MemberTable:
 
 
 def join_in_turns(store: Store, workers: list[Record], seed: int) -> list[Record | None]:
-    """Who joined."""
+    """The records of those who joined; None for each other."""
 
     def join(store: SignedStore, me: Record) -> Record:
         MemberTable(store).join(me)

@@ -1,4 +1,4 @@
-"""Who is in the group, event by event."""
+"""The members of the group, event by event."""
 
 from __future__ import annotations
 

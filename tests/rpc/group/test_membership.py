@@ -89,7 +89,7 @@ def group() -> Iterator[Group]:
 
 
 class View:
-    """What one worker makes of what it is told, and that it is told nothing twice."""
+    """The view that one worker has by what it is told; it must be told nothing twice."""
 
     def __init__(self, me: Life) -> None:
         self.life = me

@@ -32,7 +32,7 @@ class Pair:
         self.addresses = self.alice.start(ALICE), self.bob.start(BOB)
 
     def answers(self, address: str, wanted: int = 1) -> list[Answer]:
-        """What bob answers alice, who asks until she has enough."""
+        """The answers of bob to alice, who asks until she has enough."""
         found: list[Answer] = []
         deadline = time.monotonic() + 20
         while len(found) < wanted:
@@ -59,7 +59,7 @@ class Pair:
 
 
 def waiting_bytes(prober: DatagramProber) -> int:
-    """What lies in the kernel's buffer, unread."""
+    """The bytes that lie in the kernel's buffer, unread."""
     answerer = prober._answerer
     assert answerer is not None
     room = answerer._datagrams.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 36)
@@ -165,7 +165,7 @@ def test_a_worker_without_an_interpreter_to_start_answers_itself(
 
 
 def test_what_strangers_send_takes_no_room(pair: Pair) -> None:
-    """What has not the cookie of the one it is for is dropped by the kernel."""
+    """Datagrams without the cookie of the one they are for are dropped by the kernel."""
     place = json.loads(pair.addresses[1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for _ in range(200):

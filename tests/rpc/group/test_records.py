@@ -1,4 +1,4 @@
-"""What a worker tells the others, and the numbers of its lives."""
+"""The record that a worker leaves for the others, and the numbers of its lives."""
 
 import json
 from functools import partial

@@ -31,7 +31,7 @@ def round_of(store: Store) -> rendezvous.Round:
 def meet_all(
     store: Store | Callable[[], Store], records: list[Record], timeout: float = SOON
 ) -> list[Any]:
-    """What each worker got, or the error it saw."""
+    """Lets all meet; returns what each worker got, or the error it saw."""
 
     def meet(me: Record) -> list[Record]:
         return rendezvous.meet(signed(store if isinstance(store, Store) else store()), me, timeout)

@@ -1,4 +1,4 @@
-"""What a graceful shutdown says: of what does not end in time, and of what leaked."""
+"""A graceful shutdown says what does not end in time, and what leaked."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refused(future: Future[None]) -> None:
 
 
 def why(agent: Agent) -> str:
-    """What it says of a shutdown that did not end in time."""
+    """The error's text from a shutdown that did not end in time."""
     with pytest.raises(RpcTimeoutError) as info:
         agent.shutdown(timeout=0.5)
     return str(info.value)

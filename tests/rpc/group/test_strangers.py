@@ -37,7 +37,7 @@ def allow_descriptors(most: int) -> None:
 
 
 def holdings() -> tuple[int, int]:
-    """How many descriptors, and how many MiB of memory, this process has."""
+    """The number of descriptors, and the MiB of memory, that this process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return len(os.listdir("/proc/self/fd")), pages * resource.getpagesize() >> 20
 

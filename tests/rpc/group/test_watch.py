@@ -152,7 +152,7 @@ class TestShortage:
 
 
 class TestNotes:
-    """What others left word of: that this worker was declared lost."""
+    """Notes that others left: that this worker was declared lost."""
 
     @pytest.mark.parametrize(
         ("author", "believed"),

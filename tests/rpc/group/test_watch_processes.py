@@ -29,7 +29,7 @@ def hold_the_interpreter(seconds: int) -> int:
 
 
 def rests() -> int:
-    """How often the threads of this process have begun to wait for something so far."""
+    """Counts how often the threads of this process have begun to wait for something so far."""
     total = 0
     for thread in os.listdir("/proc/self/task"):
         status = Path(f"/proc/self/task/{thread}/status").read_text()

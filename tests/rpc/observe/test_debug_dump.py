@@ -1,4 +1,4 @@
-"""What a worker tells about itself, and that a signal makes it tell."""
+"""A worker tells about itself, and a signal makes it tell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(clock: VirtualClock) -> Iterator[list[Agent]]:
 
 
 def dumps_in(file: io.StringIO) -> int:
-    """How many dumps were written; the stacks in one may quote any line of this file."""
+    """Counts the dumps that were written; the stacks in one may quote any line of this file."""
     return len(re.findall("^=== ", file.getvalue(), re.MULTILINE))
 
 

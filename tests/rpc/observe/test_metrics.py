@@ -1,4 +1,4 @@
-"""What ``rpc.metrics()`` counts, and how it reads in Prometheus' format."""
+"""The counts of ``rpc.metrics()``, and how they read in Prometheus' format."""
 
 from __future__ import annotations
 

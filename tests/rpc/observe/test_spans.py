@@ -1,4 +1,4 @@
-"""What torch's profilers show of calls."""
+"""Calls as torch's profilers show them."""
 
 from __future__ import annotations
 

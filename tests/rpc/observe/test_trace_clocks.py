@@ -1,4 +1,4 @@
-"""How clock offsets are estimated from exchanges of messages."""
+"""Estimates of clock offsets from exchanges of messages."""
 
 from __future__ import annotations
 

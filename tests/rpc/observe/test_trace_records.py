@@ -1,4 +1,4 @@
-"""How records travel."""
+"""Records arrive as they were sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Chrome trace of several workers shows."""
+"""The contents of a Chrome trace of several workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's ``wait_all`` and ``collect_all`` do with futures of ours while this is a worker."""
+"""Torch's ``wait_all`` and ``collect_all`` with futures of ours while this is a worker."""
 
 from __future__ import annotations
 

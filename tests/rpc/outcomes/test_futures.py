@@ -1,4 +1,4 @@
-"""What must hold of futures, against torch's own where torch says it."""
+"""The rules for futures, checked against torch's own where torch says it."""
 
 from __future__ import annotations
 

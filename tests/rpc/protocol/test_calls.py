@@ -194,7 +194,7 @@ def test_the_next_expiry_is_that_of_the_call_that_ends_first():
 
 
 class Model:
-    """What must become of calls, kept in the most obvious way."""
+    """The fates that calls must have, kept in the most obvious way."""
 
     def __init__(self) -> None:
         self.open: dict[int, tuple[int, int, float]] = {}  # call, to, deadline

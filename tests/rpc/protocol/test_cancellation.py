@@ -52,7 +52,7 @@ class TestEarlyCancellations:
 
 
 class Seen:
-    """What handlers did, in this process."""
+    """The deeds of handlers, in this process."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()

@@ -131,7 +131,7 @@ def test_what_is_beyond_the_bound_cannot_be_sent_again() -> None:
 
 
 def resumptions(memory: SentMessages[int], sent: int, received: int) -> int:
-    """How often in a row a connection may take another's place, a thousand times at most."""
+    """Counts how often in a row a connection may take another's place, a thousand times at most."""
     for count in range(1000):
         try:
             memory.missing(sent, received)

@@ -157,7 +157,7 @@ def check_attempts(seed: int) -> None:
 
 
 def _check_length(length: float, retry: Retry, left: float, made: int) -> None:
-    """How long an attempt may take of what is left of the call, 0 if that has no limit."""
+    """Checks the time an attempt may take of what is left of the call, 0 if that has no limit."""
     if retry.attempt_timeout is not None:
         assert length == min(retry.attempt_timeout, max(left, 0.001) if left else math.inf)
     else:

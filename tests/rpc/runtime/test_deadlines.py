@@ -1,4 +1,4 @@
-"""How a timeout argument is read, and how it meets an inherited deadline."""
+"""The reading of a timeout argument, and how it meets an inherited deadline."""
 
 from __future__ import annotations
 

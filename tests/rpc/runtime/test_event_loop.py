@@ -29,7 +29,7 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 
 class Outcomes:
-    """What became of coroutines, and on which thread that was told."""
+    """The outcomes of coroutines, and on which thread each was told."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""What must hold of the handler threads, whatever the handlers do to them.
+"""The rules that the handler threads keep, whatever the handlers do to them.
 
 A *patient* executor has a monitor that never strikes: what completes on it
 completes because no wake-up was lost, not because the monitor papered it over.

@@ -152,7 +152,7 @@ def test_a_process_whose_handlers_run_operators_ends_with_its_own_status(
 
 
 def run_two(folder: Path, backend: str, handler: str, leave: str) -> tuple[float, str]:
-    """What the one that is called says of its time, and to stderr."""
+    """Runs two workers; returns what the one that is called says of its time, and to stderr."""
     (folder / "endless.py").write_text(_ENDLESS)
     store, over = folder / "store", folder / "over"
     os.mkfifo(over)  # the caller reads it to its end

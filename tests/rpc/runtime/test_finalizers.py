@@ -38,7 +38,7 @@ class Doomed:
 
 
 def collected(deed: Callable[[], Any]) -> Any:
-    """What came of a deed that a finalizer did."""
+    """The outcome of a deed that a finalizer did."""
     outcome = Doomed(deed).outcome
     gc.collect()
     return outcome[0]

@@ -55,7 +55,7 @@ def full(value: float, length: int = LARGE) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether it lies in a segment that another worker made."""
+    """True if it lies in a segment that another worker made."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < end:
@@ -75,7 +75,7 @@ def received(value: float) -> torch.Tensor:
 
 
 def in_child(look: Callable[[], Any]) -> str:
-    """What a forked child tells of ``look()``: its value, or the error's type and text."""
+    """The account of a forked child of ``look()``: its value, or the error's type and text."""
     outcome, tell = os.pipe()
     if not os.fork():
         try:
@@ -92,7 +92,7 @@ def in_child(look: Callable[[], Any]) -> str:
 
 
 def child_of_a_receiver() -> tuple[str, set[float]]:
-    """What the child writes; what the parent has then, of that tensor and of later ones."""
+    """The text the child writes; what the parent has then, of that tensor and of later ones."""
     tensor = received(1.0)
     text = in_child(lambda: set(tensor.mul_(5).tolist()))
     later = [received(2.0) for _ in range(3)]
@@ -101,7 +101,7 @@ def child_of_a_receiver() -> tuple[str, set[float]]:
 
 
 def refusals() -> dict[str, str]:
-    """What a child hears that uses what its parent has, which then goes on as before."""
+    """The errors of a child that uses what its parent has, which then goes on as before."""
     made = rpc.remote("worker1", full, (1.0, 3))
     made.to_here()
     future = rpc.rpc_async("worker1", full, (1.0, 3))
@@ -126,7 +126,7 @@ def forks_in_a_handler() -> str:
 
 
 def waits_in_child(gate: str) -> str:
-    """What a child hears that waits for a call of its parent's, which ends after that."""
+    """The error of a child that waits for a call of its parent's, which ends after that."""
     os.mkfifo(gate)
     future = rpc.rpc_async("worker1", Path.read_bytes, (Path(gate),))
     text = in_child(future.wait)
@@ -152,7 +152,7 @@ def child_ends_in_the_ordinary_way() -> int:
 
 
 def forks_when_it_has_left(backend: str, former: str, own: str) -> str:
-    """What its child makes that joins a group of its own."""
+    """The value that its child makes, which joins a group of its own."""
     join(backend, former, "alone", 0, 1)
     leave()
 

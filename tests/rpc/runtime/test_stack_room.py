@@ -29,7 +29,7 @@ def depth() -> int:
 
 
 def outcome_with(room: int, act: Callable[[], object]) -> object:
-    """What ``act`` returns, or the type of what it raises, where about ``room`` frames are left."""
+    """The value of ``act``, or the type of what it raises, where about ``room`` frames are left."""
     outcomes: list[object] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What comes over TENSORPIPE is left on the streams of torch's threads, for whoever takes it."""
+"""Values from TENSORPIPE are left on the streams of torch's threads, for whoever takes them."""
 
 from __future__ import annotations
 

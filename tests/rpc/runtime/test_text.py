@@ -1,4 +1,4 @@
-"""What is said of objects whose classes may raise."""
+"""The words for objects whose classes may raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be done at a time is done then, in order."""
+"""Things to be done at a time are done then, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a waiting thread said to torch does not show in tensors that arrive while it waits."""
+"""A waiting thread's words to torch do not show in tensors that arrive while it waits."""
 
 from __future__ import annotations
 

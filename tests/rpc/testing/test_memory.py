@@ -87,7 +87,7 @@ class Worker:
             self.told.clear()
 
     def hears_nothing_more(self) -> None:
-        """What it sends to itself now would come after whatever is due already."""
+        """Checks that a message to itself comes next: all that is due already would come before."""
         self.send(self, "last")
         self.hears(f"last from {self.id}")
 

@@ -17,14 +17,14 @@ _here = threading.local()
 
 
 def is_first() -> bool:
-    """Whether no call has run on this thread before."""
+    """True if no call has run on this thread before."""
     first = not hasattr(_here, "seen")
     _here.seen = True
     return first
 
 
 def thread_states() -> int:
-    """How many threads Python knows, whoever started them."""
+    """Counts the threads that Python knows, whoever started them."""
     python = ctypes.pythonapi
     python.PyInterpreterState_Main.restype = ctypes.c_void_p
     python.PyInterpreterState_ThreadHead.restype = ctypes.c_void_p

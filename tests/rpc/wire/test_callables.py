@@ -1,4 +1,4 @@
-"""What cannot be called, or called with, is refused in one way, by the name of the argument."""
+"""Things not to be called, or called with, are refused in one way, by the name of the argument."""
 
 from __future__ import annotations
 

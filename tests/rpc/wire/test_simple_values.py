@@ -1,4 +1,4 @@
-"""What needs no pickler of ours arrives the same, and says so where it is damaged."""
+"""Values that need no pickler of ours arrive the same, and say so where they are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives from a tensor table is what was packed, and no bytes can make it crash."""
+"""Tensors arrive from a tensor table as they were packed, and no bytes can make it crash."""
 
 from __future__ import annotations
 

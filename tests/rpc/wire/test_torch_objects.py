@@ -1,4 +1,4 @@
-"""What becomes of objects of torch.distributed.rpc, in a program that kept some of its imports."""
+"""The fate of objects of torch.distributed.rpc, in a program that kept some of its imports."""
 
 from __future__ import annotations
 

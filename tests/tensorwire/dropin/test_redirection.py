@@ -27,7 +27,7 @@ Maker = Callable[[], WorkerProcess]
 
 
 def _imports() -> dict[str, object]:
-    """What a library that is imported now would get."""
+    """The things that a library that is imported now would get."""
     torch = importlib.import_module("torch")
     return {
         "package": torch.distributed.rpc,

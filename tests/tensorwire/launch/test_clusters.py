@@ -44,7 +44,7 @@ def of_kubernetes() -> list[str]:
 
 
 def of_slurm(folder: Path) -> list[str]:
-    """What the batch file has srun start, on the first of two nodes."""
+    """The command that the batch file has srun start, on the first of two nodes."""
     tools = folder / "tools"
     tools.mkdir()
     for name, text in {

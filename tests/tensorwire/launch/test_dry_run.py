@@ -1,4 +1,4 @@
-"""What would be started."""
+"""The dry run of a job, which starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read of a job."""
+"""The report that people read of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a job's seats when agents come and go and workers end."""
+"""The fate of a job's seats when agents come and go and workers end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one agent does, given the plan and what its processes do."""
+"""The deeds of one agent, given the plan and what its processes do."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What may happen in a game."""
+    """The things that may happen in a game."""
 
     consistency: Consistency
     servers: int
@@ -154,7 +154,7 @@ class Process:
 
 @dataclass
 class State:
-    """What storage holds of one shard."""
+    """The state that storage holds of one shard."""
 
     number: int
     slots: tuple[int, ...] = ()
@@ -837,7 +837,7 @@ class Game:
                 self.send(source.life, process.life, ("tell", view))
 
     def spread(self, source: Process, view: View) -> None:
-        """Who finds no coordinator tells all servers of the view, lest none of them knows it."""
+        """Tells all servers of the view when no coordinator is found, lest none knows it."""
         for server in view.servers:
             self.send(source.life, server, ("tell", view))
 

@@ -14,7 +14,7 @@ DIM = 3
 
 
 def rows(ids: list[int], step: int) -> Tensor:
-    """What a table holds at a step: ids and step can be read off each row."""
+    """The rows that a table holds at a step: ids and step can be read off each row."""
     return torch.tensor([[float(each), float(step), 1.0] for each in ids]).view(-1, DIM)
 
 

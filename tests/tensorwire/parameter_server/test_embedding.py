@@ -29,7 +29,7 @@ class LocalTable:
         return self.weight[ids].clone()
 
     def gradient_of_all(self) -> Tensor:
-        """What the pushes would add up to, dense."""
+        """The sum that the pushes would add up to, dense."""
         taken = self.gradient.take()
         whole = torch.zeros_like(self.weight)
         if taken is not None:

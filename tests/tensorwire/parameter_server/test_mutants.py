@@ -157,7 +157,7 @@ _MUTANTS: list[Mutate] = [
 
 
 def seeds_until_found(mutate: Mutate, seeds: int = _SEEDS) -> int | None:
-    """How many games a mutant survives; None if all."""
+    """The number of games a mutant survives; None if all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(games, "_PATIENCE", _TURNS)
         mutate(patch)

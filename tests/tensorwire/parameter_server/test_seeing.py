@@ -1,4 +1,4 @@
-"""What a cluster says of itself."""
+"""A cluster's account of itself."""
 
 from __future__ import annotations
 

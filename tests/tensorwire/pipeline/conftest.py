@@ -1,4 +1,4 @@
-"""What several tests of pipelines need."""
+"""The fixtures that several tests of pipelines need."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _Block(nn.Module):
 
 
 class _Skipping(nn.Module):
-    """What the first stage makes goes to the last, and the mask to all."""
+    """Sends what the first stage makes to the last, and the mask to all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def copies(copier: CopyThreads, length: int) -> bool:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Who copied how many bytes."""
+    """Lists who copied how many bytes."""
     made: list[tuple[str, int]] = []
 
     def move(target: int, source: int, length: int) -> None:

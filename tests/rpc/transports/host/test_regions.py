@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, str]:
-    """What each scenario of ``forking_process`` printed."""
+    """The output of each scenario of ``forking_process``."""
     command = [sys.executable, "-m", "tests.rpc.transports.forking_process"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

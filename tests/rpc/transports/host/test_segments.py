@@ -230,7 +230,7 @@ def refuse(pair: Pair, error: int) -> None:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of refusals, from their last comma on."""
+    """The log's words on refusals, from their last comma on."""
     lines = [line for line in caplog.messages if line.startswith("worker bob cannot map")]
     return [line.rpartition(", ")[2] for line in lines]
 

@@ -215,7 +215,7 @@ def _pack(message: object) -> bytes:
 
 
 class _Bench:
-    """What a workplace's process does."""
+    """The work of a workplace's process."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -259,7 +259,7 @@ class _Bench:
         return self.cutter.cut()
 
     def forget_shared_memory(self) -> None:
-        """What peers handed over is gone."""
+        """Lets go of what peers handed over."""
         assert self.transport is not None
         for link in self.transport.peers.links.values():
             link.shared.close()
@@ -364,7 +364,7 @@ def place_of(worker: Worker) -> Workplace:
 
 
 def shares(worker: Worker) -> int:
-    """How many shared segments the process of a worker has mapped."""
+    """Counts the shared segments that the process of a worker has mapped."""
     assert isinstance(worker.transport, RemoteTransport)
     maps = Path(f"/proc/{worker.transport.place.pid}/maps").read_text()
     return sum("memfd:tensorwire" in line for line in maps.splitlines())

@@ -42,7 +42,7 @@ LIMIT = 64 << 20
 LARGE = torch.ones(1 << 20)
 """Of a new segment, it takes a quarter."""
 BESIDE = [torch.zeros(24_000, dtype=torch.uint8)] * 3
-"""What goes through torch, and takes room there."""
+"""Tensors that go through torch, and take room there."""
 Moves = Mapping[torch.device, torch.device]
 NOWHERE: Moves = {}
 TO_DEVICE: Moves = {torch.device("cpu"): torch.device("meta")}
@@ -84,7 +84,7 @@ class StandIn:
     ask = tell
 
     def future_of(self, words: bytes) -> torch.futures.Future[Any]:
-        """What the first call that says this ends with."""
+        """The future of the first call that says this."""
         return next(f for f, call in zip(self.futures, self.calls, strict=True) if words in call)
 
 
@@ -160,7 +160,7 @@ class Bench:
         self.peers.add(self.link)
 
     def room(self) -> int:
-        """How many slots there are for what is ``LARGE``."""
+        """Counts the slots there are for what is ``LARGE``."""
         slots = 0
         while type(self.link.shared.place(frame_of(FrameKind.NOTICE, LARGE))) is PlacedFrame:
             slots += 1
@@ -184,7 +184,7 @@ def frame_of(kind: FrameKind, *tensors: torch.Tensor) -> Frame:
 
 
 def carried_by(pickle: bytes) -> tuple[Envelope, Frame]:
-    """What a call to torch carries between the ends of its pickle."""
+    """Unpacks what a call to torch carries between the ends of its pickle."""
     ends = len(call_pickle(b""))
     return unpack(pickle[ends - len(CALL_TAIL) : -len(CALL_TAIL)], [])
 

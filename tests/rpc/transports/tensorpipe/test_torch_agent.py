@@ -70,7 +70,7 @@ class Module:
         self.made: list[Agent] = []
 
     def _TensorPipeRpcBackendOptionsBase(self, *_: Any, **__: Any) -> None:
-        """What it makes does not matter."""
+        """Makes nothing that matters."""
 
     def WorkerInfo(self, name: str, torch_id: int) -> tuple[str, int]:
         return name, torch_id
@@ -141,7 +141,7 @@ GPUS = [torch.device("cuda", index) for index in range(3)]
 
 
 class TestDevices:
-    """What torch is told of them, in a process that seems to have two."""
+    """The devices that torch is told of, in a process that seems to have two."""
 
     @pytest.fixture
     def begun(self) -> list[list[torch.device]]:

@@ -22,7 +22,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 
 _SECONDS = 10.0
 _TRY_SECONDS = 0.05
-"""How long a thread gets to close the acceptor, if it can."""
+"""Seconds that a thread gets to close the acceptor, if it can."""
 
 
 class _Interrupted(RequestSide):

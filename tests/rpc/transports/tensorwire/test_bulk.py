@@ -54,7 +54,7 @@ class End:
         self.other.sendall(pack_fixed(WireKind.SEGMENT, 7, 0, len(header), 0, 0) + header)
 
     def is_served(self) -> bool:
-        """Whether an offer is answered."""
+        """True if an offer is answered."""
         self.offer()
         return bool(self.other.recv(1000))
 

@@ -440,7 +440,7 @@ def fail_once(
 
 
 def connection_is_over(wire: Wire) -> bool:
-    """Whether the reading half finds the end of the connection."""
+    """True if the reading half finds the end of the connection."""
     readable, _, _ = select.select([wire.sender.sock], [], [], SECONDS)
     return bool(readable) and wire.sender.sock.recv(1) == b""
 

@@ -317,7 +317,7 @@ class MappedHere(CudaMemory):
 
 
 class TestOpening:
-    """What is torch's, with memory of this process in place of another's."""
+    """The part that is torch's, with memory of this process in place of another's."""
 
     @pytest.fixture
     def memory(self, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> MappedHere:

@@ -35,7 +35,7 @@ LIMIT = 1 << 16
 
 
 class Sent(NamedTuple):
-    """What goes into a frame."""
+    """The things that go into a frame."""
 
     kind: int
     correlation: int

@@ -46,7 +46,7 @@ class Main:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order; there is always room in shared memory."""
+    """Lists what happens, in order; there is always room in shared memory."""
     order: list[str] = []
 
     def put(pool: SendPool, address: int, length: int, copy: Copy) -> SharedSlot:

@@ -74,7 +74,7 @@ def pause(settings: Settings, seconds: float) -> float:
 
 
 def asked_of(worker: Worker) -> Counter[bytes]:
-    """How often each request arrived."""
+    """Counts how often each request arrived."""
     return Counter(frame.header for _, frame in worker.received)
 
 
@@ -372,7 +372,7 @@ def test_a_loss_ends_what_waits_for_a_broken_link(make: Maker) -> None:
 
 
 def keeps_memory_of_others(worker: Worker, peer: Worker) -> bool:
-    """Whether what is remembered is more than copies of a few bytes."""
+    """True if what is remembered is more than copies of a few bytes."""
     connections = worker.transport.peers[peer.info.id].connections  # type: ignore[attr-defined]
     return any(not isinstance(frame, bytes) for s in connections for frame in s._sent_frames)
 

@@ -356,7 +356,7 @@ def test_large_tensors_take_shared_memory_and_give_it_back(make: Maker) -> None:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lives in a shared segment."""
+    """True if a tensor lives in a shared segment."""
     address = tensor.data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -775,7 +775,7 @@ def test_at_the_bound_a_request_is_refused_if_asked_for(make: Maker) -> None:
 
 
 def in_time(work: Callable[[], object], seconds: float = SECONDS) -> bool:
-    """Whether something ends in so many seconds; one that does not is left behind."""
+    """True if something ends in so many seconds; one that does not is left behind."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -796,7 +796,7 @@ def test_a_notice_is_neither_refused_nor_waits_when_calls_are(make: Maker) -> No
 def replying_to_one_that_is_stuck(
     make: Maker, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> tuple[Callable[[], object], Unsent]:
-    """What sends a reply to a worker that takes none, and where what it has not taken counts."""
+    """A sender of replies to a worker that takes none, and where what it has not taken counts."""
     monkeypatch.setattr("rpc.transports.tensorwire.peer._STUCK_SECONDS", patience)
     a, b = make(Settings(), Settings(max_bytes_in_flight=64 << 10))
     b.answer = lambda *_: None
