@@ -31,14 +31,14 @@ _ROOT = Path(__file__).parents[2]
 _SMALLEST_PLAN = ["--rounds", "2", "--starts", "1", "--seconds", "0.01", "--least", "1"]
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, seconds: float = 110) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *_SMALLEST_PLAN, *arguments],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=seconds,
         check=False,
     )
 
@@ -165,9 +165,10 @@ def test_a_column_that_says_nothing_of_the_backend_is_refused(
     assert f"--columns {column} needs --backend {needed}" in said
 
 
+@pytest.mark.timeout(260)
 def test_the_main_job_runs_against_both_libraries(tmp_path: Path) -> None:
     rows = ["--rows", "job", "alone", "--backend", "TENSORWIRE"]
-    done = _run(*rows, "--output", str(tmp_path / "numbers"))
+    done = _run(*rows, "--output", str(tmp_path / "numbers"), seconds=240)
     assert done.returncode == 0, done.stderr
     assert "of each trainer's time is computing" in done.stdout
 

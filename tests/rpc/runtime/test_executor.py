@@ -675,10 +675,11 @@ def test_no_wake_up_is_ever_lost():
 
 def openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if re.search(r"/libgomp[^/]*\.so|/libomp[^/]*\.so|/libiomp[^/]*\.so", path):
-            return ctypes.CDLL(path)
+    maps = Path("/proc/self/maps").read_text()
+    found = re.findall(r"/\S*/(?:libgomp|libomp|libiomp)[^/\s]*\.so\S*", maps)
+    own = [path for path in found if "/torch/" in path or "/torch.libs/" in path]
+    for path in own or found:  # numba and scikit-learn load runtimes of their own
+        return ctypes.CDLL(path)
     return None
 
 
