@@ -48,9 +48,11 @@ class Start:
 
 
 def _init_torch(name: str, rank: int, size: int, url: str) -> Callable[[], None]:
-    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=url)
-    torch_rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
-    return torch_rpc.shutdown  # type: ignore[no-any-return]
+    library: Any = torch_rpc  # which has no types
+    options = library.TensorPipeRpcBackendOptions(init_method=url)
+    library.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+    shutdown: Callable[[], None] = library.shutdown
+    return shutdown
 
 
 def _init_tensorwire(name: str, rank: int, size: int, url: str) -> Callable[[], None]:
