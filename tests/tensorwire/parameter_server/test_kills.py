@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import rpc
+from rpc import extend
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.server.host import host
 from tests import waiting
@@ -67,8 +69,14 @@ class Processes:
 
     def new_cluster(self) -> str:
         self.start(*(name for name in self.ranks if name not in self.workers))
+        waiting.until(self._know_each_other, _SECONDS)
         self.clusters += 1
         return f"cluster{self.clusters}"
+
+    def _know_each_other(self) -> bool:
+        """True once nobody takes the former life of a worker for its present one."""
+        known = [worker.do(_lives, sorted(self.ranks)) for worker in self.workers.values()]
+        return known.count(known[0]) == len(known) and None not in known[0].values()
 
     def end(self) -> None:
         for worker in self.workers.values():
@@ -80,6 +88,16 @@ def _join(backend: str, url: str, name: str, rank: int) -> None:
     join(backend, url, name, rank)
     if name.startswith("ps"):
         host().start(host().announce)
+
+
+def _lives(names: list[str]) -> dict[str, int | None]:
+    found: dict[str, int | None] = {}
+    for name in names:
+        try:
+            found[name] = extend.worker().life_of(name).incarnation
+        except (rpc.UnknownWorkerError, rpc.WorkerLostError):
+            found[name] = None
+    return found
 
 
 def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Cluster:
@@ -232,7 +250,6 @@ def _kill_while_servers_come_and_go(group: Processes, seed: int) -> None:
     assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]
 
 
-@pytest.mark.xfail(strict=False, reason="waited 90 s in vain in one of six runs: open")
 @pytest.mark.kills
 def test_killed_servers_take_nothing_with_them_that_has_a_backup_or_is_in_a_snapshot(
     tmp_path: Path, kill_seed: int
