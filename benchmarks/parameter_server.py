@@ -21,31 +21,22 @@ from __future__ import annotations
 import argparse
 import enum
 import itertools
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.member import die_with_parent
+from benchmarks.stepping import Step, SteppingGroup
 
-_SECONDS_TO_ANSWER = 300.0
 _BATCHES = 8
 _LR, _EPS = 0.05, 1e-10
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,79 +204,18 @@ COLUMNS: dict[str, Callable[[Case, int, str], Step | None]] = {
 }
 
 
-class Pair:
-    """A trainer and a server; stopped unless it is their turn."""
-
-    def __init__(self, column: str, case: Case) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
-        fork = multiprocessing.get_context("fork")
-        self._end, far = fork.Pipe()
-        meeting = f"{self._folder.name}/meeting"
-        self._processes = [
-            fork.Process(target=_live, args=(column, case, rank, meeting, far), daemon=True)
-            for rank in range(2)
-        ]
-        for process in self._processes:
-            process.start()
-        self.run(_BATCHES)
-        self._signal(signal.SIGSTOP)
-
-    def measure(self, steps: int) -> float:
-        """Milliseconds per step."""
-        self._signal(signal.SIGCONT)
-        self.run(1)  # to get going again
-        began = time.perf_counter()
-        self.run(steps)
-        taken = time.perf_counter() - began
-        self._signal(signal.SIGSTOP)
-        return 1e3 * taken / steps
-
-    def run(self, steps: int) -> None:
-        """Does some steps."""
-        self._end.send(steps)
-        if not self._end.poll(_SECONDS_TO_ANSWER):
-            raise RuntimeError("a process of the benchmark does not answer")
-        self._end.recv()
-
-    def close(self) -> None:
-        """Ends the processes."""
-        self._signal(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
-        self._end.close()
-        self._folder.cleanup()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            assert process.pid is not None, "it was started"
-            os.kill(process.pid, number)
-
-
-def _live(column: str, case: Case, rank: int, meeting: str, end: Connection) -> None:
-    """Steps as often as it is told; it is killed when all is done."""
-    die_with_parent()
-    torch.set_num_threads(case.threads)
-    step = COLUMNS[column](case, rank, meeting)
-    if step is None:
-        threading.Event().wait()
-    assert step is not None, "only a trainer comes here"
-    while True:
-        for _ in range(end.recv()):
-            step()
-        end.send(None)
-
-
 def compare(case: Case, rounds: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds per step of each column in each round."""
     found: dict[str, list[float]] = {column: [] for column in COLUMNS}
     with ExitStack() as stack:
         pairs = {}
         for column in COLUMNS:
-            pairs[column] = Pair(column, case)
+            begin = partial(COLUMNS[column], case)
+            pairs[column] = SteppingGroup(begin, 2, case.threads, _BATCHES)
             stack.callback(pairs[column].close)
         for _ in tqdm(range(rounds), unit=" rounds", disable=None):
             for column, pair in pairs.items():
-                found[column].append(pair.measure(steps))
+                found[column].append(1e3 * pair.measure(steps))
     return found
 
 

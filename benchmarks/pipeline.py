@@ -15,31 +15,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.member import die_with_parent
+from benchmarks.stepping import SteppingGroup
 from tutorials.pipeline.model import beginnings, loss, transformer
 
 _CHARACTERS, _LENGTH = 97, 64
 _SECONDS = 1.0
 _STEPS_COMPARED = 3
-_SECONDS_TO_ANSWER = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,86 +204,17 @@ COLUMNS: dict[str, Callable[[Case, int, str], Step | None]] = {
 }
 
 
-class Group:
-    """The processes of one column; stopped unless it is their turn."""
-
-    def __init__(self, column: str, case: Case) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
-        self._ends: list[Connection] = []
-        self._processes = []
-        fork = multiprocessing.get_context("fork")
-        for rank in range(case.stages):
-            near, far = fork.Pipe()
-            arguments = (column, case, rank, f"{self._folder.name}/meeting", far)
-            self._processes.append(fork.Process(target=_live, args=arguments, daemon=True))
-            self._processes[-1].start()
-            far.close()
-            self._ends.append(near)
-        self._drivers = [end for end in self._ends if self._answer(end)]
-        self.losses = [max(self.run(1)) for _ in range(_STEPS_COMPARED)]
-        self._signal(signal.SIGSTOP)
-
-    def measure(self, steps: int) -> float:
-        """Seconds per step."""
-        self._signal(signal.SIGCONT)
-        self.run(1)  # to get going again
-        began = time.perf_counter()
-        self.run(steps)
-        taken = time.perf_counter() - began
-        self._signal(signal.SIGSTOP)
-        return taken / steps
-
-    def run(self, steps: int) -> list[float]:
-        """Do some steps; returns what each process knows of the last one's loss."""
-        for end in self._drivers:
-            end.send(steps)
-        return [self._answer(end) for end in self._drivers]
-
-    def close(self) -> None:
-        """End the processes."""
-        self._signal(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
-        for end in self._ends:
-            end.close()
-        self._folder.cleanup()
-
-    def _answer(self, end: Connection) -> Any:
-        if not end.poll(_SECONDS_TO_ANSWER):
-            raise RuntimeError("a process of the benchmark does not answer")
-        return end.recv()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            assert process.pid is not None, "it was started"
-            os.kill(process.pid, number)
-
-
-def _live(column: str, case: Case, rank: int, meeting: str, end: Connection) -> None:
-    """Does the work of a process: steps, as many as it is told; it is killed when all is done."""
-    die_with_parent()
-    torch.set_num_threads(1)
-    step = COLUMNS[column](case, rank, meeting)
-    end.send(step is not None)
-    if step is None:
-        threading.Event().wait()
-    assert step is not None, "only a driver comes here"
-    while True:
-        value = 0.0
-        for _ in range(end.recv()):
-            value = step()
-        end.send(value)
-
-
 def compare(case: Case, rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each column in each round."""
     found: dict[str, list[float]] = {column: [] for column in COLUMNS}
     with ExitStack() as stack:
         groups = {}
         for column in COLUMNS:
-            groups[column] = Group(column, case)
+            begin = partial(COLUMNS[column], case)
+            groups[column] = SteppingGroup(begin, case.stages, 1, _STEPS_COMPARED)
             stack.callback(groups[column].close)
-        _require_same_losses({column: group.losses for column, group in groups.items()})
+        losses = {column: [max(each) for each in group.first] for column, group in groups.items()}
+        _require_same_losses(losses)
         steps = max(1, round(_SECONDS / groups["ours"].measure(2)))
         for _ in tqdm(range(rounds), unit=" rounds", disable=None):
             for column, group in groups.items():
