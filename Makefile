@@ -42,9 +42,6 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 READY := $(VENV)/.tensorwire-ready
 # Without its restarts, as pytest-xdist can wait for ever for the tests of a process that crashed.
 TEST := $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
-# Those that run as modules; train.py of digits/ and what it imports run by their paths.
-TUTORIALS = $(filter-out tutorials/digits/%,$(wildcard tutorials/*.py tutorials/*/*.py)) \
-  tutorials/digits/sharded.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-command check docs bench soak chaos conformance simulate mutants clean
@@ -73,7 +70,8 @@ tutorials: $(READY)
 	  -m tutorials.getting_started.cartpole --rounds 16 --steps 256 $(SMALL)
 	$(RPCRUN) --role trainer:1 --role server:1,service \
 	  -m tutorials.getting_started.language_model --steps 200 --width 64 $(SMALL)
-	$(RUN) tutorials/digits/train.py --epochs 4 $(SMALL)
+	$(RPCRUN) --role server:1 --role trainer:2,service \
+	  -m tutorials.digits.train --epochs 4 $(SMALL)
 	$(RPCRUN) --role coordinator:1 --role server:2,service --role trainer:2,service \
 	  -m tutorials.digits.sharded --epochs 4 $(SMALL)
 	$(MAKE) train STEPS=100
@@ -101,8 +99,7 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict
-	$(RUN) -m mypy --strict benchmarks chaos tutorials/digits/train.py
-	$(RUN) -m mypy --strict --namespace-packages --explicit-package-bases $(TUTORIALS)
+	$(RUN) -m mypy --strict benchmarks chaos tutorials
 
 # Fails on a broken link, a name that does not exist and a docstring that cannot be read.
 docs: $(READY)

@@ -18,7 +18,7 @@ from typing import Any
 OURS = "ours"
 TORCH = "torch"
 
-_MAIN_JOB = Path(__file__).parents[1] / "tutorials" / "digits"
+_ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ def load(library: str) -> Api:
 
 
 def make_main_job_importable(api: Api) -> None:
-    """Let ``import job`` find the tutorial, and the tutorial find this library.
+    """Let ``import tutorials`` find the main job, and the main job find this library.
 
-    The tutorial imports ``rpc``, ``autograd_dist`` and ``optim_dist``. In a process
+    It imports ``rpc``, ``autograd_dist`` and ``optim_dist``. In a process
     that measures torch these names are torch's modules: changing imports is all
     that a program has to do to move between the two.
     """
-    sys.path.insert(0, str(_MAIN_JOB))
+    sys.path.insert(0, str(_ROOT))
     sys.modules.update(rpc=api.rpc, autograd_dist=api.autograd, optim_dist=api.optim)
 
 

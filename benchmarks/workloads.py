@@ -27,6 +27,7 @@ _MEGABYTE = 1024 * 1024
 _CALLS_IN_FLIGHT = 1000
 _REPORTS_IN_FLIGHT = 22  # as many as the main job sends in an epoch
 _BATCH_SIZE = 32
+_TRAINERS = 2  # of the main job
 _LEARNING_RATE = 1e-4  # the rows that step an optimizer do so a million times
 
 
@@ -89,7 +90,7 @@ def parameter_references(library: str, module: Any) -> list[Any]:
 @functools.cache
 def main_job_server(library: str) -> Any:
     """Runs at the peer; returns a reference to the one server of the main job."""
-    from job import ParameterServer
+    from tutorials.digits.train import ParameterServer
 
     return load(library).reference(ParameterServer(_main_job_settings()))
 
@@ -152,15 +153,15 @@ def _forward_backward_step(api: Api, _caller: int) -> Operation:
 
 
 def _main_job(api: Api, caller: int) -> Operation:
-    from digits import load as load_digits
-    from job import Trainer, trainer_name
+    from tutorials.digits.digits import load as load_digits
+    from tutorials.digits.train import Trainer
 
     settings = _main_job_settings()
     training, _ = load_digits(settings.seed)
-    shard = training.shard(caller, settings.trainers)
+    shard = training.shard(caller, _TRAINERS)
     server = api.rpc_sync(_PEER, main_job_server, args=(api.library,))
     trainer = Trainer(server, settings.learning_rate)
-    name = trainer_name(caller + 1)
+    name = f"trainer:{caller}"
     images, labels = shard.images[:_BATCH_SIZE], shard.labels[:_BATCH_SIZE]
     reports: list[Any] = []
 
@@ -176,8 +177,8 @@ def _main_job(api: Api, caller: int) -> Operation:
 
 def _main_job_alone(_api: Api, _caller: int) -> Operation:
     """One trainer's step with everything in this process and no call at all."""
-    from digits import load as load_digits
-    from digits import network
+    from tutorials.digits.digits import load as load_digits
+    from tutorials.digits.digits import network
 
     settings = _main_job_settings()
     training, _ = load_digits(settings.seed)
@@ -195,11 +196,9 @@ def _main_job_alone(_api: Api, _caller: int) -> Operation:
 
 
 def _main_job_settings() -> Any:
-    from job import Settings
+    from tutorials.digits.train import Settings
 
-    return Settings(
-        trainers=2, epochs=1, batch_size=_BATCH_SIZE, learning_rate=_LEARNING_RATE, seed=0
-    )
+    return Settings(epochs=1, batch_size=_BATCH_SIZE, learning_rate=_LEARNING_RATE, seed=0)
 
 
 def _raw(prepare: Callable[[], Operation]) -> Callable[[Api, int], Operation]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutorials.digits import arguments
+from tutorials import arguments
 
 positive = arguments.positive
 """For argparse: the number that a text says if it is at least 1."""

@@ -44,6 +44,7 @@ from tensorwire.launch.processes import (
     Program,
     WorkerProcess,
     by_cause,
+    module_program,
     not_started,
 )
 from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback, listening_store
@@ -375,10 +376,11 @@ class RoleAgent(SimpleElasticAgent):
 
     def _program(self, role: Role, local: LocalPlace) -> Program:
         spec = self._worker_group.spec
-        if role.module is not None:
-            arguments = ("-u", "-m", role.module, *role.arguments)
-            return Program(sys.executable, arguments, self._start_method, spec.numa_options)
         assert spec.entrypoint is not None
+        if role.module is not None:
+            entrypoint, first = module_program(role.module, spec.entrypoint)
+            arguments = (*first, *role.arguments)
+            return Program(entrypoint, arguments, self._start_method, spec.numa_options)
         given = tuple(macros.substitute(list(spec.args), str(local.rank)))
         return Program(spec.entrypoint, given, self._start_method, spec.numa_options)
 

@@ -49,6 +49,7 @@ _MISTAKES = (FlagError, GroupKeyError, JobFileError, RoleError, ValueError, Asse
 _NO_RENDEZVOUS = (RendezvousConnectionError, RendezvousClosedError, RendezvousTimeoutError)
 _BACKENDS_FOR_ROLES = ("static", "c10d", BACKEND)
 _STATIC_PORT = 29500
+_THREADS = "OMP_NUM_THREADS"
 
 
 class JobFailedError(Exception):
@@ -178,6 +179,8 @@ def _config(command: Command) -> tuple[LaunchConfig, Any, list[Any]]:
     said = argparse.Namespace(**vars(command.arguments))
     said.redirects = said.tee = "0"
     said.local_ranks_filter = ""
+    if command.roles and int(said.nproc_per_node) > 1:
+        os.environ.setdefault(_THREADS, "1")  # torchrun does so, too, and warns of it at length
     config, program, arguments = torchrun.config_from_args(said)
     if not command.roles:
         specs: Any = config.logs_specs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -90,6 +91,25 @@ class Program:
     arguments: tuple[Any, ...]
     start_method: str = "spawn"
     numa_options: Any = None
+
+
+def module_program(
+    module: str, job: Callable[..., Any] | str
+) -> tuple[Callable[..., Any] | str, tuple[str, ...]]:
+    """The program that runs a module, and its first arguments.
+
+    Args:
+        module: its name.
+        job: the program of the job's other roles: a service begins as they do.
+    """
+    if isinstance(job, str):
+        return sys.executable, ("-u", "-m", module)
+    return _run_module, (module,)
+
+
+def _run_module(module: str, *arguments: str) -> None:
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class _Function:
@@ -204,4 +224,13 @@ def by_cause(ended: Iterable[tuple[Ended, ProcessFailure | None]]) -> list[Ended
     return [end for end, _ in sorted(ended, key=when)]
 
 
-__all__ = ["Guardian", "Program", "WorkerLogs", "WorkerProcess", "by_cause", "not_started", "story"]
+__all__ = [
+    "Guardian",
+    "Program",
+    "WorkerLogs",
+    "WorkerProcess",
+    "by_cause",
+    "module_program",
+    "not_started",
+    "story",
+]

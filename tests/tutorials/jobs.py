@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,67 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ready_made
-from tests.signals import heeding_interrupts
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 SECONDS_FOR_A_RUN = 400.0  # only a failing run takes it
 SECONDS_TO_NOTICE = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A running job, in its own process group, writing into a file."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def wait(self, seconds: float) -> int:
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.output()}")
-
-    def wait_for_output(self, pattern: str) -> None:
-        def seen() -> bool:
-            ended = self.process.poll() is not None
-            return re.search(pattern, self.output()) is not None or ended
-
-        wait_until(seen, SECONDS_FOR_A_RUN, f"{pattern!r} in the output")
-        assert re.search(pattern, self.output()), self.output()
-
-    def ranks(self) -> dict[int, int]:
-        """The launcher's children, which it starts in order: process id by rank."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return {rank: int(child) for rank, child in enumerate(children.read_text().split())}
-
-
-@contextmanager
-def running(log: Path, command: list[str]) -> Iterator[Job]:
-    search_path = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-        "PYTHONUNBUFFERED": "1",
-        "TMPDIR": str(log.parent),  # what a killed launcher leaves goes with the test
-    }
-    with log.open("wb") as output, heeding_interrupts():
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        yield Job(process, log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +26,7 @@ _SEAT = {"RPC_WORKER_NAME": "agent:0", "RPC_WORKER_ID": "0", "WORLD_SIZE": "3"}
 
 def _parsed(folder: Path, given: Iterable[str] = ()) -> argparse.Namespace:
     parser = taking_part.parser("A tutorial.", "main:1 stage:2,service", output="of_no_tutorial")
+    parser.add_argument("--rounds", type=taking_part.positive)
     return parser.parse_args(["--output", str(folder / "output"), *given])
 
 
@@ -33,8 +37,9 @@ def _parsed(folder: Path, given: Iterable[str] = ()) -> argparse.Namespace:
         ({**_SEAT, "WORLD_SIZE": "1"}, "", "this takes at least 2 workers: rpcrun --standalone"),
         ({**_SEAT, "WORLD_SIZE": "301"}, "", "this takes at most 300 workers: rpcrun"),
         (_SEAT, "--output /dev/null", "argument --output: cannot write /dev/null: Not a directory"),
+        (_SEAT, "--output /proc/x", "argument --output: cannot write /proc/x: No such file"),
     ],
-    ids=["no-launcher", "too-few", "too-many", "output"],
+    ids=["no-launcher", "too-few", "too-many", "output", "no-folder"],
 )
 def test_a_tutorial_says_in_a_sentence_what_is_wrong_with_its_start(
     seat: dict[str, str],
@@ -57,6 +62,8 @@ def test_a_tutorial_says_in_a_sentence_what_is_wrong_with_its_start(
     [
         ("--backend CARRIER_PIGEON", "there is no backend 'CARRIER_PIGEON'; there are "),
         ("--seed x", "invalid int value: 'x'"),
+        ("--rounds x", "must be a whole number of at least 1, not 'x'"),
+        ("--rounds 0", "must be a whole number of at least 1, not '0'"),
     ],
 )
 def test_an_option_of_all_tutorials_names_itself(
@@ -77,6 +84,15 @@ def test_the_pages_start_tutorials_with_roles_as_their_help_does() -> None:
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         (asked,) = re.findall(r'"(\w+:\d+ \w+:\d+,service[^"]*)"', source)
         assert [*map(_role, re.findall(r"--role (\S+)", flags))] == [*map(_role, asked.split())]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_passes_a_name_with_a_space_in_one_piece(tmp_path: Path) -> None:
+    (tmp_path / ".tensorwire-ready").touch()
+    train = ["make", "--dry-run", "train", f"VENV={tmp_path}", "OUTPUT=my curves.png"]
+    printed = subprocess.run(train, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(printed)[-2:] == ["--output", "my curves.png"]
 
 
 def _role(text: str) -> tuple[str, bool]:

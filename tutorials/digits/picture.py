@@ -1,16 +1,16 @@
-"""Draws what was noted of a run. Draws into a file and needs no screen."""
+"""Draws the notes of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from report import History
+from tutorials import pictures
+from tutorials.digits.report import History
 
 
 def draw(history: History, path: Path) -> None:
     """Save the loss curves and the accuracy as a PNG picture at ``path``."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = pictures.figure(11, 4)
     losses, accuracies = figure.subplots(1, 2)
     for trainer, values in sorted(history.losses.items()):
         losses.plot(values, label=trainer, linewidth=0.8)
@@ -22,5 +22,4 @@ def draw(history: History, path: Path) -> None:
     accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
     accuracies.xaxis.get_major_locator().set_params(integer=True)
     accuracies.grid(visible=True, alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)

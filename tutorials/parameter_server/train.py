@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import rpc
 from tensorwire import parameter_server as ps
-from tutorials.digits.arguments import positive
+from tutorials.arguments import positive
 from tutorials.parameter_server import roles
 from tutorials.parameter_server.clicks import SIZES, Batch, World, area_under_curve
 from tutorials.parameter_server.model import DLRM
