@@ -2,7 +2,8 @@
 
     python -m benchmarks.parameter_server --rows 1000000 --ids 65536
 
-Each step looks up a batch of ids, Zipf distributed, computes a gradient for each row, and moves the
+Each step looks up a batch of ids, Zipf distributed, takes a gradient for each of them as a model
+would compute it (the same at each step, as the model's work is the same for all), and moves the
 rows by row-wise Adagrad. One server and one trainer, each a process. All pairs are alive at the
 same time; the measurement goes round them, and those whose turn it is not are stopped.
 
@@ -65,6 +66,10 @@ class Case:
         found = torch.searchsorted(ends, uniform).clamp_(max=self.rows - 1)
         return list(names[found].unbind())
 
+    def gradient(self) -> Tensor:
+        """The gradient of a batch of rows that were looked up."""
+        return torch.randn(self.ids, self.dim, generator=torch.Generator().manual_seed(1))
+
 
 class Rows:
     """A dense table with row-wise Adagrad, as a user writes it."""
@@ -102,19 +107,15 @@ def _push(ids: Tensor, grad: Tensor) -> None:
     _rows.push(ids, grad)
 
 
-def _gradient(looked_up: Tensor) -> Tensor:
-    """A gradient such as a model would compute: something for each element."""
-    return looked_up * 0.1 + 0.01
-
-
 def _by_hand(case: Case, pull: Callable[..., Tensor], push: Callable[..., object]) -> Step:
-    batches = itertools.cycle(case.batches())
+    batches, gradient = itertools.cycle(case.batches()), case.gradient()
 
     def step() -> None:
         unique, places = torch.unique(next(batches), return_inverse=True)
         rows = pull(unique)
-        grad = torch.zeros_like(rows).index_add_(0, places, _gradient(rows[places]))
-        push(unique, grad)
+        looked_up = rows[places]
+        push(unique, torch.zeros_like(rows).index_add_(0, places, gradient))
+        del looked_up
 
     return step
 
@@ -183,12 +184,12 @@ def _ours(kind: Kind, case: Case, rank: int, meeting: str) -> Step | None:
     module = ps.Embedding(table)
     optimizer = ps.Optimizer(cluster, module)
     batches: Iterator[Tensor] = itertools.cycle(case.batches())
+    gradient = case.gradient()
     if kind is not Kind.PLAIN:
         batches = iter(ps.prefetch(batches, module, ids=lambda batch: batch))
 
     def step() -> None:
-        rows = module(next(batches))
-        torch.autograd.backward(rows, _gradient(rows.detach()))
+        torch.autograd.backward(module(next(batches)), gradient)
         optimizer.step()
 
     return step

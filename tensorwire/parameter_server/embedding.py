@@ -1,7 +1,8 @@
 """Modules that look rows up in tables: as ``torch.nn``'s, but the rows are on the servers.
 
-A forward pass fetches each different id once. What follows is torch's own code on those rows, so
-results and gradients have the bits of ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``.
+A forward pass fetches each different id once. What follows is torch's own code on those rows, or
+adds in torch's order, so results and gradients have the bits of ``torch.nn.Embedding`` and
+``torch.nn.EmbeddingBag``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from tensorwire.parameter_server.distinct import distinct
 from tensorwire.parameter_server.gradient import RowGradient
+from tensorwire.parameter_server.lookup import spread
 
 _MODES: Final = ("sum", "mean", "max")
 
@@ -169,7 +171,10 @@ class Embedding(_Lookup):
             ``(*ids.shape, dim)``.
         """
         rows, places, padding = self._fetch(self._checked(ids))
-        found = functional.embedding(places, rows, padding_idx=padding)
+        if padding is None:
+            found = spread(rows, places)
+        else:
+            found = functional.embedding(places, rows, padding_idx=padding)
         return _nested_like(found, ids) if ids.is_nested else found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
-from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.embedding import tables_of
 from tensorwire.parameter_server.fetched import Fetched
@@ -37,7 +37,8 @@ class Optimizer(torch.optim.Optimizer):
     Its ``param_groups`` are those of the dense optimizer, and one for each table with the rows
     that were used since the last step: schedulers, clipping of gradients and ``GradScaler``
     work on them as on any other. A step is one message to each server: its gradients, and
-    what the next step needs.
+    what the next step needs. Under ``ps.SSP`` and ``ps.Async`` a step that needs nothing, as it
+    moves tables only, does not wait for the servers; an error of its push is raised by the next.
 
     Parameters that are set here, as by ``model.load_state_dict``, are set at the servers with
     the next step.
@@ -145,6 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         self._table_groups = [_group_of(table) for table in self.tables]
         self._show_groups()
         self._pushing = pushing
+        self._under_way: Exchanging | None = None
         if pushing is Pushing.BACKWARD and self.group is not None:
             for place, parameter in enumerate(self.group.parameters):
                 _on_gradient(parameter, partial(self._push_one, place))
@@ -204,16 +206,29 @@ class Optimizer(torch.optim.Optimizer):
         dense = () if self.group is None else (self.group.name,)
         wanted = Wanted({table.name: wish.missing for table, wish in wishes.items()}, dense)
         is_step = self._pushing is Pushing.STEP or bool(self.tables)
+        wants = wanted if wishes or dense else None
         try:
-            pulled: Pulled | None = self.cluster.exchange(
-                push if is_step else None, wanted if wishes or dense else None, skip=is_step
-            ).wait()
+            pulled = self._exchanged(push if is_step else None, wants, is_step)
         finally:
             for table in self.tables:
                 table.gradient.take()
                 table.next_ids = None
         if pulled is not None:
             self._accept(pulled, wishes)
+
+    def _exchanged(
+        self, push: Gradients | None, wanted: Wanted | None, is_step: bool
+    ) -> Pulled | None:
+        """Waits for what it pulls; for a push alone only with the next step, if that may be."""
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before.wait()
+        exchanging = self.cluster.exchange(push, wanted, skip=is_step)
+        if wanted is None and self.cluster.is_stale:
+            self._under_way = exchanging
+            return None
+        pulled: Pulled | None = exchanging.wait()
+        return pulled
 
     def reload(self) -> None:
         """Gets the dense parameters as the servers have them, after ``RolledBack``."""

@@ -540,6 +540,8 @@ class Session:
             self._finishing = True
         number, _ = self.send(Whole(PushKind.FINISH), None)
         self.wait_until_safe(number, None)
+        with self._acting():
+            refused, self._errors = list(self._errors.values()), {}
         generation = self.view.generation
         try:
             self.ask_coordinator(orders.Leave(self.number, generation))
@@ -549,3 +551,5 @@ class Session:
                 self._raise_failure()  # the cluster went back in the middle of this
             raise
         self.number = -1
+        if refused:
+            raise refused[0]

@@ -182,11 +182,3 @@ def _joined(size: int, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]])
     for start, stop, part in parts:
         whole[start:stop] = part
     return whole
-
-
-def summed(grad: Tensor, inverse: Tensor, count: int) -> Tensor:
-    """Gradients of the same id added up, in the order in which they come."""
-    total = torch.zeros(count, grad.shape[-1])
-    flat = np.ascontiguousarray(grad.reshape(-1, grad.shape[-1]).numpy())
-    kernels().add_rows(flat, inverse.reshape(-1).numpy(), total.numpy())
-    return total

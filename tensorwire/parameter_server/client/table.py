@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tensorwire.parameter_server.cache import Cache, RowCache
 from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
-from tensorwire.parameter_server.client.splitting import summed
 from tensorwire.parameter_server.distinct import distinct
 from tensorwire.parameter_server.feedback import Feedback
 from tensorwire.parameter_server.fetched import Fetched
 from tensorwire.parameter_server.gradient import RowGradient
+from tensorwire.parameter_server.lookup import summed
 from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.spec import TableSpec
 

@@ -354,7 +354,7 @@ def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None
         if seen[place] == 0:
             seen[place] = 1
             for j in range(width):
-                to[j] = row[j]
+                to[j] = row[j] + np.float32(0)  # a sum that begins with zero is never -0
         else:
             for j in range(width):
                 to[j] += row[j]

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.feedback import Feedback
+from tensorwire.parameter_server.server.host import host
 from tests.tensorwire.parameter_server.clusters import server_names, train
 
 IDS, DIM, STEPS = 60, 8, 6
@@ -139,6 +141,26 @@ def test_rows_are_pulled_ahead_where_staleness_is_allowed() -> None:
 
     (losses,) = train([go])
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_stale_step_of_tables_does_not_wait_for_the_servers() -> None:
+    with local_group("ps0", "trainer0") as agents:
+        with as_worker(agents[0]):
+            server = host()
+        with as_worker(agents[1]):
+            cluster = ps.connect(["ps0"], consistency=ps.Async())
+            table = cluster.table("items", 2, ps.SGD(lr=1.0))
+            words, ids = ps.Embedding(table), torch.arange(3)
+            optimizer = ps.Optimizer(cluster, words)
+            optimizer.skip()  # so that there is a shard
+            (shard,) = server.node("default").shards.values()
+
+            words(ids).sum().backward()
+            with shard.lane.state_lock:
+                optimizer.step()  # returns although nothing can be applied
+
+            cluster.finish()
+            assert torch.equal(table.pull(ids), torch.full((3, 2), -1.0))
 
 
 def test_a_cache_saves_pulls_of_hot_rows_and_evaluation_moves_no_clock() -> None:

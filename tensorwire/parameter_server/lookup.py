@@ -1,0 +1,64 @@
+"""Spreads fetched rows over the places of a batch, and adds up their gradients in that order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tensorwire.parameter_server.kernels import kernels
+
+
+def spread(rows: Tensor, places: Tensor) -> Tensor:
+    """Returns ``rows[places]``; its gradient has the bits of ``torch.nn.functional.embedding``'s.
+
+    On the CPU the gradient is computed by one pass of a kernel, several times as fast as torch's.
+
+    Args:
+        rows: ``(n, dim)``.
+        places: int64 of any shape, in which each of the ``n`` rows is named.
+    """
+    if rows.is_cpu and rows.dtype == torch.float32 and rows.requires_grad:
+        spread_out: Tensor = _Spread.apply(rows, places)  # type: ignore[no-untyped-call]
+        return spread_out
+    return functional.embedding(places, rows)
+
+
+class _Spread(torch.autograd.Function):
+    """``spread`` with its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        """See :func:`spread`."""
+        ctx.save_for_backward(places)
+        ctx.count = len(rows)
+        return functional.embedding(places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The sum of the gradients of each row's places."""
+        (places,) = ctx.saved_tensors
+        (grad,) = grads
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted
+            backward = torch.ops.aten.embedding_dense_backward
+            return backward(grad, places, ctx.count, -1, False), None
+        return summed(grad, places, ctx.count), None
+
+
+def summed(grad: Tensor, places: Tensor, count: int) -> Tensor:
+    """Gradients of the same row added up, in the order in which they come.
+
+    Args:
+        grad: ``(*places.shape, dim)``, float32, on the CPU.
+        places: which row each belongs to; none of the ``count`` rows is left out.
+        count: of rows.
+    """
+    dim = grad.shape[-1]
+    total = torch.empty(count, dim)
+    flat = np.ascontiguousarray(grad.detach().reshape(-1, dim).numpy())
+    where = np.ascontiguousarray(places.reshape(-1).numpy())
+    kernels().segment_sum(flat, where, np.zeros(count, np.uint8), total.numpy())
+    return total
