@@ -8,22 +8,37 @@ parameter groups that schedulers write to, and the state that checkpoints keep.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
+from torch import distributed as dist
 from transformers import (
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import logging
 
 from tensorwire import parameter_server as ps
+from tensorwire.integrations._going_back import keep_training, save_servers, trainer_of
+from tensorwire.integrations._ranks import (
+    FollowingOptimizer,
+    LeadingOptimizer,
+    hear,
+    parameters_of,
+    telling_others,
+)
 
-__all__ = ["Mode", "ParameterServerCallback"]
+__all__ = ["Mode", "ParameterServerCallback", "stand_alone"]
+
+_OF_A_PROCESS_GROUP: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class Mode(enum.Enum):
@@ -45,8 +60,14 @@ class ParameterServerCallback(TrainerCallback):
 
     Everything else stays as it is: schedulers, clipping, accumulation, mixed precision,
     evaluation, checkpoints. A checkpoint can be resumed with or without servers. ``rpc.init_rpc``
-    must have been called before training begins. Several processes train together as Trainers of
-    their own, not under DistributedDataParallel.
+    must have been called before training begins.
+
+    Several processes train together as Trainers of their own (:func:`stand_alone`), or under
+    DistributedDataParallel; there only rank 0 speaks to the servers.
+
+    With each checkpoint the servers write a snapshot into its folder. If servers are lost of
+    which there is no backup, ``train`` goes on by itself from the checkpoint to which they went
+    back. For this the callback must have been given to the Trainer when it was made.
 
     Args:
         servers: names of the workers that run ``ps.serve``, or a connected cluster.
@@ -56,6 +77,8 @@ class ParameterServerCallback(TrainerCallback):
         trainers: how many Trainers wait for each other to begin. Default one.
         backups: servers that have a copy of each share.
         name: of the parameters in the cluster. Several models of one process need different ones.
+        snapshots: name of the folder, in that of each checkpoint, for the servers' snapshot; all
+            must see it under the same path. None for no snapshots.
 
     Raises:
         ValueError: there is no such mode, or ``staleness`` is for another.
@@ -76,6 +99,7 @@ class ParameterServerCallback(TrainerCallback):
         trainers: int = 1,
         backups: int = 0,
         name: str = "model",
+        snapshots: str | None = "parameter_server",
     ) -> None:
         self.mode = _mode(mode)
         if staleness is not None and self.mode is not Mode.ASYNC:
@@ -86,11 +110,29 @@ class ParameterServerCallback(TrainerCallback):
         self._trainers = trainers
         self._backups = backups
         self._name = name
+        self._snapshots = snapshots
 
     @property
     def cluster(self) -> ps.Cluster | None:
         """The cluster; None before training."""
         return None if self.optimizer is None else self.optimizer.cluster
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Has the Trainer go on when servers went back, and know its number among several.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        trainer = trainer_of(state)
+        if trainer is not None:
+            keep_training(trainer, self._begin_again)
+        if _is_alone_among_others(args):
+            _take_number(args)
 
     def on_train_begin(
         self,
@@ -119,8 +161,10 @@ class ParameterServerCallback(TrainerCallback):
         if isinstance(inner, ps.Optimizer):  # a second ``train``, or the Trainer made it itself
             self.optimizer = inner
             inner.cluster.join()
+        elif args.world_size > 1:
+            self._move_as_one_of_several(holder, inner)
         else:
-            self.optimizer = self._move(inner)
+            self.optimizer = self._move(inner, ps.Optimizer)
             _put(holder, self.optimizer)
 
     def on_train_end(
@@ -144,21 +188,81 @@ class ParameterServerCallback(TrainerCallback):
         if not isinstance(self._servers, ps.Cluster) and self._is_awaited:
             self.optimizer.cluster.finish()
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Leaves saving to the first of several Trainers.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        control.should_save = control.should_save and (args.should_save or args.world_size > 1)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Leaves saving to the first of several Trainers.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        self.on_step_end(args, state, control)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Has the servers write a snapshot beside the checkpoint.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            control: of the Trainer.
+            others: what else the Trainer tells.
+        """
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if self.cluster is not None and self._snapshots is not None and folder.is_dir():
+            save_servers(self.cluster, folder / self._snapshots)
+
+    def _begin_again(self, trainer: Trainer) -> None:
+        """Has an asynchronous Trainer begin with what the servers have, not with what it saved."""
+        holder, inner = _open(trainer.optimizer)
+        if self.mode is Mode.ASYNC and isinstance(inner, ps.Optimizer) and inner.local is not None:
+            _put(holder, inner.local)
+
     @property
     def _is_awaited(self) -> bool:
         return self._trainers > 1 or self._staleness is not None
 
-    def _move(self, local: torch.optim.Optimizer) -> ps.Optimizer:
+    def _move_as_one_of_several(
+        self, holder: AcceleratedOptimizer, inner: torch.optim.Optimizer
+    ) -> None:
+        """Under DistributedDataParallel: rank 0 has the servers, the others have rank 0."""
+        if dist.get_rank():
+            if not isinstance(inner, FollowingOptimizer):
+                inner = FollowingOptimizer(inner)
+                _put(holder, inner)
+            hear(parameters_of(inner))
+            return
+        with telling_others(parameters_of(inner)):
+            self.optimizer = self._move(inner, LeadingOptimizer)
+        _put(holder, self.optimizer)
+
+    def _move(self, local: torch.optim.Optimizer, kind: type[ps.Optimizer]) -> ps.Optimizer:
         cluster = self._connect()
-        parameters = [each for group in local.param_groups for each in group["params"]]
-        values = [each.detach().clone() for each in parameters]
+        values = [each.detach().clone() for each in parameters_of(local)]
         state = local.state_dict()
         pushing = ps.Pushing.BACKWARD if self.mode is Mode.BACKWARD else ps.Pushing.STEP
-        moved = ps.Optimizer.wrap(local, cluster, name=self._name, pushing=pushing)
+        moved = kind.wrap(local, cluster, name=self._name, pushing=pushing)
         # A scheduler that was made for the local one looks there whether there was a step.
         local._opt_called = True  # type: ignore[attr-defined]
         if self.mode is not Mode.ASYNC:  # what servers kept from earlier does not count
-            _copy(parameters, values)
+            _copy(parameters_of(local), values)
             moved.load_state_dict(state)
         return moved
 
@@ -176,6 +280,39 @@ class ParameterServerCallback(TrainerCallback):
         )
 
 
+def stand_alone() -> None:
+    """Has accelerate take this process for a Trainer of its own, not for one of a process group.
+
+    A launcher such as rpcrun says in the environment how many workers there are, servers among
+    them, and accelerate would wait for all of them to form a process group. To be called before
+    ``TrainingArguments`` are made. A Trainer with a :class:`ParameterServerCallback` still knows
+    its number among those of its role: only the first one saves, and has the log level of the
+    main process.
+
+    Example::
+
+        rpc.init_rpc()
+        stand_alone()
+        args = TrainingArguments("output")
+    """
+    os.environ.setdefault("ROLE_RANK", os.environ.get("RANK", "0"))
+    for name in _OF_A_PROCESS_GROUP:
+        os.environ.pop(name, None)
+
+
+def _is_alone_among_others(args: TrainingArguments) -> bool:
+    """True for one of several Trainers of a role that form no process group."""
+    return args.world_size == 1 and not any(name in os.environ for name in _OF_A_PROCESS_GROUP)
+
+
+def _take_number(args: TrainingArguments) -> None:
+    """Has the Trainer know its number in its role: who saves and logs goes by it."""
+    number, known = int(os.environ.get("ROLE_RANK", "0")), args.distributed_state
+    if number and known is not None:
+        known.process_index = known.local_process_index = number
+        logging.set_verbosity(args.get_process_log_level())  # type: ignore[no-untyped-call]
+
+
 def _mode(mode: Mode | str) -> Mode:
     try:
         return Mode(mode)
@@ -185,13 +322,14 @@ def _mode(mode: Mode | str) -> Mode:
 
 
 def _require_fitting(args: TrainingArguments, mode: Mode) -> None:
-    if args.world_size > 1:
-        raise ValueError(
-            f"world_size={args.world_size}: a Trainer under DistributedDataParallel cannot use "
-            "parameter servers; start each process as a Trainer of its own, with trainers=N"
-        )
     if mode is not Mode.BACKWARD:
         return
+    if args.world_size > 1:
+        raise ValueError(
+            f"world_size={args.world_size}: in mode 'backward' a gradient leaves before "
+            "DistributedDataParallel has its mean; give another mode, or call stand_alone() and "
+            "start each process as a Trainer of its own, with trainers=N"
+        )
     if args.max_grad_norm:
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm}: in mode 'backward' a gradient is gone before the "

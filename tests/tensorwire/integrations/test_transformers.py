@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,9 @@ from tensorwire.integrations.low_memory import AdaLomo, GaLoreAdamW, Lomo  # noq
 from tensorwire.integrations.transformers import ParameterServerCallback  # noqa: E402
 from tests.tensorwire.integrations.tiny import (  # noqa: E402
     SERVERS,
-    Texts,
-    arguments,
     beside_servers,
-    losses,
-    model,
+    fit,
+    require_same,
 )
 
 pytestmark = [
@@ -33,39 +29,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.slow,
 ]
-
-
-def fit(
-    folder: Path,
-    callbacks: list[Any] | None = None,
-    resume: str | None = None,
-    make: Callable[..., Trainer] = Trainer,
-    **changes: Any,
-) -> Trainer:
-    """Trains a tiny model as a script would."""
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # which arguments with bf16 have set
-    own = {key: changes.pop(key) for key in ("optimizer_cls_and_kwargs", "optimizers")
-           if key in changes}  # fmt: skip
-    trainer = make(
-        model=model(),
-        args=arguments(folder, **changes),
-        train_dataset=Texts(),
-        eval_dataset=Texts(8, first=40),
-        callbacks=callbacks or [],
-        **own,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def require_same(local: Trainer, other: Trainer) -> None:
-    """Losses, weights and the optimizer's state are the same, bit for bit."""
-    assert losses(local)
-    assert losses(other) == losses(local)
-    for (name, one), two in zip(
-        local.model.state_dict().items(), other.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, two), name
 
 
 def plain(state: Any) -> Any:

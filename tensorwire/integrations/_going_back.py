@@ -1,0 +1,92 @@
+"""Goes on with a Trainer whose servers went back to a snapshot: resumes the checkpoint of that cut.
+
+With each checkpoint the servers write a snapshot into its folder. So whoever is told of the
+snapshot knows the checkpoint, which has the rest: the step, the place in the data, random states.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from transformers import Trainer
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from tensorwire import parameter_server as ps
+
+_logger: Final = logging.getLogger("tensorwire")
+_STATE: Final = "trainer_state.json"
+
+
+def trainer_of(state: TrainerState) -> Trainer | None:
+    """The Trainer that is calling a callback; None if something else is.
+
+    A Trainer tells its callbacks of everything but itself, so it is looked for among the callers.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found: Any = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and found.state is state:
+            return found
+        frame = frame.f_back
+    return None
+
+
+def keep_training(trainer: Trainer, before_again: Callable[[Trainer], None]) -> None:
+    """Has ``trainer.train`` resume the checkpoint of the cut when servers went back to it.
+
+    Args:
+        trainer: the Trainer.
+        before_again: called each time before it resumes.
+    """
+    train = trainer.train
+
+    def train_on(resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return train(resume_from_checkpoint, *args, **options)
+            except ps.RolledBack as error:
+                checkpoint = checkpoint_of(error, str(trainer.args.output_dir))
+                if checkpoint is None:
+                    raise
+                _logger.warning("%s. Training resumes from %s", error, checkpoint)
+                resume_from_checkpoint = checkpoint
+            _tidy(trainer)
+            before_again(trainer)
+
+    vars(trainer)["train"] = train_on
+
+
+def checkpoint_of(error: ps.RolledBack, output_dir: str) -> str | None:
+    """The folder of the checkpoint that was saved with a snapshot, or else the last checkpoint."""
+    folder = Path(error.snapshot).parent
+    if (folder / _STATE).exists():
+        return str(folder)
+    last: Any = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None  # type: ignore[no-untyped-call]
+    return None if last is None else str(last)
+
+
+def save_servers(cluster: ps.Cluster, folder: Path) -> None:
+    """Has the servers write a snapshot into the folder of a checkpoint.
+
+    One that fails leaves the last one standing, and training goes on.
+    """
+    if folder.exists():  # of an earlier run, whose checkpoint has just been written over
+        shutil.rmtree(folder)
+    try:
+        cluster.snapshot(folder).wait()
+    except ps.SnapshotError as error:
+        _logger.warning("the servers wrote no snapshot into %s: %s", folder, error)
+
+
+def _tidy(trainer: Trainer) -> None:
+    """Removes what a loop that was left by an error would have removed at its end."""
+    noise = getattr(trainer, "neftune_hook_handle", None)
+    if noise is not None:
+        noise.remove()
