@@ -33,7 +33,8 @@ def trainer_of(state: TrainerState) -> Trainer | None:
     while frame is not None:
         found: Any = frame.f_locals.get("self")
         if isinstance(found, Trainer) and found.state is state:
-            return found
+            trainer: Trainer = found
+            return trainer
         frame = frame.f_back
     return None
 

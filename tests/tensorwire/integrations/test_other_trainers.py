@@ -39,6 +39,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent anywhere, and no thread started for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+
+
 def fine_tune(folder: Path, callbacks: list[Any]) -> Trainer:
     """Adapters of a tiny GPT, by TRL's Trainer."""
     torch.manual_seed(3)
@@ -54,7 +60,7 @@ def fine_tune(folder: Path, callbacks: list[Any]) -> Trainer:
         train_dataset=texts,
         eval_dataset=texts.select(range(4)),
         processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM"),
+        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
         callbacks=callbacks,
     )
     trainer.train()
