@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -56,6 +57,11 @@ class Agent:
     @property
     def said(self) -> str:
         return self.output.read_text()
+
+    @property
+    def ended_at(self) -> float:
+        """The time, as the agent itself has written it down."""
+        return float(self.output.with_suffix(".ended").read_text())
 
     def send(self, number: int) -> None:
         assert self.process.pid is not None
@@ -116,6 +122,10 @@ class Job:
         """Of the workers that began, with their lives, sorted."""
         return sorted(f"{each.name}#{each.life}" for each in self.starts)
 
+    def ended_at(self, name: str, life: int) -> float:
+        """The time at which a worker was done, as it has written it down."""
+        return float((self.folder / f"{name}#{life}.ended").read_text())
+
     @property
     def said(self) -> str:
         return "\n".join(agent.said for agent in self.agents)
@@ -150,4 +160,7 @@ def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, 
     os.chdir(Path(output).parent)
     multiprocessing.set_forkserver_preload(IMPORTED)  # for workers that are forked
     module = importlib.import_module(_MAINS.get(main, main))
-    module.main(*(list(arguments),) if main in _MAINS else arguments)
+    try:
+        module.main(*(list(arguments),) if main in _MAINS else arguments)
+    finally:
+        Path(output).with_suffix(".ended").write_text(str(time.time()))

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-FORKED = ("--run-path", "--start-method", "forkserver", "--monitor-interval", "0.05")
+FORKED = ("--run-path", "--start-method", "fork", "--monitor-interval", "0.05")
 
 
 @pytest.fixture
@@ -68,13 +68,13 @@ def test_only_what_died_starts_again_and_the_others_go_on(work: Job) -> None:
         now = works_on(work, name)
         assert (now["pid"], now["seen"]["ps:0"]) == (trainer["pid"], trainer["seen"]["ps:0"])
 
+    os.kill(second["pid"], signal.SIGSTOP)  # in some seconds the group declares it lost
     joins = work.start(*meets, "--role", "trainer:1,max_restarts=1", *member)
     third = works_on(work, "trainer:2")
     joins.send(signal.SIGKILL)
     until(lambda: not is_running(third["pid"]), SECONDS)
     assert works_on(work, "trainer:0")["pid"] == again["pid"]
 
-    os.kill(second["pid"], signal.SIGSTOP)  # the group declares it lost
     assert works_on(work, "trainer:1", second["pid"])["incarnation"] > second["incarnation"]
     assert not is_running(second["pid"])
     assert works_on(work, "trainer:0")["pid"] == again["pid"]
@@ -99,3 +99,22 @@ def test_a_process_group_is_formed_anew_after_a_death(work: Job) -> None:
             os.kill(int(averages(0)[1].split()[0]), signal.SIGKILL)
     work.end()
     assert agent.wait() == 0
+
+
+def test_a_killed_parameter_server_comes_back_and_trainers_are_not_restarted(work: Job) -> None:
+    """With a backup nothing is lost; without, all return to one snapshot."""
+    agent = work.start(
+        *("--standalone", "--role", "ps:2,service=tensorwire.parameter_server,max_restarts=2"),
+        *("--role", "trainer:2,max_restarts=0", *FORKED),
+        *(str(PROGRAMS / "counts.py"), str(work.folder)),
+        RPC_BACKEND="TENSORWIRE",
+    )
+    assert agent.wait() == 0, agent.said
+    for trainer in range(2):
+        seen = json.loads((work.folder / f"trainer:{trainer}.json").read_text())
+        kept, alone = seen["kept"], seen["alone"]
+        assert kept == {"rows": [12.0], "rolled_back": [], "lives": [1, 2]}
+        assert alone["rows"] == [12.0]
+        assert len(alone["rolled_back"]) == 1
+        assert 4 <= alone["rolled_back"][0] < 8
+        assert alone["lives"] == [1, 3]

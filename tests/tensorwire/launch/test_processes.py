@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     program = (LIGHT, str(work.folder))
     first = work.start(*meets, "--spare", "1", *program)
     work.life("trainer:0")
-    second = work.start(*meets, *program)
+    second = work.start(*meets, *program, "trainer:1#1=deaf")
     former = work.life("trainer:1")
     assert former.environment["GROUP_RANK"] == "1"
 
@@ -127,7 +128,10 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     assert taken.environment["GROUP_RANK"] == "0"
 
     second.send(signal.SIGKILL)
-    until(lambda: not former.lives, SECONDS)
+    killed = time.monotonic()
+    until(lambda: not former.lives, SECONDS, 0.01)
+    seconds = time.monotonic() - killed
+    assert seconds < 2, f"a worker of a killed agent ended after {seconds:.1f} s"
     until(lambda: "agent 1 gives no sign of life; it is struck out" in first.said, SECONDS)
     fourth = work.start(*meets, *program)
     assert work.life("trainer:1", 2).environment["GROUP_RANK"] == "3"
@@ -135,6 +139,9 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     assert taken.lives
     work.end()
     assert [first.wait(), fourth.wait()] == [0, 0]
+    over = max(work.ended_at(f"trainer:{n}", life) for n, life in [(0, 1), (1, 2), (2, 2)])
+    seconds = max(first.ended_at, fourth.ended_at) - over
+    assert seconds < 10, f"the last agent ended {seconds:.1f} s after the job"
     assert work.names == [
         f"trainer:{n}#{life}" for n, life in [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)]
     ]

@@ -2,7 +2,8 @@
 
     light.py FOLDER [WORKER=ACTION ...]
 
-It adds a line with its environment to ``FOLDER/journal``. ``WORKER`` is a name, with ``#2`` for
+It adds a line with its environment to ``FOLDER/journal``, and at its end writes the time to
+``FOLDER/NAME#LIFE.ended``. ``WORKER`` is a name, with ``#2`` for
 its second life only, or a role; the actions:
 
     wait     until there is a file ``FOLDER/end``, as all do that are told nothing
@@ -38,6 +39,7 @@ def main() -> None:
         raise ArithmeticError(f"{name} cannot count")
     while action != "done" and not (folder / "end").exists():
         time.sleep(0.02)
+    (folder / f"{name}#{life}.ended").write_text(str(time.time()))
 
 
 def note(folder: Path, name: str, life: int) -> None:
