@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextvars import Token
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed
@@ -14,12 +14,15 @@ from autograd_dist.contexts import (
     current_id,
     make_current,
 )
+from autograd_dist.errors import UnknownContextError
 from autograd_dist.extension import AutogradExtension
 from autograd_dist.grad_fields import GradFields
 from autograd_dist.sequels import Sequels
 from autograd_dist.wire import EXTENSION_NAME
 from rpc import extend
 from rpc.errors import RpcError
+
+_extension: Callable[[], AutogradExtension] = partial(extend.call_extension, EXTENSION_NAME)
 
 
 def is_available() -> bool:
@@ -53,28 +56,21 @@ class context:
         # In one step, as another thread may enter at the same time.
         known: object = vars(self).setdefault("_block", block)
         if known is not block:
-            _leave(block)
+            current_id.reset(block[2])
+            extension.release(context_id)
             raise RpcError(
                 "this autograd context is entered already; make a context() for each with block"
             )
         return context_id
 
     def __exit__(self, *_: object) -> None:
-        _leave(vars(self).pop("_block"))
-
-
-_Block = tuple[AutogradExtension, int, Token[int | None]]
-"""An entered context: where, which, and what undoes that it is the running code's."""
-
-
-def _leave(block: _Block) -> None:
-    extension, context_id, inside = block
-    try:
-        current_id.reset(inside)
-    except ValueError:
-        pass  # a generator that another thread closes; where it entered, the context is over
-    finally:
-        extension.release(context_id)
+        extension, context_id, inside = vars(self).pop("_block")
+        try:
+            current_id.reset(inside)
+        except ValueError:
+            pass  # a generator that another thread closes; where it entered, the context is over
+        finally:
+            extension.release(context_id)
 
 
 def refuse_nested(extension: AutogradExtension) -> None:
@@ -131,14 +127,15 @@ def backward_with_sequel(
     Returns:
         How many did; see ``sequels``.
     """
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+    if not isinstance(context_id, int) or not isinstance(roots, list | tuple | Sequence):
         raise TypeError(
             "backward(): incompatible function arguments. Expected (context_id: int, "
             "roots: sequence of tensors, retain_graph: bool = False), but got "
             f"({type(context_id).__name__}, {type(roots).__name__})"
         )
     extension = _extension()
-    extension.contexts.find(context_id)
+    if extension.contexts.get(context_id) is None:
+        raise UnknownContextError(context_id)
     _check_roots(roots)
     return extension.backward(context_id, roots, retain_graph, sequel)
 
@@ -161,7 +158,10 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
             "get_gradients(): incompatible function arguments. Expected (context_id: int), but "
             f"got ({type(context_id).__name__})"
         )
-    return _extension().contexts.find(context_id).leaves.snapshot()
+    context = _extension().contexts.get(context_id)
+    if context is None:
+        raise UnknownContextError(context_id)
+    return context.leaves.snapshot()
 
 
 def grad_fields() -> GradFields:
@@ -179,11 +179,6 @@ def grad_fields() -> GradFields:
 def sequels() -> Sequels:
     """The actions of this worker when its gradients of a pass are complete."""
     return _extension().sequels
-
-
-def _extension() -> AutogradExtension:
-    extension: AutogradExtension = extend.call_extension(EXTENSION_NAME)
-    return extension
 
 
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from autograd_dist.contexts import ContextTable, DistAutogradContext
+from autograd_dist.errors import UnknownContextError
 from autograd_dist.failure import Failure
 from autograd_dist.grad_fields import GradFields
 from autograd_dist.home import Home
 from autograd_dist.local_engine import LocalPass
 from autograd_dist.pass_driver import PassDriver, Payload
 from autograd_dist.passes import Ack, Gradients, Participant, PassId, Request, Returned
-from autograd_dist.profiled import PASS, in_span
+from autograd_dist.profiled import PASS, in_span, profiler_enabled
 from autograd_dist.sequels import Sequels
 from autograd_dist.wire import (
     EXTENSION_NAME,
@@ -35,23 +35,29 @@ from autograd_dist.wire import (
     spread,
 )
 from rpc.errors import AgentClosedError, CallCancelledError
-from rpc.extend import Slot, is_cancelled, new_tuple, when_cancelled
+from rpc.extend import is_cancelled, new_tuple, when_cancelled
 
 if TYPE_CHECKING:
     from rpc import Future
     from rpc.extend import Answer, Worker
 
 
-Driver = PassDriver[Slot]
+Token = dict[str, "Answer | Future[Answer]"]
+"""The place of the answer to a request, or of the future that waits for it; first come."""
+
+_ANSWER = "answer"
+Driver = PassDriver[Token]
 
 
-@dataclass(slots=True)
 class _OfContext:
     """The passes of one context."""
 
-    drivers: dict[PassId, Driver] = field(default_factory=dict)
-    oldest: dict[int, int] = field(default_factory=dict)
-    started: set[int] = field(default_factory=set)
+    __slots__ = ("drivers", "oldest", "started")
+
+    def __init__(self) -> None:
+        self.drivers: dict[PassId, Driver] = {}
+        self.oldest: dict[int, int] = {}
+        self.started: set[int] = set()
 
     def end_before(self, root: int, oldest: int) -> list[Driver]:
         """Notes the oldest pass of a root that is not over; removes and returns older ones."""
@@ -112,7 +118,7 @@ class BackwardPasses:
             CallCancelledError: the caller of the handler that this is called in gave it up.
             UnknownContextError: there is no such context here.
         """
-        context = self._contexts.find(context_id)
+        context = self._contexts.get(context_id) or self._contexts.find(context_id)
         pass_id: PassId = new_tuple(PassId, (context_id, self._me, next(self._numbers)))
         home: Home[Failure | None] = Home(self._worker)
         driver = self._make_driver(context, pass_id, retain_graph, home.close, sequel)
@@ -120,13 +126,17 @@ class BackwardPasses:
         forget = when_cancelled(lambda: driver.failed(_GIVEN_UP))
         try:
             self._begin(driver)
-            error = in_span(PASS, _to_the_end, driver, home, roots)
+            if profiler_enabled():
+                error = in_span(PASS, _to_the_end, driver, home, roots)
+            else:
+                driver.start(roots)
+                error = home.work()
         finally:
             forget()
             self._end(driver)
         if error is not None:
             raise _as_raised(error, driver.take_cause())
-        return driver.stepped
+        return driver.stepped if sequel else 0
 
     def request_arrived(
         self, sender: int, message: PassMessage, tensors: Sequence[torch.Tensor]
@@ -149,14 +159,11 @@ class BackwardPasses:
         gradients = None
         if isinstance(message.request, Gradients):
             gradients = spread(message.present, tensors)
-        token = Slot()
+        token: Token = {}
         driver.received(token, message.request, gradients, sender)
-        if token.done():
-            answer: Answer = token.value()
-            return answer
-        future: Future[Answer] = self._worker.future("an acknowledgement of gradients")
-        token.when_done(lambda done: future.set_result(done.value()))
-        return future
+        if _ANSWER in token:
+            return token[_ANSWER]
+        return token.setdefault(_ANSWER, self._worker.future("an acknowledgement of gradients"))
 
     def close(self) -> None:
         """Contexts that are dropped from now on may not be over: their requests are refused."""
@@ -167,8 +174,7 @@ class BackwardPasses:
         with self._lock:
             passes = self._passes.pop(context_id, _NO_PASSES)
         for driver in passes.drivers.values():
-            driver.failed(Failure.of(self._me, error))
-            driver.abandon()
+            driver.drop(error)
 
     def root_lost(self, worker_id: int) -> None:
         """Forgets the passes that a lost worker started."""
@@ -193,9 +199,16 @@ class BackwardPasses:
         """Sends a request of a pass; its reply is the acknowledgement."""
         try:
             present, tensors = gather(payload or [])
-            oldest = self._oldest(driver.pass_id)
+            pass_id = driver.pass_id
+            with self._lock:
+                passes = self._passes.get(pass_id.context_id, _NO_PASSES)
+                # The oldest pass of the root that is not over, as far as is known here.
+                if pass_id.root == self._me:
+                    oldest = min(passes.started, default=pass_id.number)
+                else:
+                    oldest = passes.oldest.get(pass_id.root, 0)
             message = encode_request(
-                driver.pass_id, oldest, request, driver.retain_graph, present, driver.sequel
+                pass_id, oldest, request, driver.retain_graph, present, driver.sequel
             )
             for gradient in tensors:
                 if not gradient.is_cpu:
@@ -205,7 +218,7 @@ class BackwardPasses:
         except BaseException as error:  # whoever waits for the pass need not be on this thread
             driver.raised(error, f"gradients for worker {to} cannot be sent: ")
 
-    def acknowledge(self, token: Slot, ack: Ack, returned: Returned[Payload] | None) -> None:
+    def acknowledge(self, token: Token, ack: Ack, returned: Returned | None) -> None:
         """Replies to a request of a pass; if that cannot be done, with why."""
         answer: Answer
         try:
@@ -216,9 +229,10 @@ class BackwardPasses:
                 answer = encode_ack(ack, returned.message_id, present), *tensors
         except BaseException as error:  # as above
             why = Failure.of(self._me, error, "gradients cannot be acknowledged: ")
-            token.fill(encode_ack(Ack(error=why)))
-        else:
-            token.fill(answer)
+            answer = encode_ack(Ack(error=why))
+        awaited = token.setdefault(_ANSWER, answer)
+        if awaited is not answer and not isinstance(awaited, bytes | tuple):
+            awaited.set_result(answer)
 
     def later(self, work: Callable[[], None]) -> None:
         """Does what takes long where it keeps nothing from being delivered."""
@@ -247,7 +261,7 @@ class BackwardPasses:
         finished: Callable[[Failure | None], None],
         sequel: bytes = b"",
     ) -> Driver:
-        participant: Participant[Payload, Slot] = Participant(
+        participant: Participant[Payload, Token] = Participant(
             self._me, pass_id.root, context.workers
         )
 
@@ -275,16 +289,13 @@ class BackwardPasses:
         pass_id = driver.pass_id
         with self._lock:
             # Within the lock, so that a release that comes now finds the pass.
-            self._contexts.find(pass_id.context_id)
-            passes = self._of_context(pass_id.context_id)
+            if self._contexts.get(pass_id.context_id) is None:
+                raise UnknownContextError(pass_id.context_id)
+            passes = self._passes.get(pass_id.context_id)
+            if passes is None:
+                passes = self._passes[pass_id.context_id] = _OfContext()
             passes.drivers[pass_id] = driver
             passes.started.add(pass_id.number)
-
-    def _of_context(self, context_id: int) -> _OfContext:
-        passes = self._passes.get(context_id)
-        if passes is None:
-            passes = self._passes[context_id] = _OfContext()
-        return passes
 
     def _end(self, driver: Driver) -> None:
         pass_id = driver.pass_id
@@ -295,23 +306,18 @@ class BackwardPasses:
                 passes.started.discard(pass_id.number)
         driver.abandon()
 
-    def _oldest(self, pass_id: PassId) -> int:
-        """The oldest pass of a root that is not over, as far as is known here."""
-        with self._lock:
-            passes = self._passes.get(pass_id.context_id, _NO_PASSES)
-            if pass_id.root == self._me:
-                return min(passes.started, default=pass_id.number)
-            return passes.oldest.get(pass_id.root, 0)
-
     def _driver_for(self, message: PassMessage) -> Driver | None:
         """The driver of the pass a request belongs to; None if the pass is over."""
         pass_id = message.pass_id
         with self._lock:
             # Within the lock, so that a release that comes now finds what is made here.
-            context = self._contexts.join(pass_id.context_id)
+            context_id = pass_id.context_id
+            context = self._contexts.get(context_id) or self._contexts.join(context_id)
             if context is None:
                 return None
-            passes = self._of_context(pass_id.context_id)
+            passes = self._passes.get(context_id)
+            if passes is None:
+                passes = self._passes[context_id] = _OfContext()
             over = passes.end_before(pass_id.root, message.oldest)
             driver = passes.drivers.get(pass_id)
             is_over = pass_id.root == self._me or passes.oldest[pass_id.root] > pass_id.number

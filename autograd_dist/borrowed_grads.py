@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
+
+_grad_of = attrgetter("grad")
 
 
 class BorrowedGrads:
@@ -19,14 +22,14 @@ class BorrowedGrads:
         self._set_aside: list[torch.Tensor | None] = []
 
     def __enter__(self) -> BorrowedGrads:
-        self._set_aside = [leaf.grad for leaf in self._leaves]
+        self._set_aside = list(map(_grad_of, self._leaves))
         for leaf in self._leaves:
             leaf.grad = None
         return self
 
     def take(self) -> list[torch.Tensor | None]:
         """Takes what accumulated in the meantime."""
-        taken = [leaf.grad for leaf in self._leaves]
+        taken = list(map(_grad_of, self._leaves))
         for leaf in self._leaves:
             leaf.grad = None
         return taken

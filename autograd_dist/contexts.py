@@ -10,12 +10,9 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Final
 from weakref import ReferenceType, ref
-
-import torch
 
 from autograd_dist.border import SentTensor
 from autograd_dist.errors import UnknownContextError
@@ -55,16 +52,8 @@ class entered:
         current_id.reset(self._token)
 
 
-@contextmanager
-def entered_without_grad(context_id: int) -> Iterator[None]:
-    """Runs the block inside a context, in ``torch.no_grad()``."""
-    with entered(context_id), torch.no_grad():
-        yield
-
-
-def make_current(context_id: int | None) -> None:
-    """Lets the running code belong to a context, or to none, from now on."""
-    current_id.set(context_id)
+make_current: Final[Callable[[int | None], object]] = current_id.set
+"""Lets the running code belong to a context, or to none, from now on."""
 
 
 def highest_context_id(worker_id: int) -> int:
@@ -75,6 +64,11 @@ def highest_context_id(worker_id: int) -> int:
 def creator_of(context_id: int) -> int:
     """The worker that created a context."""
     return context_id >> _CREATOR_SHIFT
+
+
+def is_of_life(context_id: int, incarnation: int) -> bool:
+    """True if a context was created in this life of its creator."""
+    return (context_id >> _LIFE_SHIFT) % _MOST_LIVES == incarnation % _MOST_LIVES
 
 
 def lives_after(context_id: int, incarnation: int) -> int:
@@ -116,6 +110,8 @@ class DistAutogradContext:
         life: which of this worker's, so that no message of a later one has the id of its.
 
     Attributes:
+        known: the workers that this one exchanged calls with in the context; to look at only.
+        sends: gives a copy of everything sent so far, by message.
         sequels: those that were begun here, and once more each that was done; see ``sequels``.
     """
 
@@ -128,7 +124,9 @@ class DistAutogradContext:
         self._sends: dict[int, Sequence[SentTensor]] = {}
         self._receipts: dict[tuple[int, int], ReferenceType[Node]] = {}
         self._most_receipts = _RECEIPTS_BEFORE_PRUNING
-        self._workers: set[int] = set()
+        self.known: set[int] = set()
+        # One step of the interpreter, so that it needs no lock.
+        self.sends: Callable[[], dict[int, Sequence[SentTensor]]] = self._sends.copy
 
     def add_send(self, tensors: Sequence[SentTensor]) -> int:
         """Records tensors that leave in one message; returns the message's id."""
@@ -136,11 +134,6 @@ class DistAutogradContext:
             message_id = self._last_message_id = self._last_message_id + 1
             self._sends[message_id] = tensors
         return message_id
-
-    def sends(self) -> dict[int, Sequence[SentTensor]]:
-        """Everything sent so far, by message."""
-        with self._lock:
-            return dict(self._sends)
 
     def add_receipt(self, sender: int, message_id: int, node: Node) -> None:
         """Notes the node through which a message's tensors entered the graph."""
@@ -153,21 +146,20 @@ class DistAutogradContext:
 
     def add_worker(self, worker_id: int) -> None:
         """Notes another worker that takes part."""
-        if worker_id not in self._workers:
-            with self._lock:
-                self._workers.add(worker_id)
+        with self._lock:
+            self.known.add(worker_id)
 
     def remove_worker(self, worker_id: int) -> bool:
         """Forgets a worker that is gone; True if it took part, as far as this one knew."""
         with self._lock:
-            known = worker_id in self._workers
-            self._workers.discard(worker_id)
+            known = worker_id in self.known
+            self.known.discard(worker_id)
         return known
 
     def workers(self, *excepted: int | None) -> list[int]:
         """The workers that this one exchanged calls with in the context, but for some."""
         with self._lock:
-            return sorted(self._workers.difference(excepted))
+            return sorted(self.known.difference(excepted))
 
     def _context_id(self) -> int:
         return self.context_id
@@ -246,7 +238,7 @@ class ContextTable:
 
     def _is_over(self, context_id: int) -> bool:
         """True if a context that is not here was. Needs the lock."""
-        return context_id in self._released or creator_of(context_id) == self._me
+        return context_id in self._released or context_id >> _CREATOR_SHIFT == self._me
 
     def release(self, context_id: int) -> DistAutogradContext | None:
         """Removes a context; a late call cannot bring it back. None if it was not here."""

@@ -35,8 +35,10 @@ class EngineRun(Protocol):
 
 def current_run() -> EngineRun | None:
     """The run that the calling code executes for, also in one inside it; None outside of ours."""
-    block = _current_block()
-    return None if block is None else block.run
+    if not _is_set(_SLOT):
+        return None
+    block: running = torch._C._get_obj_in_tls(_SLOT)
+    return block.run
 
 
 def innermost_run() -> EngineRun | None:
@@ -51,7 +53,9 @@ def innermost_run() -> EngineRun | None:
 
 
 class running:
-    """Makes a run current for an engine run started inside the block.
+    """Makes a run current for engine runs that are started from now on, until :meth:`end`.
+
+    As a context manager it ends with its block.
 
     Args:
         run: the run.
@@ -66,12 +70,17 @@ class running:
     def __init__(self, run: EngineRun) -> None:
         self.run = run
         self.number: int | None = None
-
-    def __enter__(self) -> None:
-        self._outer = _current_block()
+        self._outer: running | None = torch._C._get_obj_in_tls(_SLOT) if _is_set(_SLOT) else None
         _set(_SLOT, self)
 
+    def __enter__(self) -> None:
+        """It began when it was made."""
+
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Makes current again what was before."""
         if self._outer is None:
             # An object left in a thread's slot is destroyed at thread exit, which
             # can deadlock on the interpreter lock.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,9 +24,9 @@ from autograd_dist.contexts import (
     DistAutogradContext,
     creator_of,
     current_context_id,
-    entered,
-    entered_without_grad,
+    is_of_life,
     lives_after,
+    make_current,
 )
 from autograd_dist.errors import UnknownContextError
 from autograd_dist.grad_fields import GradFields
@@ -44,7 +44,6 @@ from autograd_dist.wire import (
 from rpc.errors import (
     AgentClosedError,
     RpcError,
-    RpcTimeoutError,
     UnknownWorkerError,
     WorkerLostError,
 )
@@ -111,29 +110,32 @@ class AutogradExtension:
         context = None if context_id is None else self.contexts.get(context_id)
         if context is None:
             return None
-        context.add_worker(to)
-        if self.contexts.get(context.context_id) is None:
-            return None  # whoever ended it meanwhile may not have seen that
+        if to not in context.known:
+            context.add_worker(to)
+            if self.contexts.get(context.context_id) is None:
+                return None  # whoever ended it meanwhile may not have seen that
         message_id, positions = _record_sent(context, tensors)
         return encode_call(context.context_id, message_id, positions, torch.is_grad_enabled())
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], AbstractContextManager[object]]:
+    ) -> tuple[list[torch.Tensor], AbstractContextManager[object] | None]:
         """Lets a handler run inside the context its call was made in."""
         received = CallMetadata.decode(metadata, len(tensors))
-        context = self.contexts.join(received.context_id)
+        context = self.contexts.get(received.context_id) or self.contexts.join(received.context_id)
         if context is None:
             self._require_creator(received.context_id)
             # Its context ended before the call arrived: no gradient will be asked for.
-            return tensors, nullcontext()
-        context.add_worker(sender)
-        if (
-            self._worker.why_lost(sender) is not None
-        ):  # it was lost before that: nobody else noticed
+            return tensors, None
+        if sender not in context.known:
+            context.add_worker(sender)
+        # It may have been lost before that: nobody else noticed.
+        if self._worker.living_life(sender) is None and self._worker.why_lost(sender) is not None:
             self._lost_a_neighbour([context], sender)
-        scope = entered if received.grad_enabled else entered_without_grad
-        return _attach_received(context, received, sender, tensors), scope(context.context_id)
+        if received.positions:
+            tensors = _attach_received(context, received, sender, tensors)
+        make_current(context.context_id)
+        return tensors, None if received.grad_enabled else torch.no_grad()
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -152,7 +154,7 @@ class AutogradExtension:
         """Lets gradients find the way back to a result's sender."""
         received = CallMetadata.decode(metadata, len(tensors))
         context = self.contexts.get(received.context_id)
-        if context is None:
+        if context is None or not received.positions:
             return tensors
         return _attach_received(context, received, sender, tensors)
 
@@ -245,6 +247,9 @@ class AutogradExtension:
     def _creator_lives(self, context_id: int) -> bool:
         """False if that life of the creator is over; one that is not known yet may not be."""
         creator = creator_of(context_id)
+        living = self._worker.living_life(creator)
+        if living is not None and is_of_life(context_id, living.incarnation):
+            return True
         latest = self._worker.latest_life(creator)
         if latest is None:
             return True
@@ -270,11 +275,9 @@ class AutogradExtension:
     def _tell(self, worker: int, context_ids: Sequence[int]) -> None:
         """Tells a worker that contexts are over; raises RpcError if it does not get to know."""
         body = Release(tuple(context_ids)).encode()
-        try:
-            future = self._worker.message(worker, self.name, body)
-        except _GONE:
-            return  # and the contexts with it
-        future.add_done_callback(partial(_note_refusal, worker, context_ids))
+        with suppress(*_GONE):  # and the contexts with it
+            noted = partial(_note_refusal, worker, context_ids)
+            self._worker.ask(worker, self.name, body, (), noted)
 
 
 def _record_sent(
@@ -296,10 +299,8 @@ def _attach_received(
     sender: int,
     tensors: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    if not received.positions:
-        return tensors
     origin: Origin = new_tuple(Origin, (received.context_id, sender, received.message_id))
-    tracked = attach_recv(origin, [tensors[i] for i in received.positions])
+    tracked = attach_recv(origin, list(map(tensors.__getitem__, received.positions)))
     context.add_receipt(sender, received.message_id, tracked[0].grad_fn)
     result = list(tensors)
     for position, tensor in zip(received.positions, tracked, strict=True):
@@ -307,11 +308,12 @@ def _attach_received(
     return result
 
 
-def _note_refusal(worker: int, context_ids: Sequence[int], answer: Future[bytes]) -> None:
+def _note_refusal(
+    worker: int, context_ids: Sequence[int], _: object, error: Exception | None
+) -> None:
     """Nothing depends on the answer, but people may want to know what keeps memory."""
-    try:
-        answer.value()
-    except (*_GONE, RpcTimeoutError) as error:  # it takes the news late, if at all
+    if isinstance(error, _GONE):
         _log.debug("worker %d does not say that it took news of contexts: %s", worker, error)
-    except Exception:
-        _log.exception("worker %d may keep contexts that are over: %s", worker, context_ids)
+    elif error is not None:
+        problem = "worker %d may keep contexts that are over: %s"
+        _log.error(problem, worker, context_ids, exc_info=error)

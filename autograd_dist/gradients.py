@@ -26,14 +26,16 @@ class LeafGradients:
 
     def add_all(self, owned: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds gradients of leaves that this object may keep and change (see `own_all`)."""
+        kept: list[torch.Tensor] = []
         with self._lock:
             for leaf, gradient in owned:
                 existing = self._by_leaf.setdefault(leaf, gradient)
                 if existing is not gradient:
                     take_tensors((existing,))
                     with torch.no_grad():
-                        self._by_leaf[leaf] = _sum(existing, gradient)
-                leave_tensors((self._by_leaf[leaf],))
+                        gradient = self._by_leaf[leaf] = _sum(existing, gradient)
+                kept.append(gradient)
+            leave_tensors(kept)
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         """A new dict with the current gradients."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -27,7 +26,7 @@ _LeafNode: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 edges_own_graph: Final = "ownership_token" in GradientEdge._fields
 """True if torch's edges keep the graph alive."""
 
-_NO_TOKEN: Final = (None,) if edges_own_graph else ()
+NO_TOKEN: Final = (None,) if edges_own_graph else ()
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
@@ -44,14 +43,14 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
                 "graph inside torch.func.vmap, grad and jvp; make the call outside of these"
             )
         return get_gradient_edge(tensor)
-    return new_tuple(GradientEdge, (node, tensor.output_nr, *_NO_TOKEN))
+    return new_tuple(GradientEdge, (node, tensor.output_nr, *NO_TOKEN))
 
 
 def gradient_edges(edges: Iterable[Edge]) -> tuple[GradientEdge, ...]:
     """Edges as torch's engine takes them."""
     made = []
     for edge in edges:
-        made.append(new_tuple(GradientEdge, edge + _NO_TOKEN))
+        made.append(new_tuple(GradientEdge, edge + NO_TOKEN))
     return tuple(made)
 
 
@@ -60,8 +59,7 @@ def is_leaf(node: Node) -> bool:
     return type(node) is _LeafNode
 
 
-@dataclass(slots=True)
-class Region:
+class Region(NamedTuple):
     """The nodes that gradients can flow through from some edges until they meet a stop.
 
     Attributes:
@@ -100,7 +98,8 @@ def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = No
                 if successor is not None and successor not in seen:
                     seen.add(successor)
                     stack.append(successor)
-    return Region(inner, recvs, leaves, stops)
+    found: Region = new_tuple(Region, (inner, recvs, leaves, stops))
+    return found
 
 
 def successors(node: Node) -> list[Node]:

@@ -25,32 +25,31 @@ class Home(Generic[R]):
 
     Args:
         worker: how that thread waits.
+
+    Attributes:
+        thread: the thread that does the work.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._work: deque[Work | None] = deque()
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._results: list[R] = []
 
-    def is_here(self) -> bool:
-        """True if the calling thread is the one that does the work."""
-        return threading.get_ident() == self._thread
-
     def leave(self, work: Work) -> None:
         """Leaves ``work`` to the thread."""
-        self._put(work)
+        self._work.append(work)
+        self._woken.put(None)
+        if threading.get_ident() != self.thread:
+            self._worker.wake()
 
     def close(self, result: R) -> None:
         """There is no more to do."""
         self._results.append(result)
-        self._put(None)
-
-    def _put(self, work: Work | None) -> None:
-        self._work.append(work)
+        self._work.append(None)
         self._woken.put(None)
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             self._worker.wake()
 
     def work(self) -> R:

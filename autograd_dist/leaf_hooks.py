@@ -16,11 +16,15 @@ import torch.distributed
 from autograd_dist.border import Hook, users_hooks
 from autograd_dist.recv_node import Node
 
+_world = torch.distributed.distributed_c10d._world if torch.distributed.is_available() else None
+"""What ``torch.distributed.is_initialized()`` asks, by way of three functions."""
+
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:
     """True if anything would notice if torch did not accumulate these leaves' gradients."""
-    if leaves and torch.distributed.is_available() and torch.distributed.is_initialized():
-        # DistributedDataParallel hangs on the nodes from C++, out of sight.
+    if _world is not None and _world.default_pg is not None:
+        # There is a process group, so that DistributedDataParallel may hang on the nodes from
+        # C++, out of sight.
         return True
     for leaf in leaves:
         variable = leaf.variable

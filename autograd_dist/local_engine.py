@@ -36,6 +36,7 @@ from autograd_dist.engine_run import BEACON, running
 from autograd_dist.grad_fields import GradFields, Use
 from autograd_dist.gradients import LeafGradients, own_all
 from autograd_dist.graph import (
+    NO_TOKEN,
     Edge,
     Region,
     any_reaches_another,
@@ -48,6 +49,7 @@ from autograd_dist.graph import (
 from autograd_dist.leaf_hooks import accumulation_is_observed
 from autograd_dist.recv_node import Node, Origin, origin_of, refuse_plain_backward
 from autograd_dist.retained import retained_is_kept_on_the_way
+from rpc.extend import new_tuple
 
 _Contributions = dict[Edge, tuple[torch.Tensor, bool]]
 """By edge, the sum of what waits there, and whether that sum is the pass's own."""
@@ -55,6 +57,7 @@ _Contributions = dict[Edge, tuple[torch.Tensor, bool]]
 _first_of = itemgetter(0)
 _next_functions_of = attrgetter("next_functions")
 _variable_of = attrgetter("variable")
+_origin_of = attrgetter("origin")
 
 DeliverGradients = Callable[[Origin, list[torch.Tensor | None], bool], None]
 """Of which message, its gradients, and whether the wave will complete no other's."""
@@ -113,7 +116,9 @@ class LocalPass:
         """Starts the pass here: gradients of the roots themselves."""
         for edge, gradient in zip(edges, gradients, strict=True):
             self._owned_edges.append(edge)
-            self._contribute((edge.node, edge.output_nr), gradient)
+            fresh, entry = (edge.node, edge.output_nr), (gradient, False)
+            if self.contributions.setdefault(fresh, entry) is not entry:
+                self._contribute(fresh, gradient)
 
     def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of a message sent from here arrived; None for a tensor without one.
@@ -128,8 +133,11 @@ class LocalPass:
             if gradient is not None:
                 if gradient.device != tensor.device:
                     gradient = gradient.to(tensor.device)
-                self._owned_edges.append(tensor.edge)
-                self._contribute((tensor.edge.node, tensor.edge.output_nr), gradient)
+                edge = tensor.edge
+                self._owned_edges.append(edge)
+                fresh, entry = (edge.node, edge.output_nr), (gradient, False)
+                if self.contributions.setdefault(fresh, entry) is not entry:
+                    self._contribute(fresh, gradient)
 
     def resolve_without_gradient(self, message_id: int) -> None:
         """No gradient will come for a message sent from here: its output went unused."""
@@ -145,16 +153,17 @@ class LocalPass:
             return
         region = explore(map(_first_of, start), is_blocked)
         if region.recvs:
-            region.recvs = self._undelivered(region.recvs)
-            self._awaited = set(map(origin_of, region.recvs))
+            region.recvs[:] = self._undelivered(region.recvs)
+            self._awaited = set(map(_origin_of, region.recvs))
         if self._finished_leaves:
-            region.leaves = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
+            region.leaves[:] = [leaf for leaf in region.leaves if leaf not in self._finished_leaves]
         held: list[Node] = []
         if region.leaves and accumulation_is_observed(region.leaves):
             if not self._waiting:
                 self._run_accumulating(start, region)
                 return
-            held, region.leaves = region.leaves, []
+            held += region.leaves
+            region.leaves.clear()
         if region.stops or held:
             self._run_to_border(start, region, {*region.stops, *held})
             return
@@ -282,23 +291,25 @@ class LocalPass:
     def _read(
         self, roots: _Contributions, region: Region, border: Collection[Node], retain_graph: bool
     ) -> None:
-        inputs = _ends_of(region)
-        inputs += zip(border, repeat(0))
+        inputs = _ends_of(region, border)
         if not (inputs and roots):
             return
-        with running(self):
+        run = running(self)
+        try:
             captured: list[torch.Tensor | None] = list(
                 # torch.autograd.grad itself spends tens of microseconds on checks.
                 Variable._execution_engine.run_backward(
                     gradient_edges(roots),
-                    tuple([gradient for gradient, _ in roots.values()]),
+                    tuple(map(_first_of, roots.values())),
                     retain_graph,
                     False,  # no graph of this run
-                    gradient_edges(inputs),
+                    inputs,
                     allow_unreachable=True,
                     accumulate_grad=False,
                 )
             )
+        finally:
+            run.end()
         if self._awaited:
             self._finish_recvs(region)
         if region.leaves:
@@ -318,7 +329,7 @@ class LocalPass:
                 retain_graph=self._retain_graph,
                 # What leads only to leaves and messages that are finished has run, and with
                 # inputs torch refuses a checkpoint that would run a backward of its own.
-                inputs=gradient_edges(_ends_of(region)),
+                inputs=_ends_of(region),
             )
             gradients = borrowed.take()
         self.contributions.clear()
@@ -369,8 +380,14 @@ class _Blockers:
                 stack.extend(successors(node))
 
 
-def _ends_of(region: Region) -> list[Edge]:
-    """The inputs that make the engine compute what a region's leaves and recv nodes get."""
+def _ends_of(region: Region, border: Iterable[Node] = ()) -> tuple[GradientEdge, ...]:
+    """The inputs that make the engine compute what a region's leaves and recv nodes get.
+
+    Those of the border come last.
+    """
     # As an input, a recv node's anchor makes the engine execute it.
     anchors = map(_first_of, map(_next_functions_of, region.recvs))
-    return [*zip(region.leaves, repeat(0)), *anchors]
+    ends = []
+    for edge in (*zip(region.leaves, repeat(0)), *anchors, *zip(border, repeat(0))):
+        ends.append(new_tuple(GradientEdge, edge + NO_TOKEN))
+    return tuple(ends)

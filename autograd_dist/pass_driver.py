@@ -32,12 +32,12 @@ from autograd_dist.passes import (
     Send,
     T,
 )
-from autograd_dist.profiled import SEND, in_span
+from autograd_dist.profiled import SEND, in_span, profiler_enabled
 from autograd_dist.recv_node import Origin
 
 Payload = list[torch.Tensor | None]
 
-_Work = RunWave[Payload] | FollowStuck | FollowSend
+_Work = RunWave | FollowStuck | FollowSend
 
 
 class Wire(Protocol[T]):
@@ -48,7 +48,7 @@ class Wire(Protocol[T]):
     ) -> None:
         """Sends a request; reports to ``driver`` when it is acknowledged or fails."""
 
-    def acknowledge(self, token: T, ack: Ack, returned: Returned[Payload] | None) -> None:
+    def acknowledge(self, token: T, ack: Ack, returned: Returned | None) -> None:
         """Answers a request that arrived, with gradients if there are any to come along."""
 
     def later(self, work: Callable[[], None]) -> None:
@@ -116,7 +116,7 @@ class PassDriver(Generic[T]):
             effects = self._participant.received(token, request, payload, asker)
         self._carry_out(effects)
 
-    def acknowledged(self, ack: Ack, returned: Returned[Payload] | None = None) -> None:
+    def acknowledged(self, ack: Ack, returned: Returned | None = None) -> None:
         """A request sent from here was acknowledged; does nothing that takes long."""
         with self._participant_lock:
             effects = self._participant.acknowledged(ack, returned)
@@ -132,10 +132,18 @@ class PassDriver(Generic[T]):
         """Something could not be done here; ``what``, for people, is as for ``Failure.of``."""
         self._carry_out(self._effects_of(error, what))
 
+    def drop(self, error: Exception) -> None:
+        """Stops taking part, as the context is over; whoever waits for the pass learns why."""
+        with self._participant_lock:
+            effects = self._participant.dropped(lambda: Failure.of(self._me, error))
+        if effects:
+            self._carry_out(effects)
+        self.abandon()
+
     def abandon(self) -> None:
         """Stops taking part, and lets go of the graph."""
         with self._participant_lock:
-            effects = self._participant.abandoned()
+            effects = [] if self._participant.is_over else self._participant.abandoned()
         if effects:
             self._carry_out(effects)
         # The two refer to each other; without this the graph would wait for the
@@ -164,7 +172,7 @@ class PassDriver(Generic[T]):
 
     def _carry_out(
         self,
-        effects: list[Effect[Payload, T]],
+        effects: list[Effect],
         elsewhere: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Carries out effects and what they lead to, ``elsewhere`` if given what takes long."""
@@ -172,26 +180,23 @@ class PassDriver(Generic[T]):
             if len(effects) > 1:
                 # Requests first: others can work on them while a wave runs here.
                 effects.sort(key=_takes_long)
-            following: list[Effect[Payload, T]] = []
+            following: list[Effect] = []
             for effect in effects:
                 if isinstance(effect, Send):
                     self._wire.send(self, effect.to, effect.request, effect.payload)
                 elif isinstance(effect, Acknowledge):
                     self._wire.acknowledge(effect.token, effect.ack, effect.returned)
                 elif isinstance(effect, Finished):
-                    self._over(effect.error)
-                elif elsewhere is None and (self.home is None or self.home.is_here()):
+                    self._finished(effect.error)
+                    if effect.error is not None and self._local is not None:
+                        self._local.give_up()  # a wave may still be waiting here
+                elif elsewhere is None and (
+                    self.home is None or self.home.thread == threading.get_ident()
+                ):
                     following += self._work(effect)
                 else:
                     self._leave(effect, elsewhere)
             effects = following
-
-    def _over(self, error: Failure | None) -> None:
-        """At the root: the pass is over; if it failed, a wave may still be waiting here."""
-        self._finished(error)
-        local = self._local
-        if error is not None and local is not None:
-            local.give_up()
 
     def _leave(self, effect: _Work, elsewhere: Callable[[Callable[[], None]], None] | None) -> None:
         """Has another thread do what takes long."""
@@ -199,7 +204,7 @@ class PassDriver(Generic[T]):
         assert leave is not None
         leave(lambda: self._carry_out(self._work(effect)))
 
-    def _work(self, effect: _Work) -> list[Effect[Payload, T]]:
+    def _work(self, effect: _Work) -> list[Effect]:
         """Does what takes long; returns what the outcome leads to."""
         participant, local = self._participant, self._local
         if local is None:
@@ -208,12 +213,16 @@ class PassDriver(Generic[T]):
         resolved, stepped, reach = 0, 0, None
         try:
             if isinstance(effect, RunWave):
-                for arrived in effect.arrived:
-                    in_span(SEND, local.add_gradients, *arrived)
+                for message_id, gradients in effect.arrived:
+                    if profiler_enabled():
+                        in_span(SEND, local.add_gradients, message_id, gradients)
+                    else:
+                        local.add_gradients(message_id, gradients)
                 if effect.only_promised is not None:
                     resolved = _resolve_others(local, effect.only_promised)
                 local.run_wave()
-                stepped = self._step_if_complete(local)
+                if self.sequel:
+                    stepped = self._step_if_complete(local)
             elif isinstance(effect, FollowStuck):
                 reach = local.reach_of_stuck()
             else:
@@ -230,7 +239,7 @@ class PassDriver(Generic[T]):
 
         At the root it may: no message of its own says that its roots' gradients are all.
         """
-        if not self.sequel or self._run_sequel is None or self.pass_id.root == self._me:
+        if self._run_sequel is None or self.pass_id.root == self._me:
             return 0
         if local.waiting_sends or local.contributions:
             return 0
@@ -242,7 +251,7 @@ class PassDriver(Generic[T]):
         with self._participant_lock:
             return self._participant.newly_stepped
 
-    def _effects_of(self, error: BaseException, what: str = "") -> list[Effect[Payload, T]]:
+    def _effects_of(self, error: BaseException, what: str = "") -> list[Effect]:
         failure = Failure.of(self._me, error, what)
         with self._participant_lock:
             effects = self._participant.failed(failure)
@@ -260,5 +269,5 @@ def _resolve_others(local: LocalPass, promised: frozenset[int]) -> int:
     return len(unused)
 
 
-def _takes_long(effect: Effect[Payload, T]) -> bool:
+def _takes_long(effect: Effect) -> bool:
     return isinstance(effect, RunWave | FollowStuck | FollowSend)

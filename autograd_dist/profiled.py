@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 PASS = "torch::distributed::autograd::backward"
 SEND = "torch::distributed::autograd::SendRpcBackward"
+
+profiler_enabled: Callable[[], bool] = _profiler_enabled
+"""True if a profile of the running thread is recorded."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -91,7 +91,7 @@ def attach_recv(origin: Origin, tensors: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         The tensors, each requiring grad, with one common node behind them.
     """
-    plain = [_detached(tensor) for tensor in tensors]
+    plain = list(map(_detached, tensors))
     # Each message has its own anchor: a shared one would tie all recv nodes
     # together wherever the engine works out which nodes lead where.
     anchor = _ANCHOR.detach().requires_grad_()

@@ -55,7 +55,9 @@ class CallMetadata(NamedTuple):
         if len(data) < _CALL.size:
             raise FrameError(f"{len(data)} bytes are no autograd metadata")
         context_id, message_id, grad_enabled = _CALL.unpack_from(data)
-        positions = _unpack_positions(data, _CALL.size)
+        positions: tuple[int, ...] = ()
+        if len(data) > _CALL.size:
+            positions = _unpack_positions(data, _CALL.size)
         if positions and max(positions) >= tensor_count:
             raise FrameError(f"autograd metadata names more than {tensor_count} tensors")
         return new_tuple(cls, (context_id, message_id, positions, grad_enabled))
@@ -73,7 +75,10 @@ def encode_call(
     context_id: int, message_id: int, positions: Sequence[int], grad_enabled: bool = True
 ) -> bytes:
     """The bytes of :class:`CallMetadata`."""
-    return _CALL.pack(context_id, message_id, grad_enabled) + _pack_positions(positions)
+    call = _CALL.pack(context_id, message_id, grad_enabled)
+    if not positions:
+        return call
+    return call + struct.pack(f"<{len(positions)}{_POSITION}", *positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +172,12 @@ def decode_message(body: bytes) -> Release | Inquiry | PassMessage:
         end += SEQUEL_BYTES
         if len(body) < end:
             raise FrameError(f"the sequel of an autograd message ends after {len(body)} bytes")
-    present = tuple(map(bool, body[end:])) if kind == _GRADIENTS else ()
-    request = _request(kind, first, second, body, end)
+    present: tuple[bool, ...] = ()
+    request: Request
+    if kind == _GRADIENTS:
+        present, request = tuple(map(bool, body[end:])), new_tuple(Gradients, (first,))
+    else:
+        request = _request(kind, first, second, body, end)
     pass_id = new_tuple(PassId, (context_id, root, number))
     retain_graph = bool(flags & _RETAIN_GRAPH)
     return new_tuple(PassMessage, (pass_id, oldest, request, retain_graph, present, sequel))
@@ -199,8 +208,6 @@ def _context_ids(body: bytes, count: int) -> tuple[int, ...]:
 
 
 def _request(kind: int, first: int, second: int, body: bytes, end: int) -> Request:
-    if kind == _GRADIENTS:
-        return Gradients(first)
     if kind == _SURVEY:
         return Survey(first)
     if kind == _PROMISE:

@@ -130,7 +130,7 @@ class LocalOptimizer:
     def _others(self) -> list[torch.Tensor]:
         """The tensors it optimizes and nothing stands for, such as what was added to it later."""
         groups = getattr(self.optim, "param_groups", ({"params": self._shadows.tensors},))
-        return self._shadows.without(each for group in groups for each in group["params"])
+        return self._shadows.without(groups)
 
 
 def require_usable(optimizer_class: object) -> None:

@@ -7,6 +7,7 @@ an owner is in ``local_optimizer``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -116,8 +117,8 @@ class DistributedOptimizer(StateAcrossOwners):
         with entered(context_id):  # owners that it has not reached must learn of it
             if len(self.remote_optimizers) == 1:
                 (only,) = self.remote_optimizers
-                args = only, _STEP, context_id
-                from_one(what, only.owner(), lambda to: rpc.rpc_sync(to, call_method, args))
+                step = partial(rpc.rpc_sync, func=call_method, args=(only, _STEP, context_id))
+                from_one(what, only.owner(), step)
                 return
             optimizers = {optimizer.owner(): optimizer for optimizer in self.remote_optimizers}
             from_each(

@@ -34,17 +34,19 @@ class Shadows:
         self._ids = {id(shadow.tensor) for shadow in self._shadows}
         self.parameters = [shadow.parameter for shadow in self._shadows]
 
-    def without(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that stand for nothing else."""
-        return [tensor for tensor in tensors if id(tensor) not in self._ids]
+    def without(self, groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """The tensors in an optimizer's groups of parameters that stand for nothing else."""
+        found = []
+        for group in groups:
+            for tensor in group["params"]:
+                if id(tensor) not in self._ids:
+                    found.append(tensor)
+        return found
 
     def begin(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Begins a step: moves them to where the parameters are by now, and hands out gradients."""
         for shadow in self._shadows:
-            shadow.follow()
-            gradient = gradients.get(shadow.parameter)
-            if gradient is not None:
-                shadow.take(gradient)
+            shadow.begin(gradients.get(shadow.parameter))
 
     def end(self) -> None:
         """Ends a step: has the parameters follow what it did, and drops the gradients."""
@@ -72,14 +74,17 @@ class _Shadow:
         self.tensor.__dict__ = parameter.__dict__  # by which some optimizers tell parameters apart
         self._is_counted_apart = False
 
-    def follow(self) -> None:
-        """Moves it to where the parameter is: ``.data = ...`` or ``to()`` may have moved that."""
-        if not self._are_one():
-            self.tensor.data = self.parameter.data
-            self._is_counted_apart = True
+    def begin(self, gradient: torch.Tensor | None) -> None:
+        """Takes a gradient, and moves it to where the parameter is.
 
-    def take(self, gradient: torch.Tensor) -> None:
+        ``.data = ...`` or ``to()`` may have moved that.
+        """
         tensor = self.tensor
+        if not self._are_one():
+            tensor.data = self.parameter.data
+            self._is_counted_apart = True
+        if gradient is None:
+            return
         if gradient.dtype is not tensor.dtype and hasattr(tensor, "grad_dtype"):
             tensor.grad_dtype = self.parameter.grad_dtype  # it may allow that
         tensor.grad = gradient

@@ -209,7 +209,6 @@ class Agent(process_forks.Member):
         self.rpc_sync, self.rpc_async = self.caller.rpc_sync, self.caller.rpc_async
         self.remote, self.later = self.caller.remote, self.caller.later
         self.send_extension_message = self.caller.send_extension_message
-        self.ask_extension = self.caller.ask_extension
 
     @property
     def transport(self) -> Transport:

@@ -34,7 +34,7 @@ from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels, Handler
 from rpc.calls.shared import Shared
 from rpc.constants import UNSET_RPC_TIMEOUT
-from rpc.current import current_agent, find_agent
+from rpc.current import Process, current_agent, find_agent, of_context
 from rpc.errors import AgentClosedError, WorkerLostError
 from rpc.extensions import Answer, CallExtension
 from rpc.group.directory import Destination
@@ -45,15 +45,17 @@ from rpc.group.member_list import Member, MemberList
 from rpc.group.signed_store import SignedStore
 from rpc.ids import Life, new_tuple
 from rpc.outcomes.futures import Future, wait_in_usual_modes
+from rpc.outcomes.sinks import AnswerSink
 from rpc.outcomes.slot import Slot
 from rpc.rrefs.rref import call_method
 from rpc.runtime.clock import Clock
 from rpc.runtime.deadlines import is_cancelled, when_cancelled
-from rpc.runtime.executor import blocking
+from rpc.runtime.executor import blocking, current
 from rpc.runtime.reaper import Reaper
 from rpc.runtime.states import States
 from rpc.runtime.streams import leave_tensors, take_tensors
 from rpc.runtime.text import text_of
+from rpc.runtime.torch_modes import function_modes, is_inference
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
 from rpc.wire.callables import require_arguments
@@ -115,7 +117,19 @@ class Worker:
     :class:`CallExtension` is given its own.
     """
 
-    __slots__ = ("_caller", "_channels", "_events", "_life", "_shared", "_states", "_store")
+    __slots__ = (
+        "_caller",
+        "_channels",
+        "_events",
+        "_life",
+        "_shared",
+        "_states",
+        "_store",
+        "living_life",
+    )
+
+    living_life: Callable[[int], Life | None]
+    """The life of the worker with an id; None if it is no member now."""
 
     def __init__(
         self,
@@ -134,6 +148,7 @@ class Worker:
         self._events = events
         self._states = states
         self._store = store
+        self.living_life = shared.group.living_now.get
 
     @property
     def info(self) -> WorkerInfo:
@@ -262,7 +277,10 @@ class Worker:
             answered: takes what the counterpart's ``on_message`` returned, or the error;
                 called where the reply is delivered, and must not block there.
         """
-        self._caller.ask_extension(to, extension, body, tensors, answered)
+        shared = self._shared
+        info = shared.group.reachable.get(to) or shared.group.peer(to).info
+        sink = AnswerSink(answered, shared.completions)
+        self._caller.message(info, extension, body, tensors, 0.0, sink)
 
     def future(self, description: str) -> Future[Any]:
         """A future to be completed by its maker, which waits as futures of calls do."""
@@ -275,6 +293,9 @@ class Worker:
             done: asked again and again.
             block: sleeps until ``done()``; used where this thread has nothing to take in.
         """
+        if current.place is None and not (is_inference() or function_modes()):
+            self._shared.transport.wait(done, block)  # what follows comes to the same
+            return
         with blocking():
             wait_in_usual_modes(self._shared.transport.wait, done, block)
 
@@ -321,7 +342,8 @@ def call_extension(name: str) -> Any:
     Args:
         name: the module that defines it as ``RPC_EXTENSION``.
     """
-    return current_agent().extensions.load(name)
+    agent = of_context() or Process.agent or current_agent()
+    return agent.extensions.loaded.get(name) or agent.extensions.load(name)
 
 
 def worker() -> Worker:

@@ -54,9 +54,10 @@ class CallExtension(Protocol):
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], AbstractContextManager[object]]:
-        """Runs at the callee; the handler and the encoding of its result run inside
-        the returned context manager, on whatever thread they are."""
+    ) -> tuple[list[torch.Tensor], AbstractContextManager[object] | None]:
+        """Runs at the callee, in the request's own ``contextvars`` context; the handler and the
+        encoding of its result run inside the returned context manager, if there is one, on
+        whatever thread they are."""
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]
@@ -71,8 +72,8 @@ class CallExtension(Protocol):
     def on_message(
         self, sender: int, body: bytes, tensors: list[torch.Tensor]
     ) -> Future[Answer] | Answer:
-        """Handles a message sent with ``Agent.send_extension_message`` or ``ask_extension``;
-        the (eventual) result travels back. Runs on a system thread that may block."""
+        """Handles a message of ``Worker.message`` or ``Worker.ask``; the (eventual) result
+        travels back. Runs on a system thread that may block."""
 
     def on_worker_lost(self, worker_id: int, reason: str) -> None:
         """Releases whatever waits for, or belongs to, a lost worker."""

@@ -34,6 +34,7 @@ _logger = logging.getLogger("rpc")
 
 _LENGTH_AT = FUNCTION_LENGTH_AT
 _MOST_HEADERS = 4096
+_CALL = Operation.CALL
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _SECONDS_TO_LET_GO = 5.0
 
@@ -123,7 +124,10 @@ class Callee:
             return
         executor = self.executor if request.operation in _USER_CODE else self._system_executor
         inline = self.shared.transport.inline_handlers if guests is None else guests
-        executor.run_here(service.run, inline)
+        task = service.run
+        if request.operation is _CALL and not request.references:  # nothing is to be adopted
+            task = partial(service.serve, self.shared.references.nothing_adopted)
+        executor.run_here(task, inline)
 
     def _decode(self, header: bytes, end: int) -> tuple[Request, bytes]:
         """Reads a header whose beginning, up to ``end``, was not met before; and its table.

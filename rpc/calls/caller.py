@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from rpc.calls import packing
 from rpc.calls.outstanding import Call, OutstandingCalls
-from rpc.calls.packing import NOTHING_BESIDE, Packed
+from rpc.calls.packing import NOTHING_BESIDE
 from rpc.calls.pending_joins import CallToCome
 from rpc.calls.retrying import RetriedCall, Retries
 from rpc.calls.shared import Shared
@@ -39,8 +39,6 @@ from rpc.observe.names import MethodName, method_name, text_of
 from rpc.observe.spans import WatchedSink, leads_to, profiler_enabled, traced, watching
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import (
-    Answered,
-    AnswerSink,
     CallFuture,
     Decode,
     FutureSink,
@@ -48,6 +46,7 @@ from rpc.outcomes.sinks import (
     WaitingCaller,
 )
 from rpc.protocol.calls import Ending
+from rpc.protocol.reference_terms import UserHandle
 from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef, call_method
 from rpc.runtime import deadlines, finalizers, streams
@@ -67,11 +66,12 @@ from rpc.wire.messages import (
     request_prefix,
 )
 from rpc.wire.remote_errors import decode_error, raisable
-from rpc.wire.simple_values import Encoded, encode_simple
+from rpc.wire.simple_values import encode_simple
 from rpc.wire.tensor_table import pack_tensors
 from rpc.worker_info import WorkerInfo
 
 _CALL = Operation.CALL
+_EXTENSION = Operation.EXTENSION
 _REPLIED = Ending.REPLY
 _ERROR = Status.ERROR
 _REQUEST = FrameKind.REQUEST
@@ -120,7 +120,8 @@ class Caller(OutstandingCalls):
     ) -> Any:
         """Runs ``func`` on ``to`` and returns its result; see ``rpc.rpc_sync``."""
         name = self._named.get(func) if type(func) in _NAMED_KINDS else None
-        if name is None or kwargs is not None or type(args) is not tuple:
+        is_plain = name is not None and kwargs is None and (args is None or type(args) is tuple)
+        if not is_plain and func is not call_method:
             require_call(func, args, kwargs)
         if finalizers.collecting:
             finalizers.refuse("rpc_sync")
@@ -131,7 +132,11 @@ class Caller(OutstandingCalls):
         if profiling.collector() is not None and profiling.wanted():
             return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
-        peer = self._reachable.get(to) if type(to) is str else None
+        if type(to) is WorkerInfo:
+            peer = self._reachable.get(to.id)
+            peer = peer if peer is to else None
+        else:
+            peer = self._reachable.get(to) if type(to) is str else None
         if peer is None:
             peer = self.find(to, timeout)
         held, here.held = here.held, True
@@ -342,15 +347,21 @@ class Caller(OutstandingCalls):
         payload, tensors, references, plain, _ = encoded
         beside = NOTHING_BESIDE
         if tensors or references or extended:
-            beside = self._pack(encoded, peer, extended)
+            attach = partial(shared.extensions.attach_request, peer) if extended else None
+            beside = packing.pack(
+                encoded, peer, shared.references, shared.host_moves, attach, borrow=True
+            )
         extensions, loan, table, slots = beside
         if through is not None:
             target, loan = shared.references.lend_through(through, peer, loan)
         if target or extensions or loan.table:
-            header = self._header(
-                Request(operation, plain, limit, target, extensions, loan.table, table, function),
-                loan,
-            )
+            parts = operation, plain, limit, target, extensions, loan.table, table, function
+            message: Request = new_tuple(Request, parts)
+            try:
+                header = message.encode()
+            except EncodeError as error:
+                shared.references.unsent(loan, str(error))
+                raise
         else:
             header = request_prefix(operation, function, limit, plain) + table
         series = self._book[name, peer]
@@ -358,20 +369,6 @@ class Caller(OutstandingCalls):
         if through is None:
             return self._send(call, header, payload, slots)
         return self._send_through(through, call, header, payload, slots)
-
-    def _pack(self, encoded: Encoded, peer: int, extended: bool) -> Packed:
-        shared = self._shared
-        attach = shared.extensions.attach_request(peer) if extended else None
-        return packing.pack(
-            encoded, peer, shared.references, shared.host_moves, attach, borrow=True
-        )
-
-    def _header(self, request: Request, loan: Any) -> bytes:
-        try:
-            return request.encode()
-        except EncodeError as error:
-            self._shared.references.unsent(loan, str(error))
-            raise
 
     def _send_through(
         self,
@@ -383,7 +380,9 @@ class Caller(OutstandingCalls):
     ) -> bool:
         """Sends a request that needs the value of a reference, which may never be made."""
         holding = through._holding
-        call.through, holding.called_through = holding.fork, True
+        handle = holding.handle
+        call.through = handle.fork if type(handle) is UserHandle else None
+        holding.called_through = True
         sent = self._send(call, header, payload, slots)
         creation = holding.creation
         reason = None if creation is None else creation.error()
@@ -487,28 +486,6 @@ class Caller(OutstandingCalls):
         self.message(info, extension, body, (), timeout, sink)
         return future
 
-    def ask_extension(
-        self,
-        to: int,
-        extension: str,
-        body: bytes,
-        tensors: Sequence[torch.Tensor],
-        answered: Answered,
-    ) -> None:
-        """As :meth:`send_extension_message`, with tensors, no limit of time and no future.
-
-        Args:
-            to: its id.
-            extension: the extension's name.
-            body: what the extension makes of it.
-            tensors: sent along.
-            answered: takes what the counterpart's ``on_message`` returned, or the error;
-                called where the reply is delivered, and must not block there.
-        """
-        info = self._shared.group.peer(to).info
-        sink = AnswerSink(answered, self._shared.completions)
-        self.message(info, extension, body, tensors, 0.0, sink)
-
     def message(
         self,
         to: WorkerInfo,
@@ -519,51 +496,42 @@ class Caller(OutstandingCalls):
         sink: Sink,
     ) -> None:
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
+        name, is_traced = f"{extension} message", traced() is not None
+        if is_traced and extension != tracing.Tracing.name and type(sink) is not WatchedSink:
+            with watching(self._shared.me, _EXTENSION, to, name, sink) as watched:
+                self.message(to, extension, body, tensors, timeout, watched)
+            return
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self._shared.timeouts.default
-        timeout = deadlines.limit_of(timeout)
-        before = shut_out()
+        timeout = 0.0 if timeout >= deadlines.FOREVER else timeout
+        held, here.held = here.held, True
         try:
-            if traced() is None or extension == tracing.Tracing.name:
-                self._message(to, extension, (body, *tensors), timeout, sink)
-            else:
-                name = f"{extension} message"
-                with watching(self._shared.me, Operation.EXTENSION, to, name, sink) as watched:
-                    self._message(to, extension, (body, *tensors), timeout, watched)
+            require_room()
+            shared, value = self._shared, (body, *tensors)
+            encoded = encode_simple(value) or codec.encode_any(value)
+            beside = NOTHING_BESIDE
+            if encoded.tensors or encoded.references:
+                beside = packing.pack(
+                    encoded,
+                    to.id,
+                    shared.references,
+                    shared.host_moves,
+                    None,
+                    borrow=True,
+                    lower=pack_tensors,
+                )
+            _, loan, table, slots = beside
+            riding = tracing.riding() if is_traced else ()
+            call = Call(name, sink, timeout, loan, riding, self._book[name, to.id], to.id)
+            call.patience = Patience.HURRIES  # user code waits for what waits for this
+            target, plain = extension.encode(), encoded.plain
+            parts = _EXTENSION, plain, timeout, target, riding, loan.table, table, b""
+            request: Request = new_tuple(Request, parts)
+            self._send(call, request.encode(), encoded.payload, slots)
         finally:
-            restore(before)
-
-    def _message(
-        self, to: WorkerInfo, extension: str, value: object, timeout: float, sink: Sink
-    ) -> None:
-        require_room()
-        shared = self._shared
-        encoded = codec.encode(value)
-        beside = NOTHING_BESIDE
-        if encoded.tensors or encoded.references:
-            beside = packing.pack(
-                encoded,
-                to.id,
-                shared.references,
-                shared.host_moves,
-                None,
-                borrow=True,
-                lower=pack_tensors,
-            )
-        riding = tracing.riding()
-        name = f"{extension} message"
-        call = Call(name, sink, timeout, beside.loan, riding, self._book[name, to.id], to.id)
-        call.patience = Patience.HURRIES  # user code waits for what waits for this
-        header = Request(
-            Operation.EXTENSION,
-            encoded.plain,
-            timeout,
-            extension.encode(),
-            riding,
-            beside.loan.table,
-            beside.tensor_table,
-        ).encode()
-        self._send(call, header, encoded.payload, beside.slots)
+            here.held = held
+            if here.due and not held:
+                raise_due()
 
     # --- Waiting
 
@@ -654,7 +622,8 @@ class Caller(OutstandingCalls):
         if reply.references:
             adopted = references.adopt(reply.references)
         if reply.extensions:
-            replace = self._shared.extensions.on_reply(call.to, call.extensions, reply.extensions)
+            on_reply = self._shared.extensions.on_reply
+            replace = partial(on_reply, call.to, call.extensions, reply.extensions)
         return packing.unpack(payload, reply.tensor_table, tensors, adopted, replace, decode)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from rpc.calls.packing import Attach, Replace
 from rpc.errors import AgentClosedError, DecodeError, EncodeError
 from rpc.extensions import AUTOGRAD, CallExtension
 from rpc.runtime.text import text_of
@@ -34,13 +33,14 @@ class ExtensionSet:
         make: makes an extension of a class, for their worker.
     """
 
-    __slots__ = ("_closed", "_loaded", "_lock", "_make", "_name", "used")
+    __slots__ = ("_closed", "_lock", "_make", "_name", "loaded", "used")
 
     def __init__(self, name: str, make: Callable[[Any], CallExtension]) -> None:
         self._name = name
         self._make = make
         self._lock = threading.Lock()
-        self._loaded: dict[str, CallExtension] = {}
+        self.loaded: dict[str, CallExtension] = {}
+        """By name; to look at only."""
         self._closed = False
         self.used = False
         """True once any is loaded."""
@@ -52,7 +52,7 @@ class ExtensionSet:
             DecodeError: there is no such module here, or it defines no extension.
             AgentClosedError: it was not loaded before, and nobody would close it any more.
         """
-        found = self._loaded.get(name)
+        found = self.loaded.get(name)
         if found is not None:
             return found
         try:
@@ -67,7 +67,7 @@ class ExtensionSet:
             if self._closed:
                 raise AgentClosedError(f"{name} cannot be loaded: this worker shut down")
             self.used = True
-            return self._loaded.setdefault(name, made)
+            return self.loaded.setdefault(name, made)
 
     def close(self) -> None:
         """Closes those that are loaded, whatever one of them raises; no other will be."""
@@ -87,7 +87,7 @@ class ExtensionSet:
 
     def all(self) -> list[CallExtension]:
         """The loaded extensions."""
-        return list(self._loaded.values())
+        return list(self.loaded.values())
 
     def debug_info(self) -> dict[str, object]:
         """Collects what all of them count; of one that cannot tell, its name and why."""
@@ -103,75 +103,71 @@ class ExtensionSet:
                 found[name] = f"debug_info failed: {type(error).__name__}: {text_of(error)}"
         return found
 
-    def attach_request(self, to: int) -> Attach:
-        """Returns what gives a request to ``to`` its metadata."""
+    def attach_request(
+        self, to: int, tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
+    ) -> Extensions:
+        """The metadata of a request to ``to`` that carries ``tensors``."""
+        found: list[tuple[str, bytes]] = []
+        for extension in list(self.loaded.values()):
+            data = extension.outgoing_request(to, tensors)
+            if data is not None:
+                if not isinstance(data, bytes):
+                    raise _not_bytes(extension.name, "outgoing_request", data)
+                found.append((extension.name, data))
+        if severed is not None:
+            _require_whole(severed, found)
+        return tuple(found)
 
-        def attach(
-            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
-        ) -> Extensions:
-            found: list[tuple[str, bytes]] = []
-            for extension in self.all():
-                data = extension.outgoing_request(to, tensors)
-                if data is not None:
-                    if not isinstance(data, bytes):
-                        raise _not_bytes(extension.name, "outgoing_request", data)
-                    found.append((extension.name, data))
-            if severed is not None:
-                _require_whole(severed, found)
-            return tuple(found)
+    def attach_reply(
+        self,
+        to: int,
+        request: Extensions,
+        tensors: Sequence[torch.Tensor],
+        severed: type[torch.Tensor] | None,
+    ) -> Extensions:
+        """The metadata of the reply to a request that had some."""
+        found: list[tuple[str, bytes]] = []
+        if severed is not None:
+            _require_whole(severed, request)
+        for name, sent in request:
+            data = (self.loaded.get(name) or self.load(name)).outgoing_reply(to, sent, tensors)
+            if data is not None:
+                if not isinstance(data, bytes):
+                    raise _not_bytes(name, "outgoing_reply", data)
+                found.append((name, data))
+        return tuple(found)
 
-        return attach
-
-    def attach_reply(self, to: int, request: Extensions) -> Attach:
-        """Returns what gives the reply to a request with metadata its own."""
-
-        def attach(
-            tensors: Sequence[torch.Tensor], severed: type[torch.Tensor] | None
-        ) -> Extensions:
-            found: list[tuple[str, bytes]] = []
-            if severed is not None:
-                _require_whole(severed, request)
-            for name, sent in request:
-                data = self.load(name).outgoing_reply(to, sent, tensors)
-                if data is not None:
-                    if not isinstance(data, bytes):
-                        raise _not_bytes(name, "outgoing_reply", data)
-                    found.append((name, data))
-            return tuple(found)
-
-        return attach
-
-    def on_request(self, sender: int, request: Extensions, scopes: Scopes) -> Replace:
-        """Returns what replaces a request's tensors, and enters the scopes its handler runs in.
+    def on_request(
+        self, sender: int, request: Extensions, scopes: Scopes, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Replaces a request's tensors, and enters the scopes that its handler runs in.
 
         They are added to ``scopes``, which :func:`leave` leaves.
         """
-
-        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            for name, data in request:
-                count = len(tensors)
-                answer = self.load(name).incoming_request(sender, data, tensors)
-                _require_pair(name, answer)
-                tensors, scope = answer
-                _require_as_many(name, "incoming_request", tensors, count)
+        for name, data in request:
+            extension, count = self.loaded.get(name) or self.load(name), len(tensors)
+            answer = extension.incoming_request(sender, data, tensors)
+            if not isinstance(answer, tuple) or len(answer) != 2:
+                raise _no_pair(name, answer)
+            tensors, scope = answer
+            if not isinstance(tensors, list | tuple) or len(tensors) != count:
+                raise _not_as_many(name, "incoming_request", tensors, count)
+            if scope is not None:
                 scope.__enter__()
                 scopes.append(scope)
-            return tensors
+        return tensors
 
-        return replace
-
-    def on_reply(self, sender: int, request: Extensions, reply: Extensions) -> Replace:
-        """Returns what replaces a reply's tensors."""
+    def on_reply(
+        self, sender: int, request: Extensions, reply: Extensions, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Replaces a reply's tensors."""
         sent = dict(request)
-
-        def replace(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            for name, data in reply:
-                extension, count = self.load(name), len(tensors)
-                tensors = extension.incoming_reply(sender, sent.get(name, b""), data, tensors)
-                _require_as_many(name, "incoming_reply", tensors, count)
-            return tensors
-
-        return replace
+        for name, data in reply:
+            extension, count = self.loaded.get(name) or self.load(name), len(tensors)
+            tensors = extension.incoming_reply(sender, sent.get(name, b""), data, tensors)
+            if not isinstance(tensors, list | tuple) or len(tensors) != count:
+                raise _not_as_many(name, "incoming_reply", tensors, count)
+        return tensors
 
 
 def leave(scopes: Scopes, error: BaseException | None) -> None:
@@ -198,15 +194,13 @@ def _require_mapping(extension: str, answer: object) -> None:
         raise _not_returned(extension, "debug_info", answer, "a mapping of names to counts")
 
 
-def _require_pair(extension: str, answer: object) -> None:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        wanted = "a pair of tensors and a context manager"
-        raise _not_returned(extension, "incoming_request", answer, wanted)
+def _no_pair(extension: str, answer: object) -> TypeError:
+    wanted = "a pair of tensors and a context manager or None"
+    return _not_returned(extension, "incoming_request", answer, wanted)
 
 
-def _require_as_many(extension: str, hook: str, answer: object, count: int) -> None:
-    if not isinstance(answer, list | tuple) or len(answer) != count:
-        raise _not_returned(extension, hook, answer, f"a list of {count} tensors, as it was given")
+def _not_as_many(extension: str, hook: str, answer: object, count: int) -> TypeError:
+    return _not_returned(extension, hook, answer, f"a list of {count} tensors, as it was given")
 
 
 def _not_returned(extension: str, hook: str, answer: object, wanted: str) -> TypeError:
@@ -215,13 +209,13 @@ def _not_returned(extension: str, hook: str, answer: object, wanted: str) -> Typ
     )
 
 
-def require_answer(extension: str, answer: object) -> None:
-    """Refuses what ``on_message`` must not return.
+def require_future(extension: str, answer: object) -> None:
+    """Refuses what ``on_message`` must not return in place of an answer.
 
     Raises:
-        TypeError: it is no answer, nor a future of one.
+        TypeError: it is no future of one.
     """
-    if not isinstance(answer, bytes | tuple | torch._C.Future):
+    if not isinstance(answer, torch._C.Future):
         raise _not_returned(extension, "on_message", answer, "bytes, a tuple, or a future of these")
 
 

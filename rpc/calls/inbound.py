@@ -1,6 +1,6 @@
 """Takes what a worker's transport delivers, each frame and each loss, to whom it concerns.
 
-What a request, a reply or a message means is decided where it is taken to.
+What a request, a reply or a message means is decided where it is must_wait to.
 """
 
 from __future__ import annotations
@@ -49,35 +49,40 @@ class Inbound:
         self._callee = callee
         self._losses = losses
         self._living = shared.group.living_now
-        # What every call passes is taken directly to whom it concerns.
+        # What every call passes is must_wait directly to whom it concerns.
         self.request = callee.request
         self.reply = caller.reply
         self.patience = caller.patience
 
-    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
-        """Takes one frame from a peer; see ``transports.base.Receiver``."""
+    def deliver(
+        self, sender: Life, frame: Frame, in_batch: bool = False, guests: int | None = None
+    ) -> None:
+        """Takes one frame from a peer; see ``transports.base.Receiver``.
+
+        Args:
+            sender: who sent it.
+            frame: what came.
+            in_batch: see there.
+            guests: how many handlers may run on threads like this one; the transport decides,
+                and the frame may be held back, if None.
+        """
         early = self.early
-        if early.held is not None and early.keep(partial(self._take, sender, frame, 0)):
-            return
-        if in_batch:
-            with self._shared.completions.elsewhere():
-                self._take(sender, frame, 0)
-        else:
-            self._take(sender, frame)
-
-    def peer_lost(self, life: Life, reason: str) -> None:
-        """Takes the transport's word that a worker cannot be reached any more."""
-        if not self.early.keep(partial(self._losses.reported, life, reason)):
-            self._losses.reported(life, reason)
-
-    def _take(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+        if guests is None:
+            must_wait = early.held is not None
+            if must_wait and early.keep(partial(self.deliver, sender, frame, guests=0)):
+                return
+            if in_batch:
+                with self._shared.completions.elsewhere():
+                    self.deliver(sender, frame, guests=0)
+                return
         if self._living.get(sender[0]) != sender:
             self._losses.refused(sender)
             return
         try:
-            if frame.kind is FrameKind.REQUEST:
+            kind = frame[0]
+            if kind is FrameKind.REQUEST:
                 self._callee.start(sender, frame, guests)
-            elif frame.kind is FrameKind.REPLY:
+            elif kind is FrameKind.REPLY:
                 self.reply(sender, frame)
             elif frame.header:
                 self._channels.arrived(sender, frame, guests)
@@ -85,6 +90,11 @@ class Inbound:
                 self._control_arrived(sender, frame)
         except (FrameError, UnknownWorkerError) as error:
             _logger.error("dropped a message from %s: %s", sender, error)
+
+    def peer_lost(self, life: Life, reason: str) -> None:
+        """Takes the transport's word that a worker cannot be reached any more."""
+        if not self.early.keep(partial(self._losses.reported, life, reason)):
+            self._losses.reported(life, reason)
 
     def _control_arrived(self, sender: Life, frame: Frame) -> None:
         shared, losses = self._shared, self._losses

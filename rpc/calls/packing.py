@@ -21,7 +21,7 @@ from rpc.runtime import streams
 from rpc.transports.base import Unreceived
 from rpc.wire import codec, tensor_table
 from rpc.wire.messages import Extensions
-from rpc.wire.simple_values import Encoded
+from rpc.wire.simple_values import NOT_SIMPLE, Encoded, decode_simple
 
 _NONE_INLINE = -1
 
@@ -75,6 +75,8 @@ def pack(
     table: bytes = b""
     slots: tuple[torch.Tensor, ...] = ()
     if tensors:
+        if len(tensors) == 1:  # tied to no other
+            lower = tensor_table.pack_tensors
         is_moved = host_moves and (to, borrow) in host_moves
         table, slots = lower(tensors, _NONE_INLINE if is_moved else tensor_table.INLINE_LIMIT)
     loan = references.lend(found, to, borrow=borrow) if found else NOTHING_LENT
@@ -111,4 +113,5 @@ def unpack(
             tensors = raised.finish()
     elif replace is not None:
         replace([])
-    return decode(payload, tensors, adopted.handles)
+    simple = decode_simple(payload, tensors, adopted.handles)
+    return decode(payload, tensors, adopted.handles) if simple is NOT_SIMPLE else simple

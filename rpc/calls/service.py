@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import torch
 from torch.autograd import profiler
 
 from rpc.calls import packing
-from rpc.calls.extension_set import Scopes, leave, require_answer
+from rpc.calls.extension_set import Scopes, leave, require_future
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
@@ -58,7 +59,6 @@ from rpc.wire.messages import (
 from rpc.wire.remote_errors import encode_error, raisable, refuse_as_torch_does
 from rpc.wire.simple_values import (
     NOT_SIMPLE,
-    Encoded,
     decode_simple,
     encode_constant,
     encode_simple,
@@ -74,7 +74,7 @@ _logger = logging.getLogger("rpc")
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
-_CALL = Operation.CALL
+_CALL, _EXTENSION = Operation.CALL, Operation.EXTENSION
 _REPLY = FrameKind.REPLY
 _NOWHERE = ("", "")
 _WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
@@ -189,26 +189,24 @@ class Service:
     def run(self) -> None:
         """Adopts the references, and goes on when the owners have confirmed them."""
         request, references = self.request, self._callee.shared.references
-        if request.operation is _CALL and not request.references:
-            self._serve(references.nothing_adopted)
-            return
         if request.operation is Operation.CREATE:
             self._creates = references.creation_arrived(self._caller, request.target)
         adopted = references.nothing_adopted
         if request.references:
             adopted = references.adopt(request.references)
         if not adopted.pending:
-            self._serve(adopted)
+            self.serve(adopted)
             return
         context = contextvars.copy_context()
         submit = self._callee.executor.submit
 
         def go_on() -> None:
-            submit(lambda: context.run(self._serve, adopted))
+            submit(lambda: context.run(self.serve, adopted))
 
         adopted.when_confirmed(go_on)
 
-    def _serve(self, adopted: Adopted) -> None:
+    def serve(self, adopted: Adopted) -> None:
+        """Runs what is asked for, and replies; all references have been taken in."""
         operation, extensions = self.request.operation, self.request.extensions
         try:
             if not extensions:
@@ -254,9 +252,9 @@ class Service:
         else:
             value = None
             if operation is Operation.METHOD:
-                value = self._place()
+                value = self._callee.shared.references.place_of(self.request.target)
                 if not value.done():
-                    again = self._later(lambda _: self._serve(adopted))
+                    again = self._later(lambda _: self.serve(adopted))
                     self._suspend(value.when_done, again, value.forget)
                     return
             # The id of a request that may come more than once, but is to run once; or nothing.
@@ -290,8 +288,8 @@ class Service:
                 return value
         replace = None
         if scopes is not None:
-            extensions = self._callee.shared.extensions
-            replace = extensions.on_request(self.sender, self.request.extensions, scopes)
+            on_request = self._callee.shared.extensions.on_request
+            replace = partial(on_request, self.sender, self.request.extensions, scopes)
         value = packing.unpack(payload, table, tensors, adopted, replace)
         self._payload, self._tensors = b"", ()  # the handler owns them now
         return value
@@ -422,7 +420,7 @@ class Service:
         self.method = "to_here"
         if scopes is not None:
             extensions = self._callee.shared.extensions
-            extensions.on_request(self.sender, self.request.extensions, scopes)([])
+            extensions.on_request(self.sender, self.request.extensions, scopes, [])
         slot = self._place()
         if slot.done():
             self._settle(slot.value, self._reply_error)
@@ -434,14 +432,15 @@ class Service:
         request = self.request
         self.method = f"{request.target.decode()} message"
         if scopes is not None:
-            self._callee.shared.extensions.on_request(self.sender, request.extensions, scopes)([])
+            extensions = self._callee.shared.extensions
+            extensions.on_request(self.sender, request.extensions, scopes, [])
         body, *tensors = self._unpack(adopted, None)
         extension = self._callee.shared.extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, tensors)
-        require_answer(extension.name, answer)
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
         else:
+            require_future(extension.name, answer)
             self._suspend(answer.add_done_callback, self._at_once(self._reply_error))
 
     def _succeed(self, result: object) -> None:
@@ -472,7 +471,7 @@ class Service:
         extensions = self.request.extensions
         if not extensions:
             return ()
-        return self._callee.shared.extensions.attach_reply(self.sender, extensions)(tensors, None)
+        return self._callee.shared.extensions.attach_reply(self.sender, extensions, tensors, None)
 
     def _reply(self, result: object) -> None:
         if self.orphaned:  # a later life of the caller must not get it
@@ -486,7 +485,19 @@ class Service:
         reply, loan = BARE_REPLY, NOTHING_LENT
         slots: tuple[torch.Tensor, ...] = ()
         if tensors or references or not plain or self.request.extensions:
-            extensions, loan, table, slots = self._pack(encoded)
+            shared, request, attach = self._callee.shared, self.request, None
+            if request.extensions:
+                attach = partial(shared.extensions.attach_reply, self.sender, request.extensions)
+            extensions, loan, table, slots = packing.pack(
+                encoded,
+                self.sender,
+                shared.references,
+                shared.host_moves,
+                attach,
+                borrow=False,
+                # Of gradients, each is its receiver's own.
+                lower=pack_tensors if request.operation is _EXTENSION else pack_tied_tensors,
+            )
             reply = new_tuple(Reply, (Status.OK, plain, extensions, loan.table, table))
         try:
             self._send(reply, payload, slots)
@@ -495,21 +506,6 @@ class Service:
             if not isinstance(error, _NOBODY_THERE):
                 raise
             self._drop_reply(error)
-
-    def _pack(self, encoded: Encoded) -> packing.Packed:
-        shared, request, attach = self._callee.shared, self.request, None
-        if request.extensions:
-            attach = shared.extensions.attach_reply(self.sender, request.extensions)
-        return packing.pack(
-            encoded,
-            self.sender,
-            shared.references,
-            shared.host_moves,
-            attach,
-            borrow=False,
-            # Of gradients, each is its receiver's own.
-            lower=pack_tensors if request.operation is Operation.EXTENSION else pack_tied_tensors,
-        )
 
     def _fail(self, error: BaseException) -> None:
         """Reports an error of the user's function: here, and to the caller."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Failure, UserHandle
@@ -33,8 +34,7 @@ class User:
     held_for: set[GlobalId] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class Hold:
+class Hold(NamedTuple):
     """A reason to keep a user's fork: it was passed to ``to`` and is not settled there."""
 
     user: GlobalId

@@ -101,6 +101,8 @@ from rpc.wire.control import (
 
 _V = TypeVar("_V")
 
+_DROPPED = Failure(FailureKind.DELETED, "the handle was dropped")
+
 
 class ReferenceTable:
     """All references that one life of a worker owns or uses.
@@ -173,7 +175,7 @@ class ReferenceTable:
             return None
         user = self._users.get(handle.fork)
         if user is None:
-            return Failure(FailureKind.DELETED, "the handle was dropped")
+            return _DROPPED
         return user.failure
 
     def share(self, handle: Handle, to: Life, carrier: Carrier) -> Passed | Failure:
@@ -183,18 +185,22 @@ class ReferenceTable:
         """
         if isinstance(handle, OwnerHandle):
             return self._share_owned(handle, to)
-        failure = self.failure(handle)
-        if failure is not None:
-            return failure
+        user = self._users.get(handle.fork)
+        if user is None:
+            return _DROPPED
+        if user.failure is not None:
+            return user.failure
         if to != handle.reference.owner:
             passage = Passage.CHILD
         elif carrier is Carrier.REPLY:
             passage = Passage.RETURN
         else:
             passage = Passage.BORROW
-        passed: Passed = new_tuple(Passed, (handle.reference, self._new_id(), passage))
-        self._holds[passed.fork] = Hold(handle.fork, to, passage)
-        self._users[handle.fork].held_for.add(passed.fork)
+        fork: GlobalId = new_tuple(GlobalId, (*self._life, self._next_counter))
+        self._next_counter += 1
+        self._holds[fork] = new_tuple(Hold, (handle.fork, to, passage))
+        user.held_for.add(fork)
+        passed: Passed = new_tuple(Passed, (handle.reference, fork, passage))
         return passed
 
     def _share_owned(self, handle: OwnerHandle, to: Life) -> Passed:
@@ -530,7 +536,8 @@ class ReferenceTable:
             return []
         user = self._users[hold.user]
         user.held_for.discard(token)
-        return self._settle(user)
+        is_kept = not user.dropped and user.failure is None
+        return [] if is_kept else self._settle(user)
 
     def _fail(self, user: User, kind: FailureKind, reason: str) -> list[Effect]:
         """The first failure of a handle is the one it keeps."""

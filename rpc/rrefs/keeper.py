@@ -21,7 +21,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.group.members import Group
-from rpc.ids import GlobalId, Life
+from rpc.ids import GlobalId, Life, new_tuple
 from rpc.outcomes.completions import Completions
 from rpc.outcomes.futures import Future
 from rpc.outcomes.slot import Slot
@@ -355,11 +355,12 @@ class ReferenceKeeper:
             RRefError: the handle must not be used any more, or is another worker's.
         """
         try:
-            through = self._share(rref, self._group.life(owner), Carrier.REQUEST)
+            life = self._group.living_now.get(owner) or self._group.life(owner)
+            through = self._share(rref, life, Carrier.REQUEST)
         except BaseException:
             self.unsent(loan, "the reference that the call is made through is unusable")
             raise
-        both = Loan((through, *loan.passed), loan.table)
+        both: Loan = new_tuple(Loan, ((through, *loan.passed), loan.table))
         if through.passage is not Passage.BORROW:
             self.unsent(both, "the owner of the reference was replaced")
             raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
@@ -369,7 +370,8 @@ class ReferenceKeeper:
         if rref._keeper is not self:  # the same ids may mean something else here
             raise rref._not_for(self.me)
         holding = rref._holding
-        _require_created(holding)
+        if holding.value is not None:
+            _require_created(holding)
         with self._lock:
             shared = self._table.share(holding.handle, to, carrier)
             if not isinstance(shared, Failure) and holding.value is not None:
@@ -392,7 +394,13 @@ class ReferenceKeeper:
 
     def call_ended(self, loan: Loan) -> None:
         """Nothing of the call that carried these references is under way any more."""
-        self._each(loan, self._table.call_ended)
+        effects: list[Effect] = []
+        with self._lock:
+            for passed in loan.passed:
+                if passed.passage is Passage.BORROW:  # the others do not end with it
+                    effects += self._table.call_ended(passed)
+        if effects:
+            self._perform(effects)
 
     def _each(self, loan: Loan, event: Callable[[Passed], list[Effect]]) -> None:
         if loan.passed:
@@ -492,7 +500,8 @@ class ReferenceKeeper:
 
     def owner_of(self, holding: Holding) -> WorkerInfo:
         """Where the value lives."""
-        return self._group.peer(holding.handle.reference.owner.worker).info
+        worker = holding.handle.reference.owner.worker
+        return self._group.reachable.get(worker) or self._group.peer(worker).info
 
     def is_confirmed(self, holding: Holding) -> bool:
         """True if the owner is known to keep the value for this handle."""

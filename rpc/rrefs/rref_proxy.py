@@ -38,7 +38,7 @@ def _call(
 ) -> Any:
     references, holding = rref._keeper, rref._holding
     calls = references.calls
-    if finalizers.running():
+    if finalizers.collecting and finalizers.running():
         if flavour != "rpc_async":
             finalizers.refuse(flavour)
         return calls.later(lambda: _call(rref, name, flavour, timeout, *args, **kwargs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpc.ids import GlobalId, Reference
 from rpc.outcomes.slot import Slot
@@ -69,8 +69,7 @@ class Holding:
         return self.handle.fork if isinstance(self.handle, UserHandle) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
+class Loan(NamedTuple):
     """The references inside one message on its way out."""
 
     passed: tuple[Passed, ...] = ()

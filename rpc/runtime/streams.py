@@ -22,8 +22,10 @@ import torch
 
 _logger = logging.getLogger("rpc")
 
-is_in_use: Callable[[], bool] = torch.cuda.is_initialized
-"""True if there can be such work at all."""
+is_in_use: Callable[[], bool] = (
+    torch.cuda.is_initialized if torch.version.cuda or torch.version.hip else bool
+)
+"""True if there can be such work at all; a torch without CUDA is not even asked."""
 
 _Waits = list[tuple[torch.cuda.Stream, torch.cuda.Stream]]
 

@@ -356,7 +356,10 @@ def _read_message(reader: _Reader) -> ControlMessage:
 
 def encode_passed(table: Iterable[Passed]) -> bytes:
     """Writes the reference table of a call's header; empty for an empty table."""
-    return b"".join([_PASSED.pack(*_reference_numbers(r), *fork, way) for r, fork, way in table])
+    data = b""
+    for (rref, owner, creation), fork, way in table:
+        data += _PASSED.pack(*rref, *owner, creation, *fork, way)
+    return data
 
 
 def decode_passed(data: bytes | bytearray | memoryview) -> list[Passed]:

@@ -114,7 +114,7 @@ class Request(NamedTuple):
             ) from None
         if not (target or extensions or references):
             return head + function + table
-        packed = _pack_extensions(extensions)
+        packed = _pack_extensions(extensions) if extensions else b""
         return b"".join((head, function, target, packed, references, table))
 
     @classmethod

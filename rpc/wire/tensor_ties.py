@@ -62,10 +62,12 @@ def find(tensors: Sequence[torch.Tensor], dtypes: Container[torch.dtype]) -> lis
 
 def _of_one_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The numbers of tensors of which several show one storage."""
+    storages: list[int] = []
     try:
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        for tensor in tensors:
+            storages.append(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # one has none
-        storages = [_storage_of(tensor) for tensor in tensors]
+        storages = list(map(_storage_of, tensors))
     if len(set(storages)) == len(tensors):
         return []
     found: dict[int, list[int]] = {}

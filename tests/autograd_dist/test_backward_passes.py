@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autograd_dist.backward_passes import BackwardPasses, sendable
+from autograd_dist.backward_passes import BackwardPasses, Driver, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.grad_fields import GradFields
@@ -366,20 +366,27 @@ def test_a_pass_that_is_over_for_its_root_lets_go_of_who_waits_and_no_other_does
 
 
 def test_requests_name_the_oldest_pass_of_their_root_that_is_not_over() -> None:
-    passes = Network(0, 3).workers[1].passes
+    network = Network(0, 3)
+    passes = network.workers[1].passes
     context = passes._contexts.join(CONTEXT)
     assert context is not None
-    own = [PassId(CONTEXT, 1, number) for number in (4, 5)]
-    drivers = [passes._make_driver(context, each, False, lambda error: None) for each in own]
-    for driver in drivers:
+
+    def made_here(root: int, number: int) -> Driver:
+        pass_id = PassId(CONTEXT, root, number)
+        return passes._make_driver(context, pass_id, False, lambda error: None)
+
+    def oldest_told(driver: Driver) -> int:
+        passes.send(driver, 2, Survey(1), None)
+        return network.sent[-1].message.oldest
+
+    own = [made_here(1, number) for number in (4, 5)]
+    for driver in own:
         passes._begin(driver)
-    assert [passes._oldest(each) for each in own] == [4, 4]
-    passes._end(drivers[0])
-    assert passes._oldest(own[1]) == 5
-    message = PassMessage(PassId(CONTEXT, 0, 9), 7, Survey(1))
-    passes.request_arrived(0, message, [])
-    assert passes._oldest(PassId(CONTEXT, 0, 9)) == 7
-    assert passes._oldest(PassId(CONTEXT, 2, 9)) == 0
+    assert [oldest_told(each) for each in own] == [4, 4]
+    passes._end(own[0])
+    assert oldest_told(own[1]) == 5
+    passes.request_arrived(0, PassMessage(PassId(CONTEXT, 0, 9), 7, Survey(1)), [])
+    assert oldest_told(made_here(0, 9)) == 7
 
 
 def test_a_late_request_of_its_own_pass_begins_nothing_at_the_root() -> None:

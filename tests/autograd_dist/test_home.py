@@ -91,8 +91,8 @@ def test_what_was_done_without_waiting_does_not_end_a_later_wait(home: Home[str]
     assert done == [0, 1, 2, 3]
 
 
-def test_only_its_own_thread_is_here(home: Home[str]) -> None:
-    here: list[bool] = []
-    on_another_thread(lambda: here.append(home.is_here()))
-    assert home.is_here()
-    assert here == [False]
+def test_its_thread_is_the_one_that_made_it(home: Home[str]) -> None:
+    elsewhere: list[int] = []
+    on_another_thread(lambda: elsewhere.append(threading.get_ident()))
+    assert home.thread == threading.get_ident()
+    assert elsewhere != [home.thread]

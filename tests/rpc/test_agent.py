@@ -582,7 +582,7 @@ def test_a_step_of_closing_that_fails_keeps_no_other_from_being_taken(
 ) -> None:
     alice, bob = connect("alice", "bob")
     assert alice.rpc_sync("alice", whoami) == "alice"
-    alice.extensions._loaded["first"] = Unclosable("first")  # type: ignore[assignment]
+    alice.extensions.loaded["first"] = Unclosable("first")  # type: ignore[assignment]
     stop = alice.pulse.stop
 
     def fail_after() -> None:

@@ -26,7 +26,14 @@ from functools import partial
 from typing import NamedTuple
 
 from rpc.protocol.resumption import SentMessages
-from rpc.transports.tensorwire.framing import FIXED_SIZE, Buffer, WireKind, pack_fixed, pack_pair
+from rpc.transports.tensorwire.framing import (
+    FIXED_SIZE,
+    Buffer,
+    WireKind,
+    pack_fixed,
+    pack_pair,
+    pack_small,
+)
 from rpc.transports.tensorwire.tls_socket import take_the_place
 
 _BATCH_FRAMES = 64
@@ -182,9 +189,19 @@ class Sender:
             if self._queue or self._unsent:
                 self._queue_small(kind, correlation, header, table, inline)
             else:
-                data = self._framed(kind, correlation, header, table, inline)
+                sequence = self._sequence
+                data = pack_small(kind, correlation, sequence, header, table, inline)
+                after = sequence + 1  # before it is remembered: there may be no memory
+                self._sent_frames.append(data)
+                self._sequence = after
                 try:
-                    self._write(data)
+                    sent = self.sock.send(data)
+                    if sent < len(data):
+                        self._keep_rest(data, sent)
+                except BlockingIOError:
+                    self._keep_rest(data, 0)
+                except OSError as error:
+                    self._failed(error)
                 except BaseException as error:
                     self._spoiled(error)
         finally:
@@ -200,7 +217,11 @@ class Sender:
         if not self._queue and self._role.acquire(False):
             try:
                 if not (self._queue or self._broken):
-                    data = self._framed(kind, correlation, header, table, inline)
+                    sequence = self._sequence
+                    data = pack_small(kind, correlation, sequence, header, table, inline)
+                    after = sequence + 1  # as above
+                    self._sent_frames.append(data)
+                    self._sequence = after
                     try:
                         self._keep(memoryview(data))
                     except BaseException as error:
@@ -209,18 +230,6 @@ class Sender:
             finally:
                 self._role.release()
         self._queue_small(kind, correlation, header, table, inline)
-
-    def _framed(
-        self, kind: int, correlation: int, header: bytes, table: bytes, inline: Buffer
-    ) -> bytes:
-        """The next frame, remembered from now on; called in the writing role."""
-        lengths = (len(header), len(table), len(inline))
-        sequence = self._sequence
-        data = pack_fixed(kind, correlation, sequence, *lengths) + header + table + inline
-        after = sequence + 1  # before it is remembered: there may be no memory
-        self._sent_frames.append(data)
-        self._sequence = after
-        return data
 
     def _keep(self, data: memoryview) -> None:
         """For bytes of a frame that was not queued; called in the writing role."""
@@ -239,18 +248,13 @@ class Sender:
         """Frames that wait to be sent, or what is left of them."""
         return len(self._queue) + len(self._unsent)
 
-    def _write(self, data: bytes) -> None:
-        """Sends as much as the socket takes, keeps the rest; called in the writing role."""
+    def _keep_rest(self, data: bytes, sent: int) -> None:
+        """Keeps what the socket did not take; called in the writing role."""
         try:
-            sent = self.sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            self._failed(error)
-            return
-        if sent < len(data):
             self._keep(memoryview(data)[sent:])
             self._wait_writable()
+        except BaseException as error:
+            self._spoiled(error)
 
     def flush(self) -> None:
         """Sends what is queued, unless another thread is doing so or the socket is full."""

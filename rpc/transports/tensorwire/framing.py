@@ -99,6 +99,15 @@ def pack_fixed(
     return head + _CHECKSUM.pack(crc32(head))
 
 
+def pack_small(
+    kind: int, correlation: int, sequence: int, header: bytes, table: bytes, inline: Buffer
+) -> bytes:
+    """A whole frame, of few bytes."""
+    lengths = len(header), len(table), len(inline)
+    head = _FIXED.pack(MAGIC, VERSION, kind, *lengths, correlation, sequence)
+    return head + _CHECKSUM.pack(crc32(head)) + header + table + inline
+
+
 class _Fixed(NamedTuple):
     magic: int
     version: int
@@ -194,6 +203,9 @@ class FrameDecoder:
         max_frame_bytes: a frame that says it is longer is refused.
         allocate: where memory for long frames comes from, aligned as ``INLINE_ALIGNMENT`` says.
         acknowledged: told how many of the frames sent have arrived, now and then.
+
+    Attributes:
+        large: the memory of a long frame that has begun; see :meth:`room`.
     """
 
     def __init__(
@@ -207,7 +219,7 @@ class FrameDecoder:
         self._acknowledged = acknowledged
         self._rest = b""
         self._sequence = 0
-        self._large: memoryview | None = None
+        self.large: memoryview | None = None
         self._skimmed: _Skimmed | None = None
         self._large_fixed = _Fixed(*[0] * 9)
         self._large_end = 0
@@ -266,7 +278,7 @@ class FrameDecoder:
     def restart(self) -> None:
         """Another connection takes the place of this one: forgets what has not arrived whole."""
         self._rest = b""
-        self._large = None
+        self.large = None
         self._skimmed = None
 
     def _begin_large(self, data: bytes, start: int, length: int) -> bool:
@@ -282,11 +294,11 @@ class FrameDecoder:
         before_inline = -(fixed.header + fixed.table) % INLINE_ALIGNMENT
         self._rest = b""
         try:
-            self._large = self._allocate(before_inline + length - FIXED_SIZE)[before_inline:]
+            self.large = self._allocate(before_inline + length - FIXED_SIZE)[before_inline:]
         except MemoryError as error:
             self._begin_to_skim(memoryview(present), str(error))
             return True
-        self._large[: len(present)] = present
+        self.large[: len(present)] = present
         self._large_end = len(present)
         return True
 
@@ -298,26 +310,26 @@ class FrameDecoder:
             present = present[len(place) :]
             place = next(skimmed.sections)
         place[: len(present)] = present
-        self._large, self._large_end = place, len(present)
+        self.large, self._large_end = place, len(present)
 
     def room(self) -> memoryview | None:
         """Returns the buffer for the rest of a long frame, if one has begun."""
-        if self._large is None:
+        if self.large is None:
             return None
-        return self._large[self._large_end :]
+        return self.large[self._large_end :]
 
     def filled(self, count: int) -> list[Arrived]:
         """Takes note of ``count`` bytes in :meth:`room`; returns the frame if it is complete."""
-        large, fixed = self._large, self._large_fixed
+        large, fixed = self.large, self._large_fixed
         self._large_end += count
         if large is None or self._large_end < len(large):
             return []
         skimmed = self._skimmed
         if skimmed is not None:
-            self._large, self._large_end = next(skimmed.sections, None), 0
-            if self._large is not None:
+            self.large, self._large_end = next(skimmed.sections, None), 0
+            if self.large is not None:
                 return []
-        self._large = self._skimmed = None
+        self.large = self._skimmed = None
         self._sequence = (self._sequence + 1) & _COUNTER_MASK
         if fixed.kind == _ACKNOWLEDGE:
             raise FrameError("an acknowledgement that is a long frame")

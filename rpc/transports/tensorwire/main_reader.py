@@ -87,7 +87,7 @@ class MainReader:
         """Receives once; returns the frames that are complete."""
         self.more = self.dry = False
         try:
-            room = self._decoder.room()
+            room = None if self._decoder.large is None else self._decoder.room()
             if room is not None:
                 return self._read_into(room)
             data = self._receive(_RECEIVE_BYTES)

@@ -45,6 +45,8 @@ _KERNEL_POLL_SECONDS = 0.002
 _STUCK_SECONDS = 1.0
 """A reply to a worker that has taken nothing for so long holds up its thread no more."""
 _MAIN_THREAD = threading.main_thread().ident
+_SMALL_BYTES = 4096
+"""Header and payload of a frame that no bound forbids and that is sent in one piece."""
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
 _FAILED = Reply(Status.ERROR).encode()
@@ -107,23 +109,30 @@ class RemotePeer:
         """See :meth:`rpc.transports.base.Transport.send`."""
         if self._reason is not None:
             raise self._lost_error()
-        if frame.kind is FrameKind.REPLY:
-            self._send_reply(frame)
-            return
-        looks = look_at_all(frame.tensors, self._devices) if frame.tensors else ()
-        size = checked_size(frame, looks, self._max_bytes)
+        kind, correlation, header, payload, tensors = frame
+        looks = look_at_all(tensors, self._devices) if tensors else ()
+        size = len(header) + len(payload)
+        is_small = size <= _SMALL_BYTES and not looks and type(payload) is bytes
+        if not is_small:
+            size = checked_size(frame, looks, self._max_bytes)
         link = self.outgoing
         # A control message is small, and never waits: threads that others depend on send them.
-        is_request = frame.kind is FrameKind.REQUEST
-        if is_request and not self.window.try_charge(frame.correlation, size):
-            self._await_window(frame.correlation, size)
-        elif not is_request and frame.header and link is not None:  # of a channel, of any size
+        is_request = kind is FrameKind.REQUEST
+        if is_request and not self.window.try_charge(correlation, size):
+            self._await_window(correlation, size)
+        elif not is_request and header and link is not None:  # of a channel, of any size
             self._await_sockets(link)
         try:
             if link is None:
                 self._send_early(frame, looks)
-            elif is_request and self._is_in_burst():
+            elif (
+                is_request
+                and len(self.window.small_under_way) >= _BURST_FROM
+                and self._is_in_burst()
+            ):
                 link.send(frame, looks, self._shared.replies.flush_soon)
+            elif is_small and link.main is not None:
+                link.main.send_small(kind, correlation, header, b"", payload)
             else:
                 link.send(frame, looks)
         except BaseException:  # a tensor without memory, for instance
@@ -132,24 +141,33 @@ class RemotePeer:
             raise
 
     def _is_in_burst(self) -> bool:
-        """Returns whether this is one of many requests in a short time, which may wait."""
-        if len(self.window.small_under_way) < _BURST_FROM:
-            return False
+        """True if this request, one of many, follows the last in a short time, and may wait."""
         now = time.perf_counter()
         soon, self._last_request = now - self._last_request < _BURST_SECONDS, now
         return soon
 
-    def _send_reply(self, frame: Frame) -> None:
+    def send_reply(self, frame: Frame) -> None:
+        """As :meth:`send`, for the reply to a request, on the connection that brought that."""
+        if self._reason is not None:
+            raise self._lost_error()
+        kind, correlation, header, payload, tensors = frame
         link = self.incoming
-        looks = look_at_all(frame.tensors, self._devices_back) if frame.tensors else ()
-        checked_size(frame, looks, self._max_bytes)
+        looks = look_at_all(tensors, self._devices_back) if tensors else ()
+        size = len(header) + len(payload)
+        is_small = size <= _SMALL_BYTES and not looks and type(payload) is bytes
+        if not is_small:
+            checked_size(frame, looks, self._max_bytes)
         if link is None:
             raise self._lost_error()
         if link.unsent.count > self._shared.max_bytes_in_flight:
             self._await_sockets(link)
         requests = self._shared.requests
-        batching = requests.batching_thread == threading.get_ident()
-        link.send(frame, looks, requests.flush_soon if batching else None)
+        if requests.batching_thread == threading.get_ident():
+            link.send(frame, looks, requests.flush_soon)
+        elif is_small and link.main is not None:
+            link.main.send_small(kind, correlation, header, b"", payload)
+        else:
+            link.send(frame, looks)
 
     def _await_window(self, correlation: int, size: int) -> None:
         shared = self._shared
@@ -282,9 +300,7 @@ class RemotePeer:
         link = Link(shared.resources, self.name, self._devices, same_host=same_host)
         connections: list[Connection] = []
         try:
-            main = self._make.opened(
-                link, sockets.main, sockets.token, endpoint, self._reply_arrived
-            )
+            main = self._make.opened(link, sockets.main, sockets.token, endpoint, self._arrived)
             connections.append(main)
             for number, sock in enumerate(sockets.bulk, 1):
                 connections.append(self._make.bulk(link, sock, sockets.token, number, endpoint))
@@ -338,7 +354,7 @@ class RemotePeer:
         sock, token = authenticated.sock, authenticated.hello.token
         same_host = sock.family == socket.AF_UNIX
         link = Link(shared.resources, self.name, self._devices_back, same_host=same_host)
-        connection = self._make.accepted(link, sock, token, self._request_arrived)
+        connection = self._make.accepted(link, sock, token, self._arrived)
         with self._lock:
             wanted = self._reason is None
             if wanted:
@@ -445,11 +461,9 @@ class RemotePeer:
 
     # Receiving.
 
-    def _reply_arrived(self, frame: Frame) -> None:
-        self.window.release(frame.correlation)
-        self._request_arrived(frame)
-
-    def _request_arrived(self, frame: Frame) -> None:
+    def _arrived(self, frame: Frame) -> None:
+        if frame[0] is FrameKind.REPLY:
+            self.window.release(frame[1])
         if self._removed:
             return
         try:
@@ -459,10 +473,10 @@ class RemotePeer:
 
     def _bulk_arrived(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REPLY:
-            self._reply_arrived(frame)
+            self._arrived(frame)
             self._shared.replies.wake()
         else:
-            self._shared.requests.push((self._request_arrived, frame))
+            self._shared.requests.push((self._arrived, frame))
 
     # The end.
 

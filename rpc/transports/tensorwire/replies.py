@@ -74,13 +74,9 @@ class _Channel:
         """Acts on an edge."""
         if events & select.EPOLLOUT:
             self._writable()
-        if events & ~select.EPOLLOUT:
-            self._drain(bool(events & _GONE))
-
-    def _drain(self, to_the_end: bool) -> None:
-        """Reads until nothing is left, unless another thread is doing so: then it will."""
-        reader = self._reader
-        while True:
+        # Reads until nothing is left, unless another thread is doing so: then it will.
+        reader, to_the_end = self._reader, bool(events & _GONE)
+        while events & ~select.EPOLLOUT:
             if not self._reading.acquire(False):
                 self._again = True
                 if not self._reading.acquire(False):
@@ -210,25 +206,21 @@ class ReplySide:
                 try:
                     self._read_until(done)
                 finally:
-                    self._hand_back(channels)
+                    # Before the background thread reads again, which must see no leader to
+                    # wake: it would wake one that has what it waited for, find the wake-up
+                    # itself, and leave it to that leader to silence: over and over, until
+                    # that gets the interpreter.
+                    self._leader_done = None
+                    self._leader_thread = 0
+                    # As ``contextlib.suppress`` would, which is three functions of Python's.
+                    try:  # noqa: SIM105
+                        self._background.modify(channels, select.EPOLLIN)
+                    except ValueError:  # a reply's callback closed us
+                        pass
         finally:
             self._leader_done = None
             self._leader_thread = 0
             self._leading.release()
-
-    def _hand_back(self, channels: int) -> None:
-        """Has the background thread read again, which by then must see no leader to wake.
-
-        It would wake a leader that has what it waited for, find the wake-up itself, and leave
-        it to that leader to silence: over and over, until that gets the interpreter.
-        """
-        self._leader_done = None
-        self._leader_thread = 0
-        # As ``contextlib.suppress`` would, which is three functions of Python's.
-        try:  # noqa: SIM105
-            self._background.modify(channels, select.EPOLLIN)
-        except ValueError:  # a reply's callback closed us
-            pass
 
     def _lead_within(self, done: Callable[[], bool]) -> None:
         """On the leading thread: a signal handler that ran while it waits makes a call."""

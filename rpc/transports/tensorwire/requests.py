@@ -65,6 +65,9 @@ class RequestSide:
         name: prefix of the threads' names.
         sweep: called now and then while :attr:`sweeping` is set.
         busy_poll_seconds: how long a thread polls before it sleeps.
+
+    Attributes:
+        holder: has the baton.
     """
 
     def __init__(self, name: str, sweep: Callable[[], None], busy_poll_seconds: float) -> None:
@@ -80,7 +83,7 @@ class RequestSide:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._backlog: deque[Work] = deque()
         self._lock = threading.Lock()
-        self._holder: _Server | None = None
+        self.holder: _Server | None = None
         self._delivering = 0
         self._deliveries = 0
         self._idle: list[_Server] = []
@@ -145,7 +148,7 @@ class RequestSide:
 
     def about_to_block(self) -> None:
         """To be called before waiting: passes the baton on if this thread holds it."""
-        holder = self._holder
+        holder = self.holder
         if holder is not None and holder.ident == threading.get_ident():
             self._pass_baton(holder)
 
@@ -176,7 +179,7 @@ class RequestSide:
     def _pass_baton(self, holder: _Server) -> None:
         self._flush_held()
         with self._lock:
-            if self._holder is not holder or self._closed:
+            if self.holder is not holder or self._closed:
                 return
             successor = self._next_holder()
         if successor is not None:
@@ -190,7 +193,7 @@ class RequestSide:
         server = self._idle.pop() if self._idle else self._new_server()
         if server is not None:
             self._delivering = 0
-            self._holder = server
+            self.holder = server
         return server
 
     def _new_server(self) -> _Server | None:
@@ -213,17 +216,17 @@ class RequestSide:
         while not self._closed:
             me.gate.get()
             self._flush_held()
-            while self._holder is me and not self._closed:
+            while self.holder is me and not self._closed:
                 if self._backlog:
                     self._deliver(me, self._backlog.popleft())
-                    if len(self._backlog) % _BATCH == 0:
+                    if (self._held or self.batching_thread) and len(self._backlog) % _BATCH == 0:
                         self._flush_held()
                 else:
                     self._poll()
             with self._lock:
                 if self._closed or len(self._idle) >= _IDLE_THREADS:
                     break
-                if self._holder is not me:
+                if self.holder is not me:
                     self._idle.append(me)
         self._leave()
 
@@ -248,7 +251,7 @@ class RequestSide:
         pace = self._pace
         if pace.apart:
             self._pass_baton(me)
-        if self._holder is me:
+        if self.holder is me:
             self._deliveries += 1
             self._delivering = self._deliveries
             if not self._watching:
@@ -266,9 +269,9 @@ class RequestSide:
         seconds = time.perf_counter() - began
         if seconds >= QUICK_SECONDS or pace.looking:
             pace.took(seconds, None if computed is None else time.thread_time() - computed)
-        if self._holder is me:
+        if self.holder is me:
             with self._lock:
-                if self._holder is me:
+                if self.holder is me:
                     self._delivering = 0
 
     def _watch(self) -> None:
@@ -323,7 +326,7 @@ class RequestSide:
         """
         with self._lock:
             self._closed = True
-            servers = [*self._idle, *([self._holder] if self._holder else [])]
+            servers = [*self._idle, *([self.holder] if self.holder else [])]
             threads = list(self._threads)
         self._wake_up.set()
         self._watch_gate.put(None)

@@ -51,6 +51,7 @@ from rpc.worker_info import WorkerInfo
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
+_REPLY = FrameKind.REPLY
 _SECRET_BYTES = 32
 _IDLE_RECEIVE_BYTES = 256 << 20
 _GRACE_SECONDS = 2.0
@@ -266,7 +267,10 @@ class TensorWireTransport:
         peer = self.peers.get(to)
         if peer is None or self._closed:
             raise self._refusal(to)
-        peer.send(frame)
+        if frame[0] is _REPLY:
+            peer.send_reply(frame)
+        else:
+            peer.send(frame)
 
     def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
         """See :meth:`rpc.transports.base.LendsMemory.lend_memory`."""
@@ -288,7 +292,9 @@ class TensorWireTransport:
         """See :meth:`rpc.transports.base.Transport.wait`."""
         now = self._now or self._running()
         shared = now.shared
-        shared.requests.about_to_block()
+        holder = shared.requests.holder
+        if holder is not None and holder.ident == threading.get_ident():
+            shared.requests.about_to_block()
         shared.replies.wait(done, block)
 
     def device_map(self, worker_id: int) -> Mapping[torch.device, torch.device]:

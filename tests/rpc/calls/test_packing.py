@@ -22,14 +22,14 @@ def fail() -> None:
 
 def take_in_no_more(agent: Agent, kind: FrameKind, patched: pytest.MonkeyPatch) -> None:
     """From now on the agent's transport has no memory for such frames."""
-    deliver: Callable[..., None] = agent.inbound._take
+    deliver: Callable[..., None] = agent.inbound.deliver
 
     def deliver_without(sender: Life, frame: Frame, *rest: Any) -> None:
         if frame.kind is kind:
             frame = frame._replace(payload=Unreceived(WHY.encode()), tensors=())
         deliver(sender, frame, *rest)
 
-    patched.setattr(agent.inbound, "_take", deliver_without)
+    patched.setattr(agent.inbound, "deliver", deliver_without)
 
 
 def test_a_request_that_was_not_taken_in_fails_where_it_was_made(

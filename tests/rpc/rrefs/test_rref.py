@@ -219,7 +219,7 @@ def test_a_reference_whose_owner_was_replaced_is_stale_before_anything_is_sent(
     counter = alice.remote("bob", Counter)
     assert counter.rpc_sync().add(1) == 1
     later = Life(bob.info.id, bob.life.incarnation + 1)
-    monkeypatch.setattr(alice.group, "life", lambda _: later)
+    monkeypatch.setitem(alice.group.living_now, bob.info.id, later)
     with pytest.raises(StaleRRefError, match="its owner was replaced by a later life"):
         counter.rpc_sync().add(1)
     monkeypatch.undo()

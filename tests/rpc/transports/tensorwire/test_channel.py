@@ -448,7 +448,7 @@ def connection_is_over(wire: Wire) -> bool:
 def test_a_frame_for_which_there_is_no_memory_is_refused_and_the_next_leaves(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, channel, "pack_fixed", MemoryError)
+    fail_once(monkeypatch, channel, "pack_small", MemoryError)
     with pytest.raises(MemoryError):
         wire.sender.send_small(1, 0, b"h", b"", b"p")
     wire.sender.send_small(1, 1, b"h", b"", b"p")
@@ -563,7 +563,7 @@ def test_who_is_late_to_go_on_with_one_that_broke_sends_nothing_on_the_next(
     assert [number for number, _, _ in wire.found] == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["_write", "_wait_writable"])
+@pytest.mark.parametrize("name", ["_keep", "_wait_writable"])
 def test_a_small_frame_that_leaves_in_part_is_sent_on_another_connection(
     replaceable: Replaceable, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
