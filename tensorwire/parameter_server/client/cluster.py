@@ -42,18 +42,20 @@ from tensorwire.parameter_server.decisions.consistency import (
     Consistency,
     staleness_of,
 )
+from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
 from tensorwire.parameter_server.dense_spec import describe, spread_of
 from tensorwire.parameter_server.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.rules import Rule
-from tensorwire.parameter_server.server.calling import LOST
+from tensorwire.parameter_server.server.calling import LOST, own_incarnation, verdict_on
 from tensorwire.parameter_server.settings import Meeting, consistency_of, settings_of
 from tensorwire.parameter_server.spec import Precision, TableSpec
 from tensorwire.parameter_server.wire import FLOAT32, Kind, Wire, both_ways
 
 _NAME: Final = "default"
 _PAUSE: Final = 0.05
+_SECONDS_TO_ANSWER: Final = 30.0
 
 
 class NanPolicy(enum.Enum):
@@ -228,12 +230,9 @@ class Cluster:
         if found == me or found is None:
             return True
         name, _, incarnation = found.partition("\n")
-        try:
-            life = self.session.worker.life_of(name)
-            lives = life.incarnation == int(incarnation)
-        except (rpc.UnknownWorkerError, rpc.WorkerLostError):
-            lives = False
-        return not lives and meeting.claim(key, found, me) == me
+        loader = Server(name, int(incarnation))
+        is_over = verdict_on(self.session.worker, loader) is Verdict.OVER
+        return is_over and meeting.claim(key, found, me) == me
 
     # --- training
 
@@ -504,7 +503,7 @@ def _meet(
     view = meeting.view(name)
     if view is None:
         deadline = time.monotonic() + timeout
-        lives = [_wait_for(worker, each, deadline) for each in settings["servers"]]
+        lives = [_wait_for(each, deadline) for each in settings["servers"]]
         first = views.first(lives, backups, settings)
         if restore is not None:
             first = _restored(first, restore)
@@ -555,17 +554,27 @@ def _names(where: str, servers: Sequence[str]) -> list[str]:
 
 
 def _server(worker: extend.Worker, name: str) -> Server:
+    """The present life of a server, which it says itself."""
     try:
-        return Server(name, worker.life_of(name).incarnation)
+        worker.life_of(name)  # who was never there is not waited for
+        return _asked(name, _SECONDS_TO_ANSWER)
     except rpc.RpcError as error:
         raise errors.ParameterServerError(f"server {name!r} is not in the group") from error
 
 
-def _wait_for(worker: extend.Worker, name: str, deadline: float) -> Server:
+def _wait_for(name: str, deadline: float) -> Server:
+    """As :func:`_server`, for one that may be yet to come.
+
+    What this worker has heard of it may be about a former life of that name.
+    """
     while True:
         try:
-            return Server(name, worker.life_of(name).incarnation)
-        except (rpc.UnknownWorkerError, rpc.WorkerLostError) as error:
+            return _asked(name, max(deadline - time.monotonic(), _PAUSE))
+        except (rpc.UnknownWorkerError, rpc.WorkerLostError, rpc.RpcTimeoutError) as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"server {name!r} did not come into the group") from error
         time.sleep(_PAUSE)
+
+
+def _asked(name: str, timeout: float) -> Server:
+    return Server(name, rpc.rpc_sync(name, own_incarnation, timeout=timeout))

@@ -26,10 +26,11 @@ from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
+from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
-from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.calling import LOST, Caller, verdict_on
 from tensorwire.parameter_server.server.coordinating import CHANNEL
 from tensorwire.parameter_server.server.waiting import Answer
 from tensorwire.parameter_server.settings import Meeting
@@ -488,7 +489,7 @@ class Session:
                 return reply.result
             if isinstance(reply, messages.Rejected) and reply.reason:
                 raise errors.ParameterServerError(reply.reason)
-            if reply is LOST and not patient:
+            if reply is LOST and not patient and self._has_heard_of(self.view.coordinator):
                 raise errors.ParameterServerError("the coordinator was lost meanwhile")
             with self._condition:
                 self._condition.wait_for(lambda: self._failure is not None, pause)
@@ -497,6 +498,10 @@ class Session:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             self.refresh()
             self.spread()
+
+    def _has_heard_of(self, server: Server) -> bool:
+        """False if calls to that life may have met the one before it."""
+        return verdict_on(self.worker, server) is not Verdict.UNHEARD
 
     def ask_shard(self, shard: int, message: Any) -> Any:
         """One call to the head of a shard; ``LOST`` if there is none."""

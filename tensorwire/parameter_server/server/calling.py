@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,7 +12,8 @@ import torch
 
 import rpc
 from rpc import extend
-from tensorwire.parameter_server.decisions.views import Server
+from tensorwire.parameter_server.decisions.lives import Latest, Verdict, verdict
+from tensorwire.parameter_server.decisions.views import Client, Server
 
 _logger: Final = logging.getLogger("tensorwire")
 
@@ -67,6 +69,28 @@ def _note(error: rpc.RpcError) -> None:
     expected = (rpc.WorkerLostError, rpc.UnknownWorkerError, rpc.AgentClosedError)
     if not isinstance(error, expected):
         _logger.error("a call of the parameter server failed: %s", error)
+
+
+def latest_life(worker: extend.Worker, name: str) -> Latest | None:
+    """The latest life of a worker that this one has heard of; None if of none."""
+    try:
+        return Latest(worker.life_of(name).incarnation, True)
+    except rpc.WorkerLostError as error:
+        mine = error.name == name  # else the group has expelled this worker
+        return Latest(error.incarnation if mine else sys.maxsize, False)
+    except rpc.UnknownWorkerError:
+        return None
+
+
+def verdict_on(worker: extend.Worker, life: Server | Client) -> Verdict:
+    """Says whether a life is over, as far as ``worker`` has heard."""
+    server = Server(life.name, life.incarnation)
+    return verdict(server, latest_life(worker, life.name))
+
+
+def own_incarnation() -> int:
+    """Runs at a server: says which life of its name it is."""
+    return extend.worker().life.incarnation
 
 
 @rpc.functions.async_execution

@@ -12,9 +12,10 @@ from tensorwire.checkpoint import CheckpointError, Draft
 from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.decisions import orders, tasks, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.replica import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
-from tensorwire.parameter_server.server.calling import LOST
+from tensorwire.parameter_server.server.calling import LOST, latest_life
 from tensorwire.parameter_server.server.shard import Call
 from tensorwire.parameter_server.server.writing import part_name
 from tensorwire.parameter_server.settings import Meeting
@@ -43,7 +44,6 @@ class Coordinating:
         self._drafts: dict[str, Draft] = {}
         self._snapshots: dict[int, str] = {}
         self._meeting = Meeting(node.host.worker)
-        self._lost: set[Server] = set()
         self._closed = False
 
     def close(self) -> None:
@@ -79,24 +79,22 @@ class Coordinating:
     def _living(self, view: View) -> set[Server]:
         known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
         names = {each.name for each in known} | set(view.settings.get("servers", ()))
-        found = set()
         for name in names:
-            with contextlib.suppress(rpc.UnknownWorkerError, rpc.WorkerLostError):
-                found.add(Server(name, self._node.host.worker.life_of(name).incarnation))
-        return found - self._lost
+            latest = latest_life(self._node.host.worker, name)
+            if latest is not None:
+                known.add(Server(name, latest.incarnation))
+        return {each for each in known if self._lives(each)}
 
-    def _lives(self, client: views.Client | Server) -> bool:
-        try:
-            life = self._node.host.worker.life_of(client.name)
-        except (rpc.UnknownWorkerError, rpc.WorkerLostError):
-            return False
-        return life.incarnation == client.incarnation
+    def _lives(self, who: views.Client | Server) -> bool:
+        """False if that life is over; one of which nothing was heard is trusted for a while."""
+        server = Server(who.name, who.incarnation)
+        self._node.trust(server)
+        return self._node.lives.verdict(server) is not Verdict.OVER
 
     # --- events
 
     def heard_lost(self, server: Server) -> None:
         """A worker is gone."""
-        self._lost.add(server)
         if self._coordinator is not None:
             self._do(self._coordinator.server_lost(server))
         if self._coordinator is not None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server import messages
-from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions import lives, orders
 from tensorwire.parameter_server.decisions.clock import Reached
+from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.replica import (
     Effect,
     Import,
@@ -27,7 +29,7 @@ from tensorwire.parameter_server.decisions.replica import (
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.server.calling import LOST, Caller
+from tensorwire.parameter_server.server.calling import LOST, Caller, latest_life
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
@@ -42,6 +44,15 @@ _logger: Final = logging.getLogger("tensorwire")
 _MOST_EARLY: Final = 10_000
 _UNWRITTEN: Final = 2
 """Snapshots of which a head remembers the rows until it is told to write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """A call to another server."""
+
+    to: Server
+    message: Any
+    then: Callable[[Any], object]
 
 
 class Node:
@@ -59,6 +70,7 @@ class Node:
         self.view: View | None = None
         self.shards: dict[int, ShardServer] = {}
         self.caller = Caller(host.worker, cluster)
+        self.lives = Lives(lambda name: latest_life(host.worker, name))
         self.copies = Copies(self)
         self.coordinating = Coordinating(self)
         self._term = -1
@@ -93,13 +105,40 @@ class Node:
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls another server; ``then`` gets the answer, or ``LOST``, with the lock held."""
+        call = _Outgoing(to, message, then)
+        self.later(lambda: self._send(call))
+
+    def _send(self, call: _Outgoing) -> None:
+        was_heard_of = self.lives.verdict(call.to) is not Verdict.UNHEARD
 
         def answered(answer: Any) -> None:
-            if not self._closed:
-                with self.acting():
-                    then(answer)
+            if self._closed:
+                return
+            with self.acting():
+                if answer is LOST:
+                    self._failed(call, was_heard_of)
+                else:
+                    call.then(answer)
 
-        self.later(lambda: self.caller.call(to, message, answered))
+        self.caller.call(call.to, call.message, answered)
+
+    def _failed(self, call: _Outgoing, was_heard_of: bool) -> None:
+        fate = self.lives.failed(call.to, call, was_heard_of)
+        if fate is Fate.AGAIN:
+            self.later(lambda: self._send(call))
+        elif fate is Fate.GIVEN_UP:
+            call.then(LOST)
+        else:
+            self.trust(call.to)
+
+    def trust(self, server: Server) -> None:
+        """Takes a life of which nothing was heard for living, but not for ever."""
+        if self.lives.trust(server):
+            self.later(lambda: self.host.after(lives.TRUST, lambda: self._doubt(server)))
+
+    def _doubt(self, server: Server) -> None:
+        if self.lives.doubt(server):
+            self.heard_lost(server)
 
     def close(self) -> None:
         """Turns everybody away."""
@@ -149,6 +188,8 @@ class Node:
     def heard_lost(self, server: Server) -> None:
         """A worker is gone, which may have been a server."""
         with self.acting():
+            for call in self.lives.lost(server):
+                call.then(LOST)
             for number, shard in list(self.shards.items()):
                 self.carry_out(number, shard.replica.heir_lost(server))
             self.copies.forget(server)
@@ -157,6 +198,11 @@ class Node:
     def heard_came(self, server: Server) -> None:
         """A worker is there, which may be a server."""
         with self.acting():
+            news = self.lives.came(server)
+            for former in news.over:
+                self.heard_lost(former)
+            for call in news.again:
+                self.later(partial(self._send, call))
             self.coordinating.heard_came(server)
 
     # --- what others call

@@ -33,6 +33,7 @@ from tensorwire.parameter_server.decisions.consistency import (
     staleness_of,
 )
 from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.lives import Fate, Latest, Lives, Verdict
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import (
     Exported,
@@ -89,6 +90,8 @@ class Plan:
     resizes: int
     duplicates: bool
     zombies: bool
+    newcomers: bool
+    """Servers came back just before, of which not all have heard."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -109,6 +112,7 @@ def draw_plan(seed: int) -> Plan:
         resizes=r.choice([0, 0, 1, 2]),
         duplicates=r.random() < 0.5,
         zombies=r.random() < 0.3,
+        newcomers=r.random() < 0.4,
     )
 
 
@@ -121,6 +125,7 @@ class Process:
         self.life = Server(name, incarnation)
         self.calls: dict[int, Callable[[Any], None]] = {}
         self.callees: dict[int, Server] = {}
+        self.heard: dict[str, Latest] = {}
 
     def call(self, to: Server, what: Any, then: Callable[[Any], None]) -> None:
         """Calls; ``then`` gets the answer, or None if the callee is lost."""
@@ -128,7 +133,7 @@ class Process:
         game.numbers += 1
         number = game.numbers
         self.calls[number], self.callees[number] = then, to
-        if to not in game.living or game.cut_off(self.life, to):
+        if to not in game.living or game.cut_off(self.life, to) or not self.has_heard_of(to):
             game.network.append((to, self.life, ("lost", number)))
         else:
             game.send(self.life, to, ("call", number, what))
@@ -139,7 +144,29 @@ class Process:
         if then is not None:
             then(answer)
 
+    def has_heard_of(self, life: Server) -> bool:
+        """A call to a life that came back meets the one before, which is dead."""
+        latest = self.heard.get(life.name)
+        return latest is not None and latest.incarnation >= life.incarnation
+
+    def hear_came(self, life: Server) -> None:
+        """Lives that came and went between two looks into the store are never heard of."""
+        if self.has_heard_of(life) or (life in self.game.dead and life not in self.game.islands):
+            return
+        former = self.heard.get(life.name)
+        if former is not None and former.lives:
+            self.hear_lost(Server(life.name, former.incarnation))
+        self.heard[life.name] = Latest(life.incarnation, True)
+        self.came(life)
+
+    def came(self, life: Server) -> None:
+        pass
+
     def hear_lost(self, life: Server) -> None:
+        if not self.has_heard_of(life):
+            return
+        if self.heard[life.name].incarnation == life.incarnation:
+            self.heard[life.name] = Latest(life.incarnation, False)
         for number, to in list(self.callees.items()):
             if to == life:
                 self.answered(number, None)
@@ -176,8 +203,44 @@ class ServerProcess(Process):
         self.early: dict[int, list[tuple[Server, int, Any]]] = {}
         self.coordinator: Coordinator | None = None
         self.requests: dict[int, tuple[Server, int]] = {}
-        self.known_lost: set[Server] = set()
+        self.known = Lives(self.heard.get)
         self.joining: set[int] = set()
+
+    # --- other servers
+
+    def call(self, to: Server, what: Any, then: Callable[[Any], None]) -> None:
+        was_heard_of = self.known.verdict(to) is not Verdict.UNHEARD
+
+        def answered(answer: Any) -> None:
+            if answer is not None:
+                then(answer)
+                return
+            fate = self.known.failed(to, (to, what, then), was_heard_of)
+            if fate is Fate.AGAIN:
+                self.call(to, what, then)
+            elif fate is Fate.GIVEN_UP:
+                then(None)
+            else:
+                self.trust(to)
+
+        super().call(to, what, answered)
+
+    def trust(self, life: Server) -> None:
+        if self.known.trust(life):
+            self.game.later(self, lambda: self.doubt(life))
+
+    def doubt(self, life: Server) -> None:
+        """News of who lives comes within that time."""
+        if not self.known.doubt(life):
+            return
+        if life in self.game.living and life not in self.game.islands:
+            self.game.later(self, lambda: self.doubt(life))
+        else:
+            self.lost(life)
+
+    def believes_in(self, life: Server) -> bool:
+        self.trust(life)
+        return self.known.verdict(life) is not Verdict.OVER
 
     # --- views
 
@@ -220,16 +283,21 @@ class ServerProcess(Process):
         view = self.view
         if view is None or self.coordinator is not None or view.broken:
             return
-        living = self.game.servers_known_by(self)
+        living = self.living(view)
         starts = view.coordinator == self.life
         if starts or views.is_next_coordinator(view, self.life, living):
             trainers = [
                 t.number
                 for t in view.trainers
-                if Server(t.client.name, t.client.incarnation) not in self.known_lost
+                if self.believes_in(Server(t.client.name, t.client.incarnation))
             ]
             self.coordinator = Coordinator(self.life, view, living, trainers)
             self.coordinate(self.coordinator.start())
+
+    def living(self, view: View) -> set[Server]:
+        known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
+        known |= {Server(name, latest.incarnation) for name, latest in self.heard.items()}
+        return {s for s in known if s.name.startswith("ps") and self.believes_in(s)}
 
     # --- coordinating
 
@@ -271,7 +339,9 @@ class ServerProcess(Process):
             self.coordinate(self.coordinator.answered(ask, None if answer == "none" else answer))
 
     def lost(self, life: Server) -> None:
-        self.known_lost.add(life)
+        for to, _, then in self.known.lost(life):
+            del to
+            then(None)
         for number, replica in list(self.replicas.items()):
             self.carry_out(number, replica.heir_lost(life))
         if self.view is not None and self.view.coordinator == life:
@@ -283,7 +353,12 @@ class ServerProcess(Process):
         self.maybe_coordinate()
 
     def came(self, life: Server) -> None:
-        if self.coordinator is not None:
+        news = self.known.came(life)
+        for former in news.over:
+            self.lost(former)
+        for call in news.again:
+            self.call(*call)
+        if self.coordinator is not None and life.name.startswith("ps"):
             self.coordinate(self.coordinator.server_came(life))
 
     # --- serving
@@ -771,6 +846,9 @@ class Game:
         names = [f"ps{k}" for k in range(self.plan.servers)]
         self.spare = [f"ps{self.plan.servers + k}" for k in range(self.plan.spare)]
         for name in [*names, *self.spare]:
+            if self.plan.newcomers and self.random.random() < 0.5:
+                self.dead.add(Server(name, 0))
+                self.lives[name] += 1
             self.start_server(name)
         servers = [self.server(name).life for name in names]
         settings = {"servers": names, "trainers": self.plan.trainers}
@@ -780,6 +858,19 @@ class Game:
         self.publish(self.server(names[0]), self.view)
         for k in range(self.plan.trainers):
             self.start_trainer(f"trainer{k}")
+        self.meet()
+
+    def meet(self) -> None:
+        """All know each other, but for some who came back just now."""
+        for process in self.living.values():
+            for life in self.living:
+                former = Latest(0, self.random.random() < 0.5)
+                if life.incarnation and life != process.life and self.random.random() < 0.6:
+                    if self.random.random() < 0.7:
+                        process.heard[life.name] = former
+                    self.later(process, lambda p=process, new=life: p.hear_came(new))
+                else:
+                    process.heard[life.name] = Latest(life.incarnation, True)
 
     def server(self, name: str) -> ServerProcess:
         life = Server(name, self.lives[name] - 1)
@@ -790,13 +881,22 @@ class Game:
     def start_server(self, name: str) -> ServerProcess:
         process = ServerProcess(self, name, self.lives[name])
         self.lives[name] += 1
-        self.living[process.life] = process
+        self.arrive(process)
         return process
+
+    def arrive(self, process: Process) -> None:
+        """It looks who is there; the others hear of it some time."""
+        for life in self.living:
+            process.heard[life.name] = Latest(life.incarnation, True)
+        process.heard[process.name] = Latest(process.life.incarnation, True)
+        for other in self.living.values():
+            self.later(other, lambda o=other: o.hear_came(process.life))
+        self.living[process.life] = process
 
     def start_trainer(self, name: str) -> None:
         process = TrainerProcess(self, name, self.lives[name], self.plan.steps)
         self.lives[name] += 1
-        self.living[process.life] = process
+        self.arrive(process)
         self.later(process, process.begin)
 
     @property
@@ -806,13 +906,6 @@ class Game:
     @property
     def servers(self) -> list[ServerProcess]:
         return [p for p in self.living.values() if isinstance(p, ServerProcess)]
-
-    def servers_known_by(self, process: ServerProcess) -> set[Server]:
-        """All that were there, but those of whose loss it has heard."""
-        lives = {p.life for p in self.servers} | {
-            life for life in self.dead if not life.name.startswith("trainer")
-        }
-        return {life for life in lives if life not in process.known_lost}
 
     # --- network
 
@@ -902,10 +995,6 @@ class Game:
 
     def restart(self, name: str) -> None:
         process = self.start_server(name)
-        process.known_lost = set(self.dead)
-        for other in self.servers:
-            if other is not process:
-                self.later(other, lambda o=other: o.came(process.life))
         self.later(process, lambda: process.see(self.view))
         self.admin.arrive(process.life)
 
@@ -1019,7 +1108,8 @@ class Game:
     def check_end(self) -> None:
         if self.view.broken:
             plan = self.plan
-            may_lose = plan.kills > min(plan.backups, plan.servers - 1) or plan.resizes
+            kills, resizes = (getattr(plan, f"{k}s") - self.budget[k] for k in ("kill", "resize"))
+            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes
             if self.view.snapshot is not None or not may_lose:
                 raise Broken(f"the cluster gave up: {self.view.broken}")
             return

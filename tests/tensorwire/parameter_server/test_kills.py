@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import rpc
-from rpc import extend
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.server.host import host
 from tests import waiting
@@ -69,14 +67,8 @@ class Processes:
 
     def new_cluster(self) -> str:
         self.start(*(name for name in self.ranks if name not in self.workers))
-        waiting.until(self._know_each_other, _SECONDS)
         self.clusters += 1
         return f"cluster{self.clusters}"
-
-    def _know_each_other(self) -> bool:
-        """True once nobody takes the former life of a worker for its present one."""
-        known = [worker.do(_lives, sorted(self.ranks)) for worker in self.workers.values()]
-        return known.count(known[0]) == len(known) and None not in known[0].values()
 
     def end(self) -> None:
         for worker in self.workers.values():
@@ -88,16 +80,6 @@ def _join(backend: str, url: str, name: str, rank: int) -> None:
     join(backend, url, name, rank)
     if name.startswith("ps"):
         host().start(host().announce)
-
-
-def _lives(names: list[str]) -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
-    for name in names:
-        try:
-            found[name] = extend.worker().life_of(name).incarnation
-        except (rpc.UnknownWorkerError, rpc.WorkerLostError):
-            found[name] = None
-    return found
 
 
 def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Cluster:

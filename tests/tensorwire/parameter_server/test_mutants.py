@@ -14,6 +14,7 @@ import pytest
 
 from tensorwire.parameter_server.decisions import (
     coordination,
+    lives,
     reads,
     replica,
     replication,
@@ -139,6 +140,20 @@ def _gives_a_new_server_the_shard_without_a_copy(patch: pytest.MonkeyPatch) -> N
     patch.setattr(coordination.Coordinator, "_back_up", back_up)
 
 
+def _takes_lives_for_lost_of_which_it_has_not_heard(patch: pytest.MonkeyPatch) -> None:
+    verdict = lives.verdict
+
+    def hasty(server: Any, latest: Any) -> Any:
+        found = verdict(server, latest)
+        return lives.Verdict.OVER if found is lives.Verdict.UNHEARD else found
+
+    patch.setattr(lives, "verdict", hasty)
+
+
+def _makes_no_call_again_that_met_a_former_life(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lives.Lives, "failed", lambda self, to, call, was: lives.Fate.GIVEN_UP)
+
+
 _MUTANTS: list[Mutate] = [
     _takes_repeated_pushes,
     _does_not_hold,
@@ -153,6 +168,8 @@ _MUTANTS: list[Mutate] = [
     _gives_up_cuts_of_a_lost_coordinator,
     _forgets_that_shards_were_lost,
     _gives_a_new_server_the_shard_without_a_copy,
+    _takes_lives_for_lost_of_which_it_has_not_heard,
+    _makes_no_call_again_that_met_a_former_life,
 ]
 
 

@@ -1,0 +1,133 @@
+"""Decides, at a server, which lives of others it takes to be over, and which calls wait for one.
+
+A view may name a life of which this server has not heard yet: who made the view asked that life
+itself, and news of it is on its way. To take it for lost would give up state that is there. So it
+is *trusted*: until it is heard of, until a later life of its name or its own end is, or until
+``TRUST`` seconds have passed. A call to it may meet the life before it, and fail with that one;
+then the call is kept, and made again once the right life is heard of.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tensorwire.parameter_server.decisions.views import Server
+
+TRUST: Final = 10.0
+"""Seconds for which a life is trusted of which nothing is heard."""
+
+
+class Verdict(enum.Enum):
+    """The states of a life, as far as this server has heard."""
+
+    LIVING = enum.auto()
+    OVER = enum.auto()
+    UNHEARD = enum.auto()
+    """Nothing was heard of it, nor of a later life of its name."""
+
+
+class Fate(enum.Enum):
+    """The ways on for a call that failed as its callee was lost."""
+
+    AGAIN = enum.auto()
+    KEPT = enum.auto()
+    """It is made again, or given up, when news of its callee comes."""
+    GIVEN_UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The latest life of a name that was heard of, and whether it still is one."""
+
+    incarnation: int
+    lives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The consequences of hearing of a life.
+
+    Args:
+        over: trusted lives that are over, as this one came after them.
+        again: calls to be made again.
+    """
+
+    over: tuple[Server, ...] = ()
+    again: tuple[Any, ...] = ()
+
+
+def verdict(server: Server, latest: Latest | None) -> Verdict:
+    """The verdict on a life, given the latest life of its name."""
+    if latest is None or latest.incarnation < server.incarnation:
+        return Verdict.UNHEARD
+    if latest.incarnation > server.incarnation or not latest.lives:
+        return Verdict.OVER
+    return Verdict.LIVING
+
+
+class Lives:
+    """The lives of servers and trainers as one server sees them.
+
+    Args:
+        latest: tells the latest life of a name that this server has heard of.
+    """
+
+    def __init__(self, latest: Callable[[str], Latest | None]) -> None:
+        self._latest = latest
+        self._over: set[Server] = set()
+        self._trusted: set[Server] = set()
+        self._kept: dict[Server, list[Any]] = {}
+
+    def verdict(self, server: Server) -> Verdict:
+        """The verdict on a life."""
+        if server in self._over:
+            return Verdict.OVER
+        return verdict(server, self._latest(server.name))
+
+    def trust(self, server: Server) -> bool:
+        """Trusts a life that is unheard; True if that is new, so that :meth:`doubt` must follow."""
+        is_new = server not in self._trusted and self.verdict(server) is Verdict.UNHEARD
+        if is_new:
+            self._trusted.add(server)
+        return is_new
+
+    def doubt(self, server: Server) -> bool:
+        """``TRUST`` seconds have passed; True if the life is taken for lost now."""
+        return server in self._trusted and self.verdict(server) is Verdict.UNHEARD
+
+    def failed(self, to: Server, call: Any, was_heard_of: bool) -> Fate:
+        """A call has failed as its callee was lost.
+
+        Args:
+            to: the life that was meant.
+            call: what to keep.
+            was_heard_of: that life had been heard of when the call was made, so that it met
+                no former one.
+        """
+        found = self.verdict(to)
+        if was_heard_of or found is Verdict.OVER:
+            return Fate.GIVEN_UP
+        if found is Verdict.LIVING:
+            return Fate.AGAIN
+        self._kept.setdefault(to, []).append(call)
+        return Fate.KEPT
+
+    def came(self, server: Server) -> News:
+        """A life was heard of."""
+        former = {*self._trusted, *self._kept}
+        over = [each for each in former if _is_before(each, server)]
+        self._trusted.discard(server)
+        return News(tuple(sorted(over)), tuple(self._kept.pop(server, ())))
+
+    def lost(self, server: Server) -> list[Any]:
+        """A life is over; returns the calls that are given up."""
+        self._over.add(server)
+        self._trusted.discard(server)
+        return self._kept.pop(server, [])
+
+
+def _is_before(server: Server, other: Server) -> bool:
+    return server.name == other.name and server.incarnation < other.incarnation
