@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
-from tensorwire.parameter_server.decisions.replica import Assign, Import
+from tensorwire.parameter_server.decisions.replica import Assign, Heard, Import
 
 Packed = tuple[Tensor, ...]
 """Rows as a ``Wire`` packed them."""
@@ -204,6 +204,14 @@ class Bring:
 
     shard: int
     rows: Import
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """Another shard tells this one how many pushes it has."""
+
+    shard: int
+    heard: Heard
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ trainer has sent to all of them; ``cut`` lets the clock go on up to that point, 
 runs, and from there freely. A cut may change the *epoch*, which numbers the maps from slots to
 shards. A push was split by the map of one epoch: what lies before the cut is valid under the old
 one, what lies behind it under the new one. So every shard decides alike which is refused.
+
+Under BSP a step is on all shards or on none, even if a trainer dies while it pushes: a shard that
+has all pushes of its next step tells the others (``Ready``), and takes the step once all have told
+it the same. What a lost trainer has pushed to some shards only was applied by none.
 """
 
 from __future__ import annotations
@@ -126,7 +130,22 @@ class Reached:
     cut: Cut
 
 
-Effect = Apply | Taken | Refused | Reached
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """So many pushes of each trainer are here, applied or held, without a gap.
+
+    Args:
+        epoch: of the map by which they were split.
+        reach: by trainer.
+        others: the shards that must know.
+    """
+
+    epoch: int
+    reach: Mapping[int, int]
+    others: frozenset[int] = frozenset()
+
+
+Effect = Apply | Taken | Refused | Reached | Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +193,9 @@ class Clock:
         self._silenced: set[int] = set()
         self._limits: dict[int, int] = {}
         self._time = 0
+        self._others: frozenset[int] = frozenset()
+        self._heard: dict[int, Ready] = {}
+        self._told: Ready | None = None
 
     @property
     def low(self) -> int | None:
@@ -184,6 +206,11 @@ class Clock:
     def time(self) -> int:
         """Pushes taken of the fastest trainer there ever was; the age of rows is counted in it."""
         return self._time
+
+    @property
+    def told(self) -> Ready | None:
+        """The last that the other shards were to know; None if nothing in this epoch."""
+        return self._told
 
     @property
     def is_open(self) -> bool:
@@ -253,10 +280,15 @@ class Clock:
         self._dismiss_settled()
         return self._advance()
 
-    def _reach(self, trainer: int) -> int:
-        """The number of a trainer's pushes that are here without a gap, applied or held."""
+    def _reach(self, trainer: int, epoch: int | None = None) -> int:
+        """The number of a trainer's pushes that are here without a gap, applied or held.
+
+        Those that are held only if they were split by the map of ``epoch``, if one is given.
+        """
         number = self._counts.get(trainer, 0)
-        while (trainer, number) in self._held:
+        while (held := self._held.get((trainer, number))) is not None:
+            if epoch is not None and held.epoch != epoch:
+                break
             number += 1
         return number
 
@@ -304,6 +336,44 @@ class Clock:
         self._awaited.discard(source)
         return self._advance()
 
+    # --- other shards
+
+    def heard(self, source: int, ready: Ready) -> list[Effect]:
+        """Another shard tells how many pushes it has; calls overtake each other."""
+        known = self._heard.get(source)
+        if known is not None and known.epoch == ready.epoch:
+            reach = {
+                trainer: max(known.reach.get(trainer, 0), ready.reach.get(trainer, 0))
+                for trainer in {*known.reach, *ready.reach}
+            }
+            self._heard[source] = Ready(ready.epoch, reach)
+        elif known is None or known.epoch < ready.epoch:
+            self._heard[source] = ready
+        return self._advance()
+
+    def _tell(self, step: tuple[Push, ...]) -> list[Effect]:
+        """All pushes of a step are here: the other shards must know, unless a cut says so."""
+        if not self._together or not self._others or not step or self._cut is not None:
+            return []
+        reach = {each: self._reach(each, self.epoch) for each in self._counts}
+        ready = Ready(self.epoch, reach, self._others)
+        if ready == self._told:
+            return []
+        self._told = ready
+        return [ready]
+
+    def _is_everywhere(self, step: tuple[Push, ...]) -> bool:
+        """True if each shard has these pushes; what lies before a cut, one has even applied."""
+        if not self._together or self._cut is not None:
+            return True
+        for other in self._others:
+            ready = self._heard.get(other)
+            if ready is None or ready.epoch != self.epoch:
+                return False
+            if any(ready.reach.get(push.trainer, 0) <= push.number for push in step):
+                return False
+        return True
+
     # --- going on
 
     def _advance(self) -> list[Effect]:
@@ -311,13 +381,15 @@ class Clock:
         while True:
             if self._is_at_cut():
                 effects += self._pass_cut()
-            elif step := self._next_step():
-                effects += self._take(step)
-            else:
+                continue
+            step = self._next_step()
+            effects += self._tell(step)
+            if not step or not self._is_everywhere(step):
                 return effects
+            effects += self._take(step)
 
     def _next_step(self) -> tuple[Push, ...]:
-        """The pushes that are to be taken now, as one update."""
+        """The pushes that are next, as one update, if they are all here."""
         if self._holding is not None or self._awaited:
             return ()
         ready = [push for each in self.members if (push := self._due(each)) is not None]
@@ -368,6 +440,7 @@ class Clock:
         effects: list[Effect] = [Reached(cut)]
         if cut.epoch is not None:
             self.epoch = cut.epoch
+            self._others, self._told = frozenset(cut.awaited) - {self._shard}, None
             self._awaited = set(cut.awaited.get(self._shard, ()))
             effects += self._refuse_moved()
             if self._shard not in cut.awaited:  # it keeps nothing any more
@@ -392,7 +465,12 @@ class Clock:
     # --- handing over
 
     def prime(
-        self, counts: Mapping[int, int], time: int, epoch: int, awaited: Iterable[int] = ()
+        self,
+        counts: Mapping[int, int],
+        time: int,
+        epoch: int,
+        awaited: Iterable[int] = (),
+        active: Iterable[int] = (),
     ) -> None:
         """Begins where the other shards are, as a shard that is made at a cut, or restored.
 
@@ -401,10 +479,12 @@ class Clock:
             time: see :attr:`time`.
             epoch: of the map that is valid.
             awaited: shards whose rows must arrive first.
+            active: the shards that keep anything in this epoch.
         """
         self._admit(counts)
         self._time = time
         self.epoch = epoch
+        self._others, self._told = frozenset(active) - {self._shard}, None
         self._awaited = set(awaited)
 
     def dump(self) -> dict[str, Any]:
@@ -429,4 +509,7 @@ class Clock:
             ("_silenced", set(self._silenced)),
             ("_limits", dict(self._limits)),
             ("_time", self._time),
+            ("_others", self._others),
+            ("_heard", dict(self._heard)),
+            ("_told", self._told),
         ]

@@ -90,7 +90,7 @@ class Coordinator(Tasks):
                 self._arrivals.pop(client, None)
                 trainer = self.view.trainer(client)
                 if trainer is not None:
-                    self._begin(self._dismiss(trainer.number))
+                    self._dismiss_soon(trainer.number)
         return self._flush()
 
     def asked(self, request: int, what: orders.Request) -> list[Effect]:
@@ -157,7 +157,7 @@ class Coordinator(Tasks):
         known = {trainer for status in statuses.values() for trainer in status.counts}
         expected = {trainer.number for trainer in self.view.trainers}
         for number in sorted(known - expected):
-            self._begin(self._dismiss(number))
+            self._dismiss_soon(number)
         yield from self._conform(statuses, sorted(expected - known))
 
     def _finish_cut(self) -> Generator[Wait, Any, dict[int, Status]]:
@@ -268,7 +268,7 @@ class Coordinator(Tasks):
         new = [trainer for trainer in self.view.trainers if trainer.number >= before]
         for trainer in new:
             if trainer.client in self._gone:  # while the view was stored
-                self._begin(self._dismiss(trainer.number))
+                self._dismiss_soon(trainer.number)
         yield from self._cut(joins=[trainer.number for trainer in new])
         self._answer_arrivals()
 
@@ -294,11 +294,25 @@ class Coordinator(Tasks):
         yield from self._dismiss(what.trainer)
         self._effects.append(Reply(request, None))
 
+    def _dismiss_soon(self, number: int) -> None:
+        """A trainer was lost.
+
+        Under BSP no cut waits for it, as what one shard has applied all have; so this may wait for
+        a move, which drops what was split by the old map. Otherwise a cut may wait for this.
+        """
+        if self.view.is_together:
+            self._line_up(lambda: self._dismiss(number))
+        else:
+            self._begin(self._dismiss(number))
+
     def _dismiss(self, number: int) -> Steps:
         """A trainer has finished or was lost: what all shards have of it counts."""
         yield Edit(lambda view: _without_trainer(view, number))
         haves = yield self._to_all(orders.Silence(number))
-        keep = min((have for have in haves.values() if have is not None), default=0)
+        known = [have for have in haves.values() if have is not None]
+        keep = min(known, default=0)
+        if self.view.is_together and None in {haves.get(each, 0) for each in self.view.active}:
+            keep = 0  # that shard was made without it, so nothing more of it was applied anywhere
         yield self._to_all(orders.Settle(number, keep))
 
     def _without_gone(self, view: View) -> View:

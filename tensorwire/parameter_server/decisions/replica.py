@@ -15,7 +15,14 @@ from typing import Any
 
 from tensorwire.parameter_server.decisions import clock as clocks
 from tensorwire.parameter_server.decisions import orders, replication
-from tensorwire.parameter_server.decisions.clock import Clock, Push, Refusal, Refused, Taken
+from tensorwire.parameter_server.decisions.clock import (
+    Clock,
+    Push,
+    Ready,
+    Refusal,
+    Refused,
+    Taken,
+)
 from tensorwire.parameter_server.decisions.consistency import Consistency, staleness_of
 from tensorwire.parameter_server.decisions.reads import Answer, Pull, Reads, Turn
 from tensorwire.parameter_server.decisions.replication import Forward, Replication
@@ -48,7 +55,26 @@ class Assign:
     load: Any = None
 
 
-Record = Push | orders.Order | Import | Exported | Assign
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Another shard has so many pushes."""
+
+    source: int
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """A record, and what the head had heard of other shards before it.
+
+    News alone is no record: if it is lost with the head, the other shards tell the next one.
+    """
+
+    news: tuple[Heard, ...]
+    record: Any
+
+
+Record = Push | orders.Order | Import | Exported | Assign | After
 
 # --- what is to be done
 
@@ -94,6 +120,13 @@ class StartCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Inform:
+    """Tell other shards how many pushes are safe here, until they say that they know."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
 class NotHead:
     """The answer of a server that is not, or no longer, the head of this shard."""
 
@@ -105,7 +138,7 @@ class Safe:
     position: int
 
 
-Effect = Run | Read | Respond | Forward | StartCopy
+Effect = Run | Read | Respond | Forward | StartCopy | Inform
 
 
 class Replica:
@@ -139,6 +172,8 @@ class Replica:
         self._opens: list[Any] = []
         self._stash: dict[int, Import] = {}
         self._gated: deque[tuple[int, Any, Any]] = deque()
+        self._unsafe: deque[tuple[int, Ready]] = deque()
+        self._news: list[Heard] = []
         self._uncounted: deque[tuple[int, int, int]] = deque()
         self._safe_counts: dict[int, int] = {}
         self._control = 0
@@ -204,6 +239,28 @@ class Replica:
             return [Respond(call, NotHead())]
         return self._enter(values, call, is_control=True)
 
+    def told(self, heard: Heard, call: Any) -> list[Effect]:
+        """Another shard tells how many pushes it has."""
+        if not self.is_head:
+            return [Respond(call, NotHead())]
+        if self._log.has_follower:
+            self._news.append(heard)
+        return [*self._follow(self.clock.heard(heard.source, heard.ready)), Respond(call, True)]
+
+    def inform_again(self) -> list[Effect]:
+        """The heads of other shards, or of this one, may be new: tells what they must know."""
+        ready = self.clock.told
+        return self._inform(ready) if ready is not None else []
+
+    def _inform(self, ready: Ready) -> list[Effect]:
+        """Tells other shards of pushes, as soon as they are safe here."""
+        if not self.is_head:
+            return []
+        if self._log.durable >= self._log.position:
+            return [Inform(ready)]
+        self._unsafe.append((self._log.position, ready))
+        return []
+
     # --- the chain
 
     def rechained(self, shard: Shard) -> list[Effect]:
@@ -225,6 +282,8 @@ class Replica:
         calls += [*self._opens, *(call for _, call, _ in self._gated)]
         self._pushes, self._going, self._opens = {}, {}, []
         self._gated.clear()
+        self._unsafe.clear()
+        self._news.clear()
         return [Respond(call, NotHead()) for call in calls]
 
     def received(self, version: int, position: int, record: Record, call: Any) -> list[Effect]:
@@ -287,7 +346,8 @@ class Replica:
 
     def _enter(self, record: Record, call: Any = None, is_control: bool = False) -> list[Effect]:
         """The head takes a record."""
-        position, sent = self._log.append(record)
+        news, self._news = self._news, []
+        position, sent = self._log.append(After(tuple(news), record) if news else record)
         if is_control:
             self._control = position + 1
         effects, answer = self._run(record)
@@ -299,12 +359,21 @@ class Replica:
         done: list[Effect] = []
         for effect in effects:
             if isinstance(effect, replication.Append):
-                done += self._run(effect.record)[0]
+                done += self._follow_head(effect.record)
             elif isinstance(effect, replication.Durable):
                 done += self._now_durable()
             elif isinstance(effect, Forward):
                 done.append(effect)
         return done
+
+    def _follow_head(self, record: Record) -> list[Effect]:
+        """A backup takes a record, and with it what the head had heard before."""
+        done: list[Effect] = []
+        if isinstance(record, After):
+            for heard in record.news:
+                done += self._follow(self.clock.heard(heard.source, heard.ready))
+            record = record.record
+        return done + self._run(record)[0]
 
     def _run(self, record: Record) -> tuple[list[Effect], Any]:
         """Changes the clock; returns what follows, and the answer to who sent the record."""
@@ -337,7 +406,8 @@ class Replica:
         if self.is_primed and not self._is_as_primed(order):
             return [], []
         self.is_primed = True
-        self.clock.prime(order.counts, order.time, order.epoch, order.awaited)
+        active = frozenset(order.slots)
+        self.clock.prime(order.counts, order.time, order.epoch, order.awaited, active)
         effects: list[Effect] = [Run(order)]
         moved: list[clocks.Effect] = []
         for rows in self._take_stash():
@@ -376,6 +446,8 @@ class Replica:
                 done += self._tell_taken(effect)
             elif isinstance(effect, Refused):
                 done += self._tell_refused(effect)
+            elif isinstance(effect, Ready):
+                done += self._inform(effect)
             else:
                 done.append(Run(effect))
             if isinstance(effect, clocks.Reached):
@@ -424,6 +496,8 @@ class Replica:
 
     def _now_durable(self) -> list[Effect]:
         done: list[Effect] = self._count_safe()
+        while self._unsafe and self._unsafe[0][0] <= self._log.durable:
+            done.append(Inform(self._unsafe.popleft()[1]))
         waiting, self._gated = self._gated, deque()
         for position, call, answer in waiting:
             if position <= self._log.durable:

@@ -87,6 +87,11 @@ class Replication:
         """True unless this is the tail, by the view."""
         return self._next is not None and not self._is_bound
 
+    @property
+    def has_follower(self) -> bool:
+        """True if records are sent to a backup, or to a server that becomes one."""
+        return self._next is not None or self._heir is not None
+
     def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
         """The chain is another: who follows this server may have changed."""
         if version <= self._version:

@@ -156,6 +156,12 @@ class View:
         """The shards that keep anything in this epoch; pushes go to each of them."""
         return tuple(sorted(set(self.slots)))
 
+    @property
+    def is_together(self) -> bool:
+        """True under BSP: the pushes of one step of all trainers are one update."""
+        kind, *_ = self.settings.get("consistency", ("BSP",))
+        return bool(kind == "BSP")
+
     def trainer(self, client: Client) -> Trainer | None:
         """The trainer that this client is; None if it has not joined, or no longer."""
         return next((each for each in self.trainers if each.client == client), None)

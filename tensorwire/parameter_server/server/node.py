@@ -20,7 +20,9 @@ from tensorwire.parameter_server.decisions.clock import Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
 from tensorwire.parameter_server.decisions.replica import (
     Effect,
+    Heard,
     Import,
+    Inform,
     NotHead,
     Replica,
     Safe,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("tensorwire")
 _MOST_EARLY: Final = 10_000
+_SECONDS_BETWEEN_TRIES: Final = 0.05
 _UNWRITTEN: Final = 2
 """Snapshots of which a head remembers the rows until it is told to write them."""
 
@@ -169,6 +172,7 @@ class Node:
         self.coordinating.seen(view)
         for number in list(self.shards):
             self.resend_exports(number)
+            self.carry_out(number, self.shards[number].replica.inform_again())
         self.coordinating.look()
 
     def _make(self, number: int, position: int = 0, version: int = -1) -> ShardServer:
@@ -289,6 +293,13 @@ class Node:
         else:
             self.carry_out(message.shard, shard.replica.imported(message.rows, call))
 
+    def _tell(self, call: Call, message: messages.Telling) -> None:
+        shard = self.shards.get(message.shard)
+        if shard is None:
+            call.answer(NotHead())
+        else:
+            self.carry_out(message.shard, shard.replica.told(message.heard, call))
+
     def _set(self, call: Call, message: messages.Setting) -> None:
         shard = self.shards.get(message.shard)
         if shard is None:
@@ -355,6 +366,7 @@ class Node:
         messages.Command: _command,
         messages.Logged: _logged,
         messages.Bring: _bring,
+        messages.Telling: _tell,
         messages.Setting: _set,
         messages.Getting: _get,
         messages.CopyPiece: _copy_piece,
@@ -373,7 +385,9 @@ class Node:
         for effect in effects:
             if isinstance(effect, Forward):
                 self._forward(number, effect)
-        work = [effect for effect in effects if not isinstance(effect, Forward)]
+            elif isinstance(effect, Inform):
+                self._inform(number, effect)
+        work = [effect for effect in effects if not isinstance(effect, Forward | Inform)]
         if work:
             shard.lane.put(work)
             self.later(shard.lane.run)
@@ -386,6 +400,28 @@ class Node:
 
         record = messages.Logged(number, effect.version, effect.position, effect.record)
         self.call(effect.to, record, acknowledged)
+
+    def _inform(self, number: int, effect: Inform) -> None:
+        assert self.view is not None
+        heard = Heard(number, effect.ready)
+        for other in effect.ready.others:
+            found = self.view.shard(other)
+            if found is not None and found.chain:
+                self.call(found.head, messages.Telling(other, heard), self._informed(number))
+
+    def _informed(self, number: int) -> Callable[[Any], None]:
+        def done(answer: Any) -> None:
+            if answer is LOST or isinstance(answer, NotHead):
+                again = partial(self._inform_again, number)
+                self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, again))
+
+        return done
+
+    def _inform_again(self, number: int) -> None:
+        with self.acting():
+            shard = self.shards.get(number)
+            if shard is not None:
+                self.carry_out(number, shard.replica.inform_again())
 
     def copied(self, shard: ShardServer, effect: StartCopy, arrived: bool) -> None:
         """A copy has arrived at a new backup, or not."""
@@ -422,7 +458,8 @@ class Node:
                 if number not in self.shards:
                     return
                 if answer is LOST or isinstance(answer, NotHead):
-                    self.later(lambda: self.host.after(0.05, lambda: self._resend(number)))
+                    again = partial(self._resend, number)
+                    self.later(lambda: self.host.after(_SECONDS_BETWEEN_TRIES, again))
                 else:
                     replica = self.shards[number].replica
                     self.carry_out(number, replica.exported(target, epoch))

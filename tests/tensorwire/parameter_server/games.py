@@ -37,7 +37,9 @@ from tensorwire.parameter_server.decisions.lives import Fate, Latest, Lives, Ver
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import (
     Exported,
+    Heard,
     Import,
+    Inform,
     NotHead,
     Read,
     Replica,
@@ -60,6 +62,7 @@ from tensorwire.parameter_server.decisions.tasks import (
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
+from tensorwire.parameter_server.settings import settings_of
 
 IDS = tuple(range(0, SLOTS, SLOTS // 7))
 """Some ids; an id is its own slot."""
@@ -271,6 +274,7 @@ class ServerProcess(Process):
             self.coordinator = None
         for number in list(self.states):
             self.resend_exports(number)
+            self.carry_out(number, self.replicas[number].inform_again())
         self.maybe_coordinate()
 
     def make(self, number: int, position: int = 0, version: int = -1) -> Replica:
@@ -392,6 +396,8 @@ class ServerProcess(Process):
             self.carry_out(shard, replica.pulled(replace(what[2], ask=(call, what[2].ask))))
         elif kind == "import":
             self.carry_out(shard, replica.imported(what[2], call))
+        elif kind == "ready":
+            self.carry_out(shard, replica.told(what[2], call))
 
     def take_order(self, call: Any, view: View, term: int, shard: int, order: Any) -> None:
         self.see(view)
@@ -466,6 +472,25 @@ class ServerProcess(Process):
                 self.forward(shard, effect)
             elif isinstance(effect, StartCopy):
                 self.copy(shard, effect)
+            elif isinstance(effect, Inform):
+                self.inform(shard, effect)
+
+    def inform(self, shard: int, effect: Inform) -> None:
+        def done(answer: Any) -> None:
+            if (answer is None or isinstance(answer, NotHead)) and (
+                self.life not in self.game.islands
+            ):
+                self.game.later(self, lambda: self.inform_again(shard))
+
+        assert self.view is not None
+        for other in effect.ready.others:
+            found = self.view.shard(other)
+            if found is not None and found.chain:
+                self.call(found.head, ("ready", other, Heard(shard, effect.ready)), done)
+
+    def inform_again(self, shard: int) -> None:
+        if shard in self.replicas:
+            self.carry_out(shard, self.replicas[shard].inform_again())
 
     def forward(self, shard: int, effect: Forward) -> None:
         def acked(answer: Any) -> None:
@@ -851,7 +876,7 @@ class Game:
                 self.lives[name] += 1
             self.start_server(name)
         servers = [self.server(name).life for name in names]
-        settings = {"servers": names, "trainers": self.plan.trainers}
+        settings = settings_of(self.plan.consistency, names, self.plan.trainers)
         self.view = views.first(servers, self.plan.backups, settings)
         self.admin = Admin(self, "admin", 0)
         self.living[self.admin.life] = self.admin
@@ -1087,6 +1112,8 @@ class Game:
 
     def check_exact(self, whole: dict[int, History], snapshot: Snapshot) -> None:
         lost = {self.number_of(life) for life in self.lost_trainers}
+        if isinstance(self.plan.consistency, BSP):
+            self.check_whole(whole)
         for each in IDS:
             seen = Counter(pair for step in whole.get(each, ()) for pair in step)
             if any(count > 1 for count in seen.values()):
@@ -1128,7 +1155,6 @@ class Game:
         self.check_backups()
 
     def check_once(self, rows: dict[int, History]) -> None:
-        survivors = {t.number for t in self.trainers}
         for each, history in rows.items():
             seen = Counter(pair for step in history for pair in step)
             if any(count > 1 for count in seen.values()):
@@ -1139,12 +1165,15 @@ class Game:
                 numbers = {n for who, n in seen if who == trainer.number}
                 if numbers != sent and not self.rolled:
                     raise Broken(f"id {each} has {numbers} of {trainer.name}, not {sent}")
-        if isinstance(self.plan.consistency, BSP) and not self.lost_trainers:
-            first = rows[IDS[0]]
-            for each, history in rows.items():
-                if history != first:
-                    raise Broken(f"ids {IDS[0]} and {each} went different ways")
-        del survivors
+        if isinstance(self.plan.consistency, BSP):
+            self.check_whole(rows)
+
+    def check_whole(self, rows: dict[int, History]) -> None:
+        """Every step is on all shards or on none, whoever died."""
+        first = rows.get(IDS[0], ())
+        for each in IDS:
+            if rows.get(each, ()) != first:
+                raise Broken(f"ids {IDS[0]} and {each} went different ways")
 
     def check_backups(self) -> None:
         """Once all is quiet, every server of a chain has the same state."""

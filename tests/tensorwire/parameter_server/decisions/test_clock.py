@@ -15,6 +15,7 @@ from tensorwire.parameter_server.decisions.clock import (
     Push,
     PushKind,
     Reached,
+    Ready,
     Refusal,
     Refused,
     Taken,
@@ -201,3 +202,46 @@ def test_time_goes_on_when_the_fastest_trainer_has_left() -> None:
     it.cut(Cut(1, {0: 2, 1: 0}))
     assert it.time == 2
     assert it.low == 0
+
+
+# --- a step is on all shards or on none
+
+
+def one_of_two_shards(consistency: Consistency) -> Clock:
+    made = Clock(0, consistency)
+    made.prime({0: 0, 1: 0}, 0, 0, active=(0, 1))
+    return made
+
+
+def test_bsp_takes_a_step_once_the_other_shards_have_all_its_pushes() -> None:
+    it = one_of_two_shards(BSP())
+    assert it.push(Push(0, 0, 0)) == []
+    assert it.push(Push(1, 0, 0)) == [Ready(0, {0: 1, 1: 1}, frozenset({1}))]
+    assert it.heard(1, Ready(0, {0: 1})) == []
+    assert applied(it.heard(1, Ready(0, {0: 1, 1: 1}))) == [((0, 0), (1, 0))]
+
+
+def test_what_a_lost_trainer_has_pushed_to_one_shard_only_is_on_none() -> None:
+    it = one_of_two_shards(BSP())
+    it.push(Push(0, 0, 0))
+    it.push(Push(1, 0, 0))
+    assert it.silence(1) == 1
+    assert it.settle(1, 0) == [Ready(0, {0: 1, 1: 0}, frozenset({1}))]
+    assert applied(it.heard(1, Ready(0, {0: 1}))) == [((0, 0),)]
+
+
+def test_news_of_another_shard_counts_in_its_own_epoch_only() -> None:
+    it = one_of_two_shards(BSP())
+    it.heard(1, Ready(1, {0: 1, 1: 1}))
+    it.heard(1, Ready(0, {0: 1, 1: 1}))
+    it.push(Push(0, 0, 0))
+    assert applied(it.push(Push(1, 0, 0))) == []
+    it.hold(1)
+    it.cut(Cut(1, {0: 0, 1: 0}, epoch=1, awaited={0: frozenset(), 1: frozenset()}))
+    it.push(Push(0, 0, 1))
+    assert applied(it.push(Push(1, 0, 1))) == [((0, 0), (1, 0))]
+
+
+def test_without_bsp_no_shard_waits_for_another() -> None:
+    for consistency in (SSP(1), Async()):
+        assert applied(one_of_two_shards(consistency).push(Push(0, 0, 0))) == [((0, 0),)]
