@@ -20,7 +20,7 @@ from rpc.group import rendezvous
 from rpc.group.exposure import is_loopback, warn_if_exposed
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
-from rpc.group.opening import client_of, opened_for_good
+from rpc.group.opening import client_of, opened_for_good, trust_members
 from rpc.group.probes import DatagramProber
 from rpc.group.records import LIVENESS, NONCE, PREFIX, Record, next_incarnation
 from rpc.group.signed_store import SignedStore
@@ -68,6 +68,7 @@ def form_group(
     """
     info, store = WorkerInfo(name, rank), client_of(store, options.bring_up_timeout)
     key = group_key or b""
+    trust_members(store, key)
     signed = SignedStore(store, key, PREFIX)
     incarnation = next_incarnation(signed, name, rank)
     host = address_towards(options.init_method)

@@ -12,9 +12,10 @@ the work. There are six things:
 - *Lives*: :func:`life_of`, :func:`is_living` and :func:`on_membership` say who is there.
 - *Call extensions*: a :class:`CallExtension` attaches data to calls.
 
-And two for a process that is no worker, such as a launcher: :class:`MemberList` says who is
+And three for a process that is no worker, such as a launcher: :class:`MemberList` says who is
 in a dynamic group and strikes off who died, :func:`read_group_key` and
-:func:`share_group_key` hand the group's key on. :func:`restore_torch_names` is for one in
+:func:`share_group_key` hand the group's key on, and :func:`host_store` hosts a store in a
+process that strangers cannot fill. :func:`restore_torch_names` is for one in
 which ``torch.distributed.rpc`` stands for another module.
 
 Each function works on the current worker: the one whose handler or callback runs, or
@@ -43,6 +44,7 @@ from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
 from rpc.group.signed_store import SignedStore
+from rpc.group.store_host import StoreServer, host_store
 from rpc.ids import Life, new_tuple
 from rpc.outcomes.futures import Future, wait_in_usual_modes
 from rpc.outcomes.sinks import AnswerSink
@@ -78,11 +80,13 @@ __all__ = [
     "MembershipEvent",
     "Reaper",
     "Slot",
+    "StoreServer",
     "Worker",
     "blocking",
     "call_extension",
     "call_method",
     "find_worker",
+    "host_store",
     "import_remedy",
     "is_cancelled",
     "is_living",

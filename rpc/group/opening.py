@@ -1,8 +1,8 @@
 """Opens the store at which a group meets, as a URL or the environment names it.
 
 Decides which process hosts the store, who is which rank, and what is missing. Where the
-store is a ``TCPStore``, every worker is a client of it over one connection; the one with
-rank 0 also hosts it, unless a launcher does.
+store speaks the protocol of torch's ``TCPStore``, every worker is a client of it over one
+connection; the one with rank 0 also hosts it, unless a launcher does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError
-from rpc.group.store_host import StoreServer, is_address, uses_libuv, warn_of_slow_resolver
-from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient
+from rpc.group.store_host import StoreServer, open_server, warn_of_slow_resolver
+from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient, is_address
 
 _logger = logging.getLogger("rpc")
 
@@ -115,6 +115,12 @@ def client_of(store: Store, timeout: float) -> Store:
     return client
 
 
+def trust_members(store: Store, group_key: bytes) -> None:
+    """Has a store that is hosted here keep what members of the group write, whoever fills it."""
+    if isinstance(store, TcpStoreClient) and isinstance(store.server, StoreServer):
+        store.server.trust(group_key)
+
+
 # --- What is given
 
 
@@ -126,7 +132,6 @@ class _Place:
     port: int
     rank: int
     hosts: bool
-    use_libuv: bool
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -146,7 +151,7 @@ def _place(init_method: str, parts: SplitResult, query: Mapping[str, str]) -> _P
     except ValueError as error:
         raise ValueError(f"init_method={init_method!r} is incomplete: {error}") from None
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _Place(host, port, rank, rank == 0 and not launched, uses_libuv(query.get("use_libuv")))
+    return _Place(host, port, rank, rank == 0 and not launched)
 
 
 def _variable(name: str) -> str:
@@ -202,7 +207,7 @@ def _meet_over_tcp(
 ) -> Store:
     host, port, server = place.host, place.port, None
     if place.hosts:
-        server = StoreServer(place.host, place.port, bind_address, place.use_libuv)
+        server = open_server(place.host, place.port, bind_address)
         host, port = server.address, server.port
     client = TcpStoreClient(host, port, timeout)
     client.server = server

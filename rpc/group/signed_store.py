@@ -25,15 +25,18 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from rpc.errors import BringUpError
+from rpc.group.store_process import (
+    CODE_DIGITS,
+    END_OF_HEAD,
+    HEAD_BYTES,
+    MARK_DIGITS,
+    VERSION,
+    to_be_signed,
+)
 from rpc.group.tcp_store import TcpStoreClient
 
 _logger = logging.getLogger("rpc")
 
-_VERSION: Final = b"1"
-_MARK_DIGITS: Final = 4
-_CODE_DIGITS: Final = 32
-_HEAD_BYTES: Final = len(_VERSION) + _MARK_DIGITS + _CODE_DIGITS + 1
-_END_OF_HEAD: Final = b"="
 _MOST_TRIES: Final = 100
 _MOST_NAMED: Final = 20
 
@@ -85,7 +88,7 @@ class SignedStore:
     ) -> None:
         self.forgeries = forgeries or Forgeries()
         self._group_key = group_key
-        self._key = hmac.digest(group_key, b"tensorwire store", hashlib.sha256)
+        self._key = signing_key(group_key)
         self._mark = key_mark(group_key)
         self._prefix = prefix
         # torch's stubs say str where C++ takes bytes as well, which need not be text.
@@ -194,24 +197,28 @@ class SignedStore:
         return f"{self._prefix}/{key}"
 
     def _signed(self, key: str, value: bytes) -> bytes:
-        return b"".join((_VERSION, self._mark, self._code(key, value), _END_OF_HEAD, value))
+        return b"".join((VERSION, self._mark, self._code(key, value), END_OF_HEAD, value))
 
     def _code(self, key: str, value: bytes) -> bytes:
-        name = self._name(key).encode()
-        signed = len(name).to_bytes(4, "little") + name + value
-        return hmac.digest(self._key, signed, hashlib.sha256).hex()[:_CODE_DIGITS].encode()
+        signed = to_be_signed(self._name(key).encode(), value)
+        return hmac.digest(self._key, signed, hashlib.sha256).hex()[:CODE_DIGITS].encode()
 
     def _opened(self, key: str, found: bytes) -> bytes | None:
         """The value in what the store holds, if somebody with the group's key wrote it."""
         if not found or found == self._own_nothing:
             return None
-        head, value = found[:_HEAD_BYTES], found[_HEAD_BYTES:]
-        if hmac.compare_digest(head, self._signed(key, value)[:_HEAD_BYTES]):
+        head, value = found[:HEAD_BYTES], found[HEAD_BYTES:]
+        if hmac.compare_digest(head, self._signed(key, value)[:HEAD_BYTES]):
             return value
-        mark = head[len(_VERSION) : len(_VERSION) + _MARK_DIGITS]
-        is_ours = head.startswith(_VERSION) and head.endswith(_END_OF_HEAD)
+        mark = head[len(VERSION) : len(VERSION) + MARK_DIGITS]
+        is_ours = head.startswith(VERSION) and head.endswith(END_OF_HEAD)
         self.forgeries.found(key, is_ours and mark != self._mark)
         return None
+
+
+def signing_key(group_key: bytes) -> bytes:
+    """The key under which values of a group are signed."""
+    return hmac.digest(group_key, b"tensorwire store", hashlib.sha256)
 
 
 def key_mark(group_key: bytes) -> bytes:
@@ -221,7 +228,7 @@ def key_mark(group_key: bytes) -> bytes:
     Nothing is believed because of it.
     """
     digest = hmac.new(group_key, b"tensorwire key mark", hashlib.sha256)
-    return digest.hexdigest()[:_MARK_DIGITS].encode()
+    return digest.hexdigest()[:MARK_DIGITS].encode()
 
 
 @contextlib.contextmanager

@@ -1,83 +1,178 @@
-"""Hosts the group's store in this process: torch's ``TCPStore`` server.
+"""Hosts the group's store: listens for it, and starts the process that serves it.
 
-It listens on one address where that is known to be enough; torch alone would listen on all.
-The server is torch's, so that ``init_process_group`` may meet at the same URL. Making it
-takes torch a look-up of a host's name, which a slow resolver drags out for seconds; so that
-happens on a thread of its own, and nobody waits for it: the server answers before that.
+The store runs in a process of its own (``store_process``), so that strangers who fill it take
+nothing from the worker, and a call that holds the interpreter lock keeps nobody waiting. It
+listens on one address where that is known to be enough.
+
+The process lives as long as a ``TCPStore`` of torch's in this process that nobody can reach.
+torch starts such a server for ``init_process_group(rank=0)``, unless it knows of one in this
+process at that port; so a process group may meet at the same URL, and the store ends when
+neither uses it any more. Making it takes torch a look-up of a host's name, which a slow
+resolver drags out for seconds; so that happens on a thread of its own, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
-import resource
+import random
 import socket
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Final
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from rpc.errors import BringUpError
+from rpc.group import store_process
+from rpc.group.signed_store import signing_key
+from rpc.group.tcp_store import is_address
 from rpc.runtime.store_visits import stays_behind
 from rpc.runtime.threads import Thread
 
 _logger = logging.getLogger("rpc")
 
 _BACKLOG: Final = 1024
-_DESCRIPTORS: Final = 1 << 16
-"""More than one other host can open connections to one port."""
 SLOW_SECONDS: Final = 2.0
 _SECONDS_TO_BEGIN: Final = 0.2
 _SECONDS_TO_SHARE: Final = 30.0
 _ANY: Final = ("::", "0.0.0.0")
-_FIRST_LIBUV_WITH_DESCRIPTOR: Final = (2, 8)
+_SO_ATTACH_FILTER: Final = 26
+_MOST_TRIES: Final = 20
 
 
-class StoreServer:
-    """torch's server in this process, for as long as this object is kept.
+def open_server(host: str, port: int, bind_address: str | None) -> StoreServer:
+    """Hosts the group's store, or shares the one that this process hosts there.
 
     Args:
         host: what the group's URL calls this host.
         port: to listen on; 0 for one that the kernel chooses.
         bind_address: listen there if the URL does not say which address of this host is
             meant; None for all addresses then.
-        use_libuv: which of torch's two servers.
+
+    Raises:
+        BringUpError: another process listens there, or nobody can.
+    """
+    return StoreServer(host, port, _listen(host, port, bind_address))
+
+
+def host_store(host: str, port: int) -> StoreServer:
+    """Hosts a store that speaks torch's protocol, in a process of its own.
+
+    Strangers who reach it cannot have it take more than some 200 MB of memory, and none of
+    this process's. It ends when this process does, or when nothing here uses it any more.
+
+    Args:
+        host: an address of this machine, or its name. On the loopback interface only processes
+            of this machine reach it; if it is a name, it listens at all addresses.
+        port: to listen on; 0 for one that is free.
+
+    Returns:
+        The store: ``port`` says where it listens, ``tcp_store()`` is torch's client of it,
+        ``trust(group_key)`` has it keep what members of that group write, whoever fills it.
+
+    Raises:
+        OSError: the port is taken.
+        BringUpError: there is no address to listen on.
+    """
+    listener = _listen(host, port, None)
+    if listener is None:
+        raise OSError(errno.EADDRINUSE, f"{host}:{port} is taken")
+    return StoreServer(host, port, listener)
+
+
+class StoreServer:
+    """The group's store, hosted by this process for as long as this object is kept.
+
+    Args:
+        host: what the group's URL calls this host.
+        port: of the store.
+        listener: a socket that listens there; None to share what this process has there.
 
     Attributes:
         address: where this process reaches it.
         port: where it listens.
 
     Raises:
-        BringUpError: another process listens there, or nobody can.
+        BringUpError: there is nothing to be shared.
     """
 
-    def __init__(self, host: str, port: int, bind_address: str | None, use_libuv: bool) -> None:
+    def __init__(self, host: str, port: int, listener: socket.socket | None) -> None:
         self.address, self.port = host, port
         self._store: TCPStore | None = None
         self._error: BaseException | None = None
-        allow_descriptors(_DESCRIPTORS)
-        listener = _listen(host, port, bind_address)
-        descriptor = None
+        self._keys: socket.socket | None = None
+        known = None
         if listener is not None:
             self.address, self.port = _loopback_of(listener), listener.getsockname()[1]
-            descriptor = listener.detach()
-            use_libuv = use_libuv and _torch_version() >= _FIRST_LIBUV_WITH_DESCRIPTOR
-        arguments = (descriptor, use_libuv)
-        thread = Thread(target=self._serve, args=arguments, name="rpc-store-host", daemon=True)
+            known = self._start(listener)
+        thread = Thread(target=self._make_known, args=(known,), name="rpc-store-host", daemon=True)
+        self._thread = thread
         thread.start()
-        thread.join(_SECONDS_TO_BEGIN if listener is not None else _SECONDS_TO_SHARE)
+        thread.join(_SECONDS_TO_SHARE if known is None else _SECONDS_TO_BEGIN)
         if thread.is_alive():
             stays_behind(thread)
         if self._error is not None:
             raise _cannot_host(f"{host}:{port}", self._error)
 
-    def _serve(self, descriptor: int | None, use_libuv: bool) -> None:
+    def trust(self, group_key: bytes) -> None:
+        """Has the store keep what members of a group write, whoever fills it.
+
+        Args:
+            group_key: the group's; with an empty one nobody can tell what they wrote.
+        """
+        if self._keys is not None and group_key:
+            with contextlib.suppress(OSError):
+                self._keys.send(signing_key(group_key))
+
+    def tcp_store(self) -> TCPStore:
+        """Torch's client of it, which keeps the store alive, too.
+
+        Raises:
+            BringUpError: it cannot connect.
+        """
+        self._thread.join(_SECONDS_TO_SHARE)
+        if self._store is None:
+            raise _cannot_host(f"{self.address}:{self.port}", self._error or "no answer")
+        return self._store
+
+    def __del__(self) -> None:
+        keys = getattr(self, "_keys", None)
+        if keys is not None:
+            keys.close()
+
+    def _start(self, listener: socket.socket) -> int:
+        """Starts the process.
+
+        Returns:
+            The descriptor at which torch is to listen in this process: where nobody can reach
+            it, or, if there can be no other process, where the group meets.
+        """
+        with listener:
+            try:
+                unreachable = _socket_beside(listener)
+                with unreachable:
+                    line = socket.create_connection(unreachable.getsockname())
+                    _refuse_everybody(unreachable)
+                    with line:
+                        self._keys = _start_process(listener, line)
+                    return unreachable.detach()
+            except (OSError, subprocess.SubprocessError) as error:
+                _logger.warning(
+                    "no process can be started that keeps the group's store, so this worker keeps "
+                    "it: whoever reaches it can fill this worker's memory (%s)",
+                    error,
+                )
+                return listener.detach()
+
+    def _make_known(self, descriptor: int | None) -> None:
         """Starts torch's server; without a descriptor, one that this process has is shared."""
         given = {} if descriptor is None else {"master_listen_fd": descriptor}
         began = time.monotonic()
@@ -90,7 +185,7 @@ class StoreServer:
                 timedelta(seconds=_SECONDS_TO_SHARE),
                 wait_for_workers=False,
                 multi_tenant=True,
-                use_libuv=use_libuv,
+                use_libuv=False,  # before torch 2.8 that one takes no descriptor
                 **given,
             )
         except BaseException as error:
@@ -99,17 +194,80 @@ class StoreServer:
         warn_of_slow_resolver(self.address, time.monotonic() - began)
 
 
-def allow_descriptors(most: int) -> None:
-    """Raises this process's limit on descriptors, within what the system allows it.
+def _socket_beside(listener: socket.socket) -> socket.socket:
+    """A socket that listens at the same port as another, at an address that nobody uses.
 
-    torch's server takes every connection. With the usual limit of 1024, a stranger who opens
-    as many would leave none for the worker that hosts it.
+    Raises:
+        OSError: there is none.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    port = listener.getsockname()[1]
+    for left in reversed(range(_MOST_TRIES)):
+        made = socket.socket()
+        # For this moment only: later, no other process may listen beside the store.
+        sharing = (made, listener)
+        try:
+            for each in sharing:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            made.bind((f"127.{random.randint(64, 254)}.{random.randint(0, 255)}.1", port))
+            made.listen(1)
+        except OSError:
+            made.close()
+            if not left:
+                raise
+        else:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+            return made
+        finally:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+    raise AssertionError("the last try raises")
+
+
+def _refuse_everybody(listener: socket.socket) -> None:
+    """Has the kernel drop whatever comes to a listening socket."""
+    drop_all = struct.pack("HBBI", 6, 0, 0, 0)
+    program = ctypes.create_string_buffer(drop_all, len(drop_all))
+    filters = struct.pack("HP", 1, ctypes.addressof(program))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
+
+
+def _start_process(listener: socket.socket, line: socket.socket) -> socket.socket:
+    """Starts ``store_process``, and returns when it runs.
+
+    It is no child of this process, and in a session of its own: signals to this one's group
+    are not for it.
+
+    Returns:
+        Where to send it the keys that it is to trust.
+
+    Raises:
+        OSError: there is no interpreter to run it, or no room for it.
+        SubprocessError: it fails.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise OSError("this program does not know where its Python interpreter is")
+    life = os.pidfd_open(os.getpid())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        descriptors = (listener.fileno(), theirs.fileno(), life, line.fileno())
+        where = "{}:{}".format(*listener.getsockname()[:2])
+        subprocess.run(
+            [
+                *(sys.executable, "-I", "-S", store_process.__file__, where),
+                *(str(number) for number in descriptors),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,
+            check=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(life)
+    return ours
 
 
 def warn_of_slow_resolver(host: str, seconds: float) -> None:
@@ -124,21 +282,12 @@ def warn_of_slow_resolver(host: str, seconds: float) -> None:
         )
 
 
-def uses_libuv(choice: str | None) -> bool:
-    """Which of torch's servers to use: as the URL says, or else the environment."""
-    return (choice or os.environ.get("USE_LIBUV", "1")) == "1"
-
-
 def _cannot_host(where: str, error: object) -> BringUpError:
     return BringUpError(
         f"the store at {where} cannot be hosted here, as the worker with rank 0 does: its port is "
         "taken by another process, perhaps another worker with rank 0. Give each worker its own "
         f"rank, or the group another port ({error})"
     )
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _listen(host: str, port: int, bind_address: str | None) -> socket.socket | None:
@@ -169,15 +318,6 @@ def _addresses(host: str, bind_address: str | None) -> Iterator[str]:
     elif is_address(host):
         yield host
     yield from (bind_address,) if bind_address else _ANY
-
-
-def is_address(host: str) -> bool:
-    """True of an IP address, False of a name."""
-    try:
-        ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _listen_on(address: str, port: int) -> socket.socket:

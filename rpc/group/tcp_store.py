@@ -1,9 +1,10 @@
-"""A client of torch's ``TCPStore`` in Python, with deadlines that hold.
+"""A client of the group's store, or of torch's ``TCPStore``, with deadlines that hold.
 
 torch's own client looks up the name of the address that it connects to, which takes
 seconds where the resolver is slow; it cannot be interrupted; and it prints C++ stack traces
-when the server is gone. This one speaks the same protocol to the same server, on one
-connection, and says in the log what it waits for.
+when the server is gone. This one speaks the same protocol, on one connection, and says in the
+log what it waits for. A store that has too many connections closes some that are idle, so it
+connects again where that is so.
 
 A key is sent as torch's clients send it, with a slash in front, so both see the same keys.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import select
 import socket
 import struct
 import threading
@@ -20,11 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, Final, TypeVar
 
 from torch._C._distributed_c10d import Store
-
-from rpc.group.store_host import is_address
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ _HELLO: Final = struct.Struct("<BI")
 _LENGTH: Final = struct.Struct("<Q")
 _NUMBER: Final = struct.Struct("<q")
 _LONGEST_REPLY: Final = 1 << 26
+_MOST_TRIES: Final = 5
 _PIPELINE: Final = 64
 """Requests that are sent before their replies are read: few enough to fit into the sockets."""
 SECONDS_OF_SILENCE: Final = 10.0
@@ -55,11 +57,24 @@ class _Request(enum.IntEnum):
     DELETE = 8
     MULTI_GET = 10
     CANCEL_WAIT = 12
+    PING = 13
 
+
+_NONCE: Final = b"ping"
+_PING: Final = bytes([_Request.PING]) + _NONCE  # is answered, which a value that is set is not
 
 _READY: Final = 0
 _WAIT_IS_OVER: Final = 0
 _WAIT_CANCELLED: Final = 1
+
+
+def is_address(host: str) -> bool:
+    """True of an IP address, False of a name."""
+    try:
+        ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def plain_host(host: str) -> str | bytes:
@@ -72,6 +87,10 @@ def plain_host(host: str) -> str | bytes:
 
 class StoreLostError(ConnectionError):
     """The store's host is gone, or does not answer."""
+
+
+class _ClosedError(StoreLostError):
+    """The store closed the connection."""
 
 
 class _Connection:
@@ -113,7 +132,7 @@ class _Connection:
                     silence *= 2
                 continue
             if not chunk:
-                raise StoreLostError(f"the store at {self._where} closed the connection")
+                raise self._closed()
             received += chunk
         return bytes(received)
 
@@ -125,7 +144,7 @@ class _Connection:
         except TimeoutError:
             return None
         if not received:
-            raise StoreLostError(f"the store at {self._where} closed the connection")
+            raise self._closed()
         return received[0]
 
     def value(self) -> bytes:
@@ -140,10 +159,21 @@ class _Connection:
     def number(self) -> int:
         return int(_NUMBER.unpack(self.receive(_NUMBER.size))[0])
 
+    def is_closed(self) -> bool:
+        """True if the store closed it, or sent what it was not asked for."""
+        events = select.poll()
+        events.register(self._socket, select.POLLIN)
+        return bool(events.poll(0))
+
     def close(self) -> None:
         self._socket.close()
 
     __del__ = close  # as torch's clients, which nobody closes either
+
+    def _closed(self) -> _ClosedError:
+        return _ClosedError(
+            f"the store at {self._where} closed the connection: it ended, or is full"
+        )
 
     def _left(self) -> float:
         left = self.deadline - time.monotonic()
@@ -167,7 +197,7 @@ class TcpStoreClient(Store):
 
     Attributes:
         until: the monotonic time at which the request under way fails at the latest.
-        server: kept alive as long as this, if the server runs in this process.
+        server: kept alive as long as this, if this process hosts the store.
     """
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
@@ -206,8 +236,9 @@ class TcpStoreClient(Store):
     # --- Requests, by torch's names
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Puts a value under a key."""
-        self._ask(_request(_Request.SET, key) + _bytes(value), lambda _: None)
+        """Puts a value under a key; returns when it is there."""
+        request = _request(_Request.SET, key) + _bytes(value)
+        self._ask(request + _PING, lambda connection: connection.receive(len(_NONCE)))
 
     def get(self, key: str) -> bytes:
         """The value under a key, which is waited for."""
@@ -216,7 +247,9 @@ class TcpStoreClient(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns what it is then."""
-        return self._ask(_request(_Request.ADD, key) + _NUMBER.pack(amount), _Connection.number)
+        request = _request(_Request.ADD, key) + _NUMBER.pack(amount)
+        with self._lock:
+            return self._ask_once(request, _Connection.number)
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if there are values under all these keys."""
@@ -250,7 +283,8 @@ class TcpStoreClient(Store):
 
     def delete_key(self, key: str) -> bool:
         """Deletes a key; True if it was there."""
-        return self._ask(_request(_Request.DELETE, key), _Connection.number) == 1
+        with self._lock:
+            return self._ask_once(_request(_Request.DELETE, key), _Connection.number) == 1
 
     def num_keys(self) -> int:
         """The number of keys there are."""
@@ -275,18 +309,32 @@ class TcpStoreClient(Store):
     # --- The connection
 
     def _ask(self, request: bytes, read: Callable[[_Connection], T], more: float = 0.0) -> T:
+        """Asks what may be asked twice: again, while the store closes the connection meanwhile."""
         with self._lock:
-            connection = self._connected(more)
-            try:
-                connection.send(request)
-                return read(connection)
-            except BaseException:  # what is still to come would be taken for the next answer
-                connection.close()
-                self._connection = None
-                raise
+            for left in reversed(range(_MOST_TRIES)):
+                try:
+                    return self._ask_once(request, read, more)
+                except (_ClosedError, ConnectionResetError, BrokenPipeError):
+                    if not left:
+                        raise
+            raise AssertionError("the last try returns or raises")
+
+    def _ask_once(self, request: bytes, read: Callable[[_Connection], T], more: float = 0.0) -> T:
+        """Needs the lock."""
+        connection = self._connected(more)
+        try:
+            connection.send(request)
+            return read(connection)
+        except BaseException:  # what is still to come would be taken for the next answer
+            connection.close()
+            self._connection = None
+            raise
 
     def _connected(self, more: float = 0.0) -> _Connection:
         deadline = min(self.until, time.monotonic() + self._seconds + more)
+        if self._connection is not None and self._connection.is_closed():
+            self._connection.close()
+            self._connection = None
         if self._connection is None:
             left = min(max(0.001, deadline - time.monotonic()), threading.TIMEOUT_MAX)
             place: Any = (plain_host(self._host), self._port)  # the stubs know of no bytes here

@@ -34,6 +34,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
+from rpc.extend import StoreServer, host_store
 from tensorwire.launch.board import Board
 from tensorwire.launch.flags import Shown, Streams
 from tensorwire.launch.group_members import GroupMembers
@@ -47,7 +48,7 @@ from tensorwire.launch.processes import (
     module_program,
     not_started,
 )
-from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback, listening_store
+from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback
 from tensorwire.launch.report import ProgressLine, describe_exit, describe_plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met
@@ -145,6 +146,8 @@ class RoleAgent(SimpleElasticAgent):
         self._start_method, self._output = start_method, output or Output()
         self._group_key, self._key_file = group_key, key_file
         self._handler = spec.rdzv_handler
+        if isinstance(self._handler, TensorWireRendezvous):
+            self._handler.trust(group_key)
         self._processes: dict[int, WorkerProcess] = {}
         self._local_ranks: dict[int, int] = {}
         self._workers: dict[int, Worker] = {}
@@ -153,7 +156,7 @@ class RoleAgent(SimpleElasticAgent):
         self.failure: Failure | None = None
         self._values: dict[int, Any] = {}
         self._not_started: list[Ended] = []
-        self._stores: dict[str, TCPStore] = {}
+        self._stores: dict[str, StoreServer] = {}
         self._looked = 0.0
         self._declared: list[str] = []
         self._has_left = True
@@ -214,7 +217,7 @@ class RoleAgent(SimpleElasticAgent):
         shared: Any = worker_group.store
         group_rank: Any = worker_group.group_rank
         if group_rank == 0 and _JOB not in self._stores:
-            self._stores[_JOB] = listening_store(host, 0, _READ_SECONDS)
+            self._stores[_JOB] = self._hosted_store(host)
             shared.set(_MEETING, str(self._stores[_JOB].port))
         return host, int(shared.get(_MEETING))
 
@@ -422,9 +425,14 @@ class RoleAgent(SimpleElasticAgent):
 
     def _host_store(self, effect: HostStore) -> None:
         host = "127.0.0.1" if is_loopback(self._facts.host) else self._own_address()
-        store = listening_store(host, 0, _READ_SECONDS)
+        store = self._hosted_store(host)
         self._stores[effect.role] = store  # the last attempt's ends here
         self._board.put([Met(effect.role, effect.attempt, f"{host}:{store.port}")])
+
+    def _hosted_store(self, host: str) -> StoreServer:
+        store = host_store(host, 0)
+        store.trust(self._group_key)
+        return store
 
     def _own_address(self) -> str:
         """This machine's address on the way to the store's."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -39,6 +38,8 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
+from rpc.errors import BringUpError
+from rpc.extend import StoreServer, host_store
 from tensorwire.launch.silence import Silence
 
 _logger = logging.getLogger("rpcrun")
@@ -79,50 +80,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listening_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Hosts a store here; on the loopback interface alone if that is where ``host`` is.
-
-    Args:
-        host: an address of this machine, or its name.
-        port: 0 for one that is free.
-        timeout: seconds a request may take.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    bind_to = _bind_address(host)
-    family = socket.AF_INET6 if ":" in bind_to else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if bind_to == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((bind_to, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK if is_loopback(host) else host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _bind_address(host: str) -> str:
-    """A name may mean another address here than elsewhere, so it says nothing."""
-    if is_loopback(host):
-        return LOOPBACK
-    try:
-        return str(ip_address(host))
-    except ValueError:
-        return "::" if socket.has_dualstack_ipv6() else ""
-
-
 class TensorWireRendezvous(RendezvousHandler):
     """One agent's place in the rendezvous of a job.
 
@@ -145,7 +102,7 @@ class TensorWireRendezvous(RendezvousHandler):
         host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
         self._host = LOOPBACK if is_loopback(host) else host
         is_host = params.get_as_bool("is_host")
-        self._hosts = False
+        self._server: StoreServer | None = None
         self._tcp = self._open(host, port, is_host)
         self._store: Store = PrefixStore(f"{_PREFIX}/{self._run_id}", self._tcp)
         self._number: int | None = None
@@ -156,10 +113,12 @@ class TensorWireRendezvous(RendezvousHandler):
         may_host = _matches_machine_hostname(host) if is_host is None else is_host
         if may_host:
             try:
-                store = listening_store(host, port, self._read_seconds)
-                self._hosts = True
+                server = host_store(self._host, port)
+                store = server.tcp_store()
+                store.set_timeout(timedelta(seconds=self._read_seconds))
+                self._server = server
                 return store
-            except OSError as error:
+            except (OSError, BringUpError) as error:
                 if is_host:
                     raise RendezvousConnectionError(
                         f"the store of the rendezvous cannot be hosted at {host}:{port}: {error}"
@@ -202,8 +161,13 @@ class TensorWireRendezvous(RendezvousHandler):
 
     @property
     def is_hosting(self) -> bool:
-        """True if the store is in this process, and ends with it."""
-        return self._hosts
+        """True if this process hosts the store, which ends with it."""
+        return self._server is not None
+
+    def trust(self, group_key: bytes) -> None:
+        """Has the store keep what members of a group write, if it is hosted here."""
+        if self._server is not None:
+            self._server.trust(group_key)
 
     def open_again(self) -> TCPStore:
         """Another connection to the store, for another thread."""

@@ -20,7 +20,8 @@ from rpc.errors import BringUpError, FrameError
 from rpc.group.liveness_process import ANSWER, QUESTION, Answering, Datagram
 from rpc.group.member_list import Departure, End
 from rpc.group.records import Record
-from rpc.group.signed_store import SignedStore
+from rpc.group.signed_store import SignedStore, signing_key
+from rpc.group.store_process import RefusedError, Room, Store
 from rpc.group.tcp_store import StoreLostError, TcpStoreClient
 from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.framing import (
@@ -115,13 +116,38 @@ def store_replies(draw: Draw) -> None:
         client: Any = TcpStoreClient("127.0.0.1", listener.getsockname()[1], timeout=0.5)
         client.connect()
         connected, _ = listener.accept()
+        listener.close()
         size = draw.choice([0, 3, 40, 1 << 20, 1 << 40, (1 << 64) - 1])
         reply = size.to_bytes(8, "little") + b"three" * draw.randrange(10)
         with connected:
             connected.sendall(changed(draw, [reply, reply[8:]]))
             connected.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(StoreLostError, TimeoutError):
+            with contextlib.suppress(StoreLostError, TimeoutError, ConnectionRefusedError):
                 draw.choice([lambda: client.get("key"), lambda: client.add("key", 1)])()
+
+
+def store_requests(draw: Draw) -> None:
+    """A stranger asks the group's store."""
+    stored, under_way = Room(1 << 12), Room(1 << 12)
+    store = Store(stored, under_way, lambda client: store.closed(client), lambda _: None)
+    store.trust(signing_key(_KEY))
+    clients = [store.opened() for _ in range(2)]
+    kinds = [bytes([kind]) for kind in range(1, 20)]
+    key, number = b"\2" + bytes(7) + b"/k", (1).to_bytes(8, "little")
+    parts = [*kinds, key, key, number, number, bytes(8), b"\xff" * 8]
+    told = [b"".join(draw.choices(parts, k=30)) for _ in clients]
+    for client, data in zip(clients, told, strict=True):
+        hello = b"\0" + (0x3C85F7CE).to_bytes(4, "little")
+        with contextlib.suppress(RefusedError):
+            for piece in pieces(
+                draw, changed(draw, [hello + data]) if draw.random() < 0.3 else hello + data
+            ):
+                store.receive(client, piece)
+        assert stored.taken <= stored.most
+        assert under_way.taken <= under_way.most
+    for client in clients:
+        store.closed(client)
+    assert under_way.taken == 0
 
 
 def records(draw: Draw) -> None:
@@ -223,6 +249,7 @@ TARGETS: Mapping[str, Callable[[Draw], None]] = {
         datagrams,
         store_values,
         store_replies,
+        store_requests,
         records,
         addresses,
         tls,

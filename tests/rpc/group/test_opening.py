@@ -1,10 +1,9 @@
 """Where a group meets: what a URL and the environment say, and who hosts the store."""
 
 import errno
-import os
-import resource
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -198,11 +197,10 @@ class TestOpenStore:
 class TestWhereTheHostListens:
     @staticmethod
     def listens_at(url: str, bind_address: str | None = None) -> list[str]:
-        """Addresses of this process's listening sockets at the port of a URL that it hosts."""
-        before = _listening()
+        """Addresses at which somebody can connect to the store that this process hosts."""
         store, *_ = open_store(url, 0, 1, SOON, bind_address)
         try:
-            return sorted(_listening() - before)
+            return sorted(filter(partial(_accepts, store.port), _listening(store.port)))  # type: ignore[attr-defined]
         finally:
             del store
 
@@ -242,32 +240,27 @@ class TestWhereTheHostListens:
         until(lambda: "looking up 127.0.0.1 took" in caplog.text)
 
 
-def _listening() -> frozenset[str]:
-    """Local addresses of this process's listening TCP sockets over IPv4."""
-    own = {
-        os.readlink(f"/proc/self/fd/{name}")
-        for name in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{name}")
-    }
+def _listening(port: int) -> frozenset[str]:
+    """Local addresses of sockets that listen at a port over IPv4."""
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    found = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-    return frozenset(socket.inet_ntoa(bytes.fromhex(each[:8])[::-1]) for each in found)
+    found = {tuple(row[1].split(":")) for row in rows if row[3] == "0A"}
+    return frozenset(
+        socket.inet_ntoa(bytes.fromhex(address)[::-1])
+        for address, number in found
+        if int(number, 16) == port
+    )
+
+
+def _accepts(port: int, address: str) -> bool:
+    """False of an address where the kernel drops what comes."""
+    try:
+        socket.create_connection((address, port), 0.2).close()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in (defaults | variables).items():
         monkeypatch.setenv(name, value)
-
-
-def test_who_hosts_the_store_may_have_more_descriptors_than_strangers_can_take() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = before[1]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1000), hard))
-        store_host.allow_descriptors(min(hard, 1200))
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1200), hard)
-        store_host.allow_descriptors(1100)  # never fewer
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1200), hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -56,6 +56,17 @@ def listening_ports() -> set[int]:
     }
 
 
+def store_memory(port: int) -> int:
+    """The MiB of memory that the process has which keeps the store at a port."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"127.0.0.1:%d" % port in command:
+                pages = int((folder / "statm").read_text().split()[1])
+                return pages * resource.getpagesize() >> 20
+    raise AssertionError("there is no such process")
+
+
 class Attacked:
     """Alice, who hosts the store, and bob."""
 
@@ -107,6 +118,28 @@ def test_idle_connections_and_floods_neither_fill_a_worker_nor_have_it_expelled(
         assert now_descriptors < descriptors + 200
         assert now_memory < memory + 64
         assert group.is_whole()
+
+
+def test_who_fills_the_store_takes_nothing_from_its_host_and_others_still_join(
+    group: Attacked,
+) -> None:
+    _, memory = group.alice.do(holdings)
+    store = TCPStore("127.0.0.1", group.port, wait_for_workers=False)
+    for number in range(_FLOOD_BYTES >> 20):
+        store.set(f"flood/{number}", "x" * (1 << 20))
+    assert store.num_keys() < _FLOOD_BYTES >> 20
+    _, now_memory = group.alice.do(holdings)
+    assert now_memory < memory + 64
+    assert store_memory(group.port) < 200
+    carol = WorkerProcess()
+    try:
+        url = f"tcp://127.0.0.1:{group.port}"
+        carol.do(join, "TENSORWIRE", url, "carol", 2, group_key=_KEY, liveness_timeout=2.0)
+        assert carol.do(call, "bob", os.getpid) == group.bob.process.pid
+        carol.do(leave)
+    finally:
+        carol.end()
+    until(group.is_whole)
 
 
 def test_who_writes_to_the_store_without_the_key_is_not_believed(
