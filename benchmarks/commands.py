@@ -45,6 +45,7 @@ class Place:
         size: how many there are.
         meeting_file: through which they find each other.
         counts: whether the functions it calls are counted.
+        modules: imported before it joins, as torch's agent leaves little time to others.
     """
 
     column: Column
@@ -52,6 +53,7 @@ class Place:
     size: int
     meeting_file: str
     counts: bool = False
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class Birth:
         """Rebuild what ``to_json`` wrote."""
         fields = json.loads(text)
         place = fields["place"]
-        place = Place(**place | {"column": Column(**place["column"])})
+        read = {"column": Column(**place["column"]), "modules": tuple(place["modules"])}
+        place = Place(**place | read)
         return cls(**fields | {"place": place})
 
 

@@ -99,7 +99,7 @@ def _files(calls: Iterable[str]) -> set[str]:
 
 def count(row: Row, column: Column, tries: int = _TRIES) -> Counted:
     """Counts a row's operation; of several tries, the one with the fewest calls."""
-    with Group(column, row.group_size, Launch.APART, counts=True) as group, group.awake():
+    with Group(column, row.group_size, Launch.FORKED, counts=True) as group, group.awake():
         group.prepare(row)
         found = [_count_once(row, group) for _ in range(tries)]
         group.forget(row)

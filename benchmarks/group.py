@@ -63,16 +63,23 @@ class Group:
         size: how many there are.
         launch: how they are started; those that are forked share a nursery.
         counts: whether the functions that they call are counted.
+        modules: imported before they form a group.
     """
 
     def __init__(
-        self, column: Column, size: int, launch: Launch = Launch.APART, *, counts: bool = False
+        self,
+        column: Column,
+        size: int,
+        launch: Launch = Launch.APART,
+        *,
+        counts: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         self.column = column
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
         meeting = f"{self._folder.name}/meeting"
         self._members = [
-            _Member(Place(column, rank, size, meeting, counts), self._folder.name)
+            _Member(Place(column, rank, size, meeting, counts, tuple(modules)), self._folder.name)
             for rank in range(size)
         ]
         forked = launch is Launch.FORKED

@@ -11,6 +11,7 @@ A process of its own (``python -m benchmarks.nursery``), which ends when all it 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -25,6 +26,8 @@ def _main(births: Sequence[Birth]) -> None:
     die_with_parent()
     column = births[0].place.column
     load(OURS if column.raw else column.library)
+    for module in births[0].place.modules:
+        importlib.import_module(module)
     for birth in births:
         if not os.fork():
             _live(birth, births)

@@ -72,17 +72,22 @@ def measure(
     for (size, raw), sharing in itertools.groupby(rows, lambda row: (row.group_size, row.raw)):
         chosen = [RAW] if raw else list(columns)
         slices: dict[Row, Slices] = {row: {column.name: [] for column in chosen} for row in sharing}
+        modules = {module: None for row in slices for module in row.modules}
         for start in range(plan.starts):
             with ExitStack() as running:
-                groups = [_start(running, column, size, plan.launch) for column in chosen]
+                groups = [
+                    _start(running, column, size, plan.launch, list(modules)) for column in chosen
+                ]
                 for row, turns in slices.items():
                     _measure_row(row, groups, plan, start, turns, measured)
         for row, turns in slices.items():
             yield Measured(row, {name: tuple(each) for name, each in turns.items()})
 
 
-def _start(running: ExitStack, column: Column, size: int, launch: Launch) -> Group:
-    group = running.enter_context(Group(column, size, launch))
+def _start(
+    running: ExitStack, column: Column, size: int, launch: Launch, modules: Sequence[str]
+) -> Group:
+    group = running.enter_context(Group(column, size, launch, modules=modules))
     with group.awake():
         return group  # asleep from here on
 

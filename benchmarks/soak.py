@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
@@ -74,8 +74,9 @@ def _parse() -> argparse.Namespace:
 
 def _soak(load: Load, backend: str, limit: float) -> bool:
     """Runs one load, prints a line for each process; True if one grew too much."""
-    context = get_context("spawn")
-    processes: list[SpawnProcess] = []
+    context = get_context("forkserver")  # whose one process imports torch for all
+    context.set_forkserver_preload(["torch", "rpc"])
+    processes: list[ForkServerProcess] = []
     ends: list[Connection] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak_") as folder:
@@ -99,7 +100,7 @@ def _soak(load: Load, backend: str, limit: float) -> bool:
     return max(growths) > limit
 
 
-def _watch(processes: list[SpawnProcess], ends: list[Connection]) -> list[list[float]]:
+def _watch(processes: list[ForkServerProcess], ends: list[Connection]) -> list[list[float]]:
     """The memory that each process held whenever a caller had finished a part of its calls."""
     history: list[list[float]] = [[] for _ in processes]
     callers = ends[1:]

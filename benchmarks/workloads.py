@@ -28,6 +28,8 @@ _CALLS_IN_FLIGHT = 1000
 _REPORTS_IN_FLIGHT = 22  # as many as the main job sends in an epoch
 _BATCH_SIZE = 32
 _TRAINERS = 2  # of the main job
+_OF_OPTIMIZERS = ("torch._dynamo",)  # which the first optimizer of a process imports
+_OF_MAIN_JOB = (*_OF_OPTIMIZERS, "sklearn.datasets")
 _LEARNING_RATE = 1e-4  # the rows that step an optimizer do so a million times
 
 
@@ -51,6 +53,7 @@ class Row:
         units: how many of what is counted one operation does.
         large: whether most of the time goes into moving bytes.
         raw: whether the row measures the machine, without any library.
+        modules: which it needs, and which take long to import.
     """
 
     key: str
@@ -61,6 +64,7 @@ class Row:
     units: int = 1
     large: bool = False
     raw: bool = False
+    modules: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -228,14 +232,27 @@ _ROWS = (
     Row("remote", "remote + to_here", _remote_and_fetch),
     Row("autograd", "autograd forward + backward", _forward_backward(of_the_inputs=False)),
     Row("back", "... + gradient of the input", _forward_backward(of_the_inputs=True)),
-    Row("optimizer", "... + optimizer step", _forward_backward_step),
-    Row("job", "main job, steps of 2 trainers", _main_job, Measure.RATE, callers=2),
+    Row("optimizer", "... + optimizer step", _forward_backward_step, modules=_OF_OPTIMIZERS),
+    Row(
+        "job",
+        "main job, steps of 2 trainers",
+        _main_job,
+        Measure.RATE,
+        callers=_TRAINERS,
+        modules=_OF_MAIN_JOB,
+    ),
     *(_with_callers(count) for count in (1, 2, 4, 8)),
     Row("unix", "raw Unix socket ping-pong", _raw(floors.unix_ping_pong), raw=True),
     Row("tcp", "raw TCP ping-pong", _raw(floors.tcp_ping_pong), raw=True),
     Row("copy64m", "copy of 64 MB, warm", _raw(floors.warm_copy), raw=True),
     Row("metrics", "rpc.metrics() counting a call", _raw(floors.counting), raw=True),
-    Row("alone", "main job, one step without RPC", _main_job_alone, raw=True),
+    Row(
+        "alone",
+        "main job, one step without RPC",
+        _main_job_alone,
+        raw=True,
+        modules=_OF_MAIN_JOB,
+    ),
 )
 
 ROWS = {row.key: row for row in _ROWS}
