@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def figure(width: float, height: float) -> Figure:
     """Return an empty figure of that many inches."""
+    from matplotlib.figure import Figure  # only the worker that draws loads it
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -4,7 +4,7 @@ A network is split over two workers; the trainer calls the first, which itself c
 second. Scanned digits go in, and after a few epochs most are read correctly. Then:
 
 1. ``torch.profiler`` around a step: a span for every call among the trainer's operators;
-2. ``rpc.observe.profiling.profile``: besides, what ran for these calls on the other workers;
+2. ``rpc.profiling.profile``: besides, what ran for these calls on the other workers;
 3. ``rpc.tracing.trace``: every call at both ends, stage by stage, on one clock, as a file
    for chrome://tracing or ui.perfetto.dev, and here as a picture;
 4. ``rpc.metrics``: what is always counted, for each method and peer, as a table and in
@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 import autograd_dist
 import rpc
-import rpc.observe.profiling
+import rpc.profiling
 from optim_dist import DistributedOptimizer
 from rpc.observe.trace_records import CallRecord, HandlerRecord
-from rpc.observe.tracing import Trace
+from rpc.tracing import Trace
 from tutorials import pictures, taking_part
 from tutorials.digits.digits import Digits, load
 
@@ -170,11 +170,11 @@ def show_torch_profile(job: Training, batch: Digits) -> None:
 
 def show_remote_profile(job: Training, batch: Digits) -> None:
     """Operators that ran on other workers."""
-    with rpc.observe.profiling.profile() as profile:  # type: ignore[no-untyped-call]
+    with rpc.profiling.profile() as profile:  # type: ignore[no-untyped-call]
         job.step(batch)
     remote = [event for event in profile.function_events if event.is_remote]
     remote.sort(key=lambda event: (event.node_id, -event.time_range.elapsed_us()))
-    print("\n2. rpc.observe.profiling: the longest of what ran for them elsewhere")
+    print("\n2. rpc.profiling: the longest of what ran for them elsewhere")
     for _, events in groupby(remote, key=lambda event: event.node_id):
         for event in islice(events, 6):
             call, _, what = event.name.rpartition("#remote_op: ")
