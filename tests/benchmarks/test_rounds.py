@@ -24,7 +24,7 @@ class FakeGroup:
 
     log: list[str]
 
-    def __init__(self, column: Column, size: int, launch: Launch) -> None:
+    def __init__(self, column: Column, size: int, launch: Launch, *, modules: list[str]) -> None:
         self.column = column
         self.log.append(f"{column.name} of {size} starts")
         self._number = sum(each == self.log[-1] for each in self.log)
