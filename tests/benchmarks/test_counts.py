@@ -16,11 +16,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]
 REACHED = {
     ("TENSORWIRE", "empty"): (40, 30),
     ("TENSORWIRE", "small"): (50, 37),
-    ("TENSORWIRE", "autograd"): (200, 180),
-    ("TENSORWIRE", "optimizer"): (280, 300),
-    ("TENSORPIPE", "empty"): (64, 48),
+    ("TENSORWIRE", "autograd"): (205, 190),
+    ("TENSORWIRE", "optimizer"): (280, 310),
+    ("TENSORPIPE", "empty"): (52, 41),
+    ("TENSORPIPE", "small"): (65, 48),
+    ("TENSORPIPE", "autograd"): (240, 221),
+    ("TENSORPIPE", "optimizer"): (364, 390),
 }
-"""At the caller and at the callee, on Python 3.11 and a busy machine; an idle one calls fewer."""
+"""At the caller and at the callee, on Python 3.11. On a busy machine a pass calls up to 15 more
+than on an idle one, as news of contexts that are over leaves every 20 ms."""
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count differently")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind
 from rpc.transports.tensorpipe import wire
 from rpc.transports.tensorpipe.links import PeerLink
@@ -39,8 +40,8 @@ class Answers:
         self, link: PeerLink, request: Envelope, future: AnswerFuture, frame: Frame
     ) -> None:
         """Answers a request of a peer's with a frame."""
-        me, life = self._sender
-        envelope = Envelope(FrameKind.REPLY, me, life, request.correlation, request.number)
+        parts = FrameKind.REPLY, *self._sender, request.correlation, request.number
+        envelope: Envelope = new_tuple(Envelope, parts)
         future.set_result(TorchAnswer(*wire.pack(envelope, frame, link.replies_lent_from)))
 
     def give(self, futures: Iterable[AnswerFuture], kind: int, reason: str = "") -> None:

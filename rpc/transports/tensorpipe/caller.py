@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rpc.devices import moves_host, reverse
+from rpc.ids import new_tuple
 from rpc.transports.base import Frame, FrameKind, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
@@ -19,6 +20,7 @@ from rpc.transports.tensorpipe.address import TensorPipeAddress
 from rpc.transports.tensorpipe.device_readiness import question
 from rpc.transports.tensorpipe.links import PeerLink
 from rpc.transports.tensorpipe.outstanding import (
+    MOST_IN_BATCH,
     RECEIPT_AFTER_BYTES,
     SentCalls,
     encode_receipt,
@@ -104,8 +106,8 @@ class PipeCaller:
     def begin(self, link: PeerLink, kind: int, correlation: int = 0) -> Envelope:
         """Numbers a call. Needs the lock; :meth:`carry` comes next, without it."""
         number = link.calls.begin(kind, correlation)
-        me, life = self._sender
-        return Envelope(kind, me, life, correlation, number)
+        envelope: Envelope = new_tuple(Envelope, (kind, *self._sender, correlation, number))
+        return envelope
 
     def carry(self, link: PeerLink, envelope: Envelope, frame: Frame) -> None:
         """Makes a call that has its number.
@@ -168,7 +170,7 @@ class PipeCaller:
 
     def may_wait(self, link: PeerLink | None, frame: Frame) -> bool:
         """Returns whether a frame need not leave at once, but may leave with others in a batch."""
-        if is_large(frame):
+        if frame.tensors or len(frame.header) + len(frame.payload) > MOST_IN_BATCH:
             return False
         if frame.kind is FrameKind.NOTICE:
             return True

@@ -32,28 +32,33 @@ class CloseGate:
     Args:
         lock: guards what is waited for; waiting lets it go meanwhile.
         seconds: how long senders are waited for.
+
+    Attributes:
+        senders: how many threads hold the gate; changed with the lock.
+        waiting: a thread waits for a change.
     """
 
     def __init__(self, lock: threading.Lock, seconds: float = _SENDERS_SECONDS) -> None:
         self._lock = lock
         self._seconds = seconds
         self._changed = threading.Condition(lock)
-        self._senders = 0
-        self._waiting = False
+        self.senders = 0
+        self.waiting = False
 
     def hold(self) -> None:
         """Keeps the gate shut: this thread is about to send. Needs the lock."""
-        self._senders += 1
+        self.senders += 1
 
     def release(self) -> None:
         """Lets the gate open again: this thread has sent."""
         with self._lock:
-            self._senders -= 1
-            self.changed()
+            self.senders -= 1
+            if self.waiting:
+                self._changed.notify_all()
 
     def changed(self) -> None:
         """Tells the waiting thread that something changed. Needs the lock."""
-        if self._waiting:
+        if self.waiting:
             self._changed.notify_all()
 
     def wait_until(self, holds: Callable[[], bool], deadline: float) -> bool:
@@ -66,17 +71,17 @@ class CloseGate:
         Returns:
             Whether it holds.
         """
-        self._waiting = True
+        self.waiting = True
         try:
             return self._changed.wait_for(holds, max(0.0, deadline - time.monotonic()))
         finally:
-            self._waiting = False
+            self.waiting = False
 
     def wait_for_senders(self) -> None:
         """Waits until no thread holds the gate, which takes no time. Needs the lock."""
         deadline = time.monotonic() + self._seconds
-        if not self.wait_until(lambda: self._senders == 0, deadline):
-            _log.error("%d messages are still being sent; leaving all the same", self._senders)
+        if not self.wait_until(lambda: self.senders == 0, deadline):
+            _log.error("%d messages are still being sent; leaving all the same", self.senders)
 
 
 class Handlers(NamedTuple):

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 from rpc.devices import DeviceMap
 from rpc.ids import Life
-from rpc.transports.base import Frame, FrameKind, Peer
+from rpc.transports.base import Frame, Peer
 from rpc.transports.flow import FlowWindow
 from rpc.transports.loopback import Loopback
 from rpc.transports.tensorpipe.device_readiness import Readiness
-from rpc.transports.tensorpipe.outstanding import AnswerFuture, Call, SentCalls, TakenCalls
+from rpc.transports.tensorpipe.outstanding import AnswerFuture, SentCalls, TakenCalls
 from rpc.transports.tensorpipe.shared_tensors import SharedTensors, nothing_shared
 from rpc.transports.tensorpipe.wire import LIFELINE, Envelope, lent_from
 
@@ -145,12 +145,6 @@ class PeerLink:
     def awaits(self, correlation: int) -> bool:
         """Returns whether a request of it waits for our reply."""
         return correlation in self.taken.asked or correlation in self.loose
-
-    def was_answered(self, call: Call) -> None:
-        """Notes that it answered a call of ours; a reply that came as a call has arrived."""
-        kind, correlation = call
-        if kind == FrameKind.REPLY:
-            self.reply_window.release(correlation)
 
     def close_windows(self) -> None:
         """Lets nobody wait for room any more, as nothing comes back."""

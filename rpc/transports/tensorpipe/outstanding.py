@@ -28,7 +28,7 @@ AnswerFuture = torch.futures.Future[TorchAnswer]
 
 RECEIPT_AFTER = 1024
 RECEIPT_AFTER_BYTES = 8 << 20
-_MOST_IN_BATCH = 16_384
+MOST_IN_BATCH = 16_384
 
 Call = tuple[int, int]
 """A call under way: its kind and its correlation."""
@@ -44,7 +44,7 @@ def size(frame: Frame) -> int:
 
 def is_large(frame: Frame) -> bool:
     """Returns whether a frame never travels in a batch, and a receipt names it if it is a reply."""
-    return bool(frame.tensors) or len(frame.header) + len(frame.payload) > _MOST_IN_BATCH
+    return bool(frame.tensors) or len(frame.header) + len(frame.payload) > MOST_IN_BATCH
 
 
 class SentCalls:
@@ -143,7 +143,9 @@ class TakenCalls:
 
     def take(self, envelope: Envelope, future: AnswerFuture | None) -> bool:
         """Takes a call, and holds it until it is answered; False if its number was taken before."""
-        if not self._take_number(envelope.number):
+        if envelope.number == self._next and not self._ahead:  # as nearly always
+            self._next += 1
+        elif not self._take_number(envelope.number):
             return False
         if future is not None:
             self.asked[envelope.correlation] = envelope, future
@@ -160,10 +162,6 @@ class TakenCalls:
             return False
         self._ahead.add(number)
         return True
-
-    def reply(self, correlation: int) -> tuple[Envelope, AnswerFuture] | None:
-        """Removes and returns the request that is replied to, if it still waits."""
-        return self.asked.pop(correlation, None)
 
     def take_asked(self) -> list[tuple[Envelope, AnswerFuture]]:
         """Removes and returns all requests that wait for our reply."""

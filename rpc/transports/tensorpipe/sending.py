@@ -23,7 +23,7 @@ from rpc.transports.tensorpipe.answers import Answers
 from rpc.transports.tensorpipe.caller import PipeCaller
 from rpc.transports.tensorpipe.closing import CloseGate
 from rpc.transports.tensorpipe.links import PeerLink
-from rpc.transports.tensorpipe.outstanding import is_large, size
+from rpc.transports.tensorpipe.outstanding import MOST_IN_BATCH, is_large, size
 from rpc.transports.tensorpipe.peers import REPLACED, Peers
 from rpc.transports.tensorpipe.torch_agent import PipeBrokenError, TorchAgent
 from rpc.worker_info import WorkerInfo
@@ -99,7 +99,7 @@ class FrameSender:
 
         None if it cannot be sent, which whoever sends it finds out with the lock held.
         """
-        nbytes = size(frame)
+        nbytes = size(frame) if frame.tensors else len(frame.header) + len(frame.payload)
         while self._peers.open:
             link = self._peers.links.get(to)
             if link is None or link.lost is not None:
@@ -141,13 +141,16 @@ class FrameSender:
                 self._await_devices(former, frame)
             frame = former.shared.place(frame)
         with self._lock:
-            link = self._usable(to)
+            found = self._peers.links.get(to)
+            usable = found is not None and found.lost is None and self._peers.open
+            link = found if found is not None and usable else self._usable(to)
             if former is not None and link is not former:
                 raise WorkerLostError(former.name, former.peer.incarnation, former.lost or REPLACED)
             envelope = self._caller.begin(link, frame.kind, frame.correlation)
-            self._gate.hold()
+            self._gate.senders += 1
         try:
-            self.open_lifeline(link)
+            if not link.watched:
+                self.open_lifeline(link)
             self._caller.carry(link, envelope, frame)
         except PipeBrokenError as error:
             self._broke(link, str(error))
@@ -155,7 +158,7 @@ class FrameSender:
             self._caller.void(link, envelope, frame)
             raise
         else:
-            if link.shared.has_offer:
+            if link.shared.untold is not None:
                 self._caller.offer_segment(link)
         finally:
             self._gate.release()
@@ -198,7 +201,7 @@ class FrameSender:
         if link is None:
             return
         room: FlowWindow | None = None
-        if is_large(frame):
+        if frame.tensors or len(frame.header) + len(frame.payload) > MOST_IN_BATCH:
             with self._lock:
                 awaited = link.awaits(frame.correlation)
             if not awaited:
@@ -216,18 +219,18 @@ class FrameSender:
             if self._peers.links.get(to) is not link:  # a later life counts its requests anew
                 _give_up(link, frame, room)
                 return
-            held = link.taken.reply(frame.correlation)
+            held = link.taken.asked.pop(frame.correlation, None)
             if held is None and not (link.take_loose(frame.correlation) and self._peers.open):
                 _give_up(link, frame, room)
                 return
-            self._gate.hold()
+            self._gate.senders += 1
         try:
             if held is None:
                 self.open_lifeline(link)
                 self._caller.reply_in_frame(link, frame)
             else:
                 self._answers.give_reply(link, *held, frame)
-            if link.shared.has_offer:
+            if link.shared.untold is not None:
                 self._caller.offer_segment(link)
         except BaseException:
             if room is not None:

@@ -97,7 +97,8 @@ class SharedTensors:
         self._segments = ReceivedSegments(peer_name, _INSTEAD)
         self._lock = threading.Lock()
         self._offered: SegmentOffer | None = None
-        self._untold: Frame | None = None
+        self.untold: Frame | None = None
+        """The offer that :meth:`take_offer` takes, to tell the peer of it."""
 
     # Sending
 
@@ -175,7 +176,7 @@ class SharedTensors:
             fields = offer.segment, offer.size, os.getpid(), offer.descriptor, offer.token
             with self._lock:
                 self._offered = offer
-                self._untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
+                self.untold = Frame(FrameKind.NOTICE, 0, b"", _OFFER.pack(*fields))
             if pool.is_closed:  # meanwhile
                 self._take_back()
 
@@ -188,15 +189,10 @@ class SharedTensors:
             filled = _filled(frame.split()[0])
             self._pool.take_back(SharedSlot(item.segment, item.position) for item in filled)
 
-    @property
-    def has_offer(self) -> bool:
-        """Returns whether :meth:`take_offer` has something to tell the peer."""
-        return self._untold is not None
-
     def take_offer(self) -> Frame | None:
         """A segment that the peer has to map, to be sent to it; None if there is none."""
         with self._lock:
-            offer, self._untold = self._untold, None
+            offer, self.untold = self.untold, None
         return offer
 
     def answered(self, answer: Payload) -> None:

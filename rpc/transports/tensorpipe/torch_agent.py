@@ -244,8 +244,12 @@ class TorchAgent:
             PipeBrokenError: it cannot be reached that way any more.
         """
         if profiler_enabled() and _profiler_type() == _LEGACY:
-            return _unprofiled(lambda: self._invoke(to, pickle, tensors, True))
-        return self._invoke(to, pickle, tensors, True)
+            return _unprofiled(lambda: self.ask(to, pickle, tensors))
+        try:
+            return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, True)
+        except RuntimeError as error:
+            _refuse_broken(error)
+            raise
 
     def tell(self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor]) -> Any:
         """Calls; the callee answers at once.
@@ -254,21 +258,15 @@ class TorchAgent:
             PipeBrokenError: it cannot be reached that way any more.
         """
         if profiler_enabled() and _profiler_type() == _LEGACY:
-            return _unprofiled(lambda: self._invoke(to, pickle, tensors, False))
-        return self._invoke(to, pickle, tensors, False)
+            return _unprofiled(lambda: self.tell(to, pickle, tensors))
+        try:
+            return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, False)
+        except RuntimeError as error:
+            _refuse_broken(error)
+            raise
 
     def _call_myself(self, pickle: bytes, seconds: float) -> Any:
         return self._torch._invoke_rpc_python_udf(self.myself(), pickle, [], seconds, False)
-
-    def _invoke(
-        self, to: torch_rpc.WorkerInfo, pickle: bytes, tensors: list[torch.Tensor], later: bool
-    ) -> Any:
-        try:
-            return self._torch._invoke_rpc_python_udf(to, pickle, tensors, _NO_TIMEOUT, later)
-        except RuntimeError as error:
-            if _ENDED_EARLY in str(error):
-                raise PipeBrokenError("it broke before a call was made") from error
-            raise
 
     def future(self) -> Any:
         """A future that may be answered with tensors on any device in use."""
@@ -398,6 +396,12 @@ class UnsentAnswers:
             unwritten = list(self._unwritten)
         for written in unwritten:
             written.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _refuse_broken(error: RuntimeError) -> None:
+    """Raises a PipeBrokenError if a call could not be made as its pipe broke."""
+    if _ENDED_EARLY in str(error):
+        raise PipeBrokenError("it broke before a call was made") from error
 
 
 def error_of(future: Any) -> str:

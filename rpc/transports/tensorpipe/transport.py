@@ -48,7 +48,12 @@ from rpc.transports.tensorpipe.caller import PipeCaller
 from rpc.transports.tensorpipe.closing import CloseGate, CloseHandshake, Handlers
 from rpc.transports.tensorpipe.device_readiness import make_ready
 from rpc.transports.tensorpipe.links import PeerLink
-from rpc.transports.tensorpipe.outstanding import AnswerFuture, decode_receipt, is_large, size
+from rpc.transports.tensorpipe.outstanding import (
+    MOST_IN_BATCH,
+    AnswerFuture,
+    decode_receipt,
+    size,
+)
 from rpc.transports.tensorpipe.peers import REMOVED, SHUT_DOWN, Peers
 from rpc.transports.tensorpipe.sending import FrameSender
 from rpc.transports.tensorpipe.shared_tensors import HostMemory
@@ -318,7 +323,8 @@ class TensorPipeTransport:
         if not envelope.number:
             self._take_uncounted(link, envelope, bytes(frame.payload))
         elif (call := link.calls.came_back(envelope.number)) is not None:
-            link.was_answered(call)
+            if call[0] == FrameKind.REPLY:  # one that came as a call has arrived
+                link.reply_window.release(call[1])
             kind = envelope.kind
             if kind == FrameKind.REPLY:
                 self._deliver(link, frame)
@@ -343,7 +349,8 @@ class TensorPipeTransport:
 
     def _came_back(self, link: PeerLink, envelope: Envelope, frame: Frame) -> None:
         batch: list[Frame] = []
-        reply = envelope.kind == FrameKind.REPLY and is_large(frame)
+        is_large = bool(frame.tensors) or len(frame.header) + len(frame.payload) > MOST_IN_BATCH
+        reply = envelope.kind == FrameKind.REPLY and is_large
         with self._lock:
             link.calls.under_way -= 1
             due = reply and link.calls.received(envelope.correlation, size(frame))
@@ -351,7 +358,8 @@ class TensorPipeTransport:
                 link.batch_under_way = False
                 batch = link.take_batch()
             closing = link.close_request is not None
-            self._gate.changed()
+            if self._gate.waiting:
+                self._gate.changed()
         if batch:
             self._caller.send_batch(link, batch)
         if closing:

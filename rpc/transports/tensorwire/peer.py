@@ -45,8 +45,8 @@ _KERNEL_POLL_SECONDS = 0.002
 _STUCK_SECONDS = 1.0
 """A reply to a worker that has taken nothing for so long holds up its thread no more."""
 _MAIN_THREAD = threading.main_thread().ident
-_SMALL_BYTES = 4096
-"""Header and payload of a frame that no bound forbids and that is sent in one piece."""
+_SMALL_BYTES = 1 << 14
+"""A frame of fewer, header and payload, is sent in one piece."""
 _BURST_FROM = 8
 _BURST_SECONDS = 200e-6
 _FAILED = Reply(Status.ERROR).encode()
@@ -84,6 +84,7 @@ class RemotePeer:
         self._make = ConnectionMaker(shared, self._bulk_arrived, self._channel_ended)
         self._deliver = shared.deliver
         self._max_bytes = shared.resources.max_message_bytes
+        self._small_bytes = min(_SMALL_BYTES, self._max_bytes)
         self.window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
         self._last_request = 0.0
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class RemotePeer:
         kind, correlation, header, payload, tensors = frame
         looks = look_at_all(tensors, self._devices) if tensors else ()
         size = len(header) + len(payload)
-        is_small = size <= _SMALL_BYTES and not looks and type(payload) is bytes
+        is_small = size < self._small_bytes and not looks and type(payload) is bytes
         if not is_small:
             size = checked_size(frame, looks, self._max_bytes)
         link = self.outgoing
@@ -154,7 +155,7 @@ class RemotePeer:
         link = self.incoming
         looks = look_at_all(tensors, self._devices_back) if tensors else ()
         size = len(header) + len(payload)
-        is_small = size <= _SMALL_BYTES and not looks and type(payload) is bytes
+        is_small = size < self._small_bytes and not looks and type(payload) is bytes
         if not is_small:
             checked_size(frame, looks, self._max_bytes)
         if link is None:

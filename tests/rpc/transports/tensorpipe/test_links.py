@@ -54,18 +54,6 @@ class TestCalls:
         peer.lose("it shut down")
         assert not peer.take_loose(5)
 
-    def test_a_reply_counts_until_its_arrival_is_named_or_the_call_it_came_as_is_answered(
-        self,
-    ) -> None:
-        peer = link(1, 0)
-        for correlation in (5, 6):
-            assert peer.reply_window.try_charge(correlation, 10_000)
-        peer.was_answered((FrameKind.REQUEST, 6))
-        assert peer.reply_window.held == 20_000
-        peer.was_answered((FrameKind.REPLY, 6))
-        peer.reply_window.release_all([4, 5])
-        assert peer.reply_window.held == 0
-
     @pytest.mark.parametrize("end", [lambda peer: peer.lose("eof"), PeerLink.close_windows])
     def test_nobody_waits_for_a_peer_that_is_gone(self, end: Callable[[PeerLink], None]) -> None:
         peer = link(1, 0)

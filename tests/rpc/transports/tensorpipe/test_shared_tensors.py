@@ -228,7 +228,7 @@ class TestHandingOver:
         memory = shared(LIMIT, host)
         frame = request(torch.ones(LARGE))
         assert memory.place(frame) is frame
-        assert not memory.has_offer
+        assert memory.untold is None
 
     def test_a_worker_may_have_none(self) -> None:
         memory = HostMemory("test", 0)
@@ -237,11 +237,11 @@ class TestHandingOver:
     def test_an_offer_is_made_once(self, pair: Pair) -> None:
         for _ in range(3):
             pair.sender.place(request(torch.ones(LARGE)))
-        assert pair.sender.has_offer
+        assert pair.sender.untold is not None
         assert pair.sender.take_offer() is not None
         assert pair.sender.take_offer() is None
         pair.sender.place(request(torch.ones(LARGE)))
-        assert not pair.sender.has_offer
+        assert pair.sender.untold is None
 
     @pytest.mark.parametrize("wrong", ["process", "descriptor", "token", "file"])
     def test_what_is_not_what_was_meant_is_refused_and_torch_carries_all(
@@ -267,7 +267,7 @@ class TestHandingOver:
         os.close(other)
         assert [record.args[0] for record in caplog.records] == ["peer", "peer"]
         assert pair.sender.place(frame) is frame
-        assert not pair.sender.has_offer
+        assert pair.sender.untold is None
 
     def test_a_receiver_that_is_short_of_descriptors_is_asked_again_later(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -284,7 +284,7 @@ class TestHandingOver:
                 short.setattr("rpc.transports.tensorpipe.shared_tensors.os.open", none_left)
                 pair.offer()
             assert pair.sender.place(frame) is frame
-            assert not pair.sender.has_offer
+            assert pair.sender.untold is None
         assert [record.args[0] for record in caplog.records] == ["peer", "peer"]
         now[0] = 20.0
         pair.prepare()
