@@ -36,6 +36,9 @@ class SteppingGroup:
         size: how many there are.
         threads: of torch, in each.
         warm_up: how many times they step at once; ``first`` has what came of each.
+
+    Attributes:
+        told: what came of the last step that was measured, in each process that drives.
     """
 
     def __init__(self, begin: Begin, size: int, threads: int, warm_up: int) -> None:
@@ -52,6 +55,7 @@ class SteppingGroup:
             self._ends.append(near)
         self._drivers = [end for end in self._ends if self._answer(end)]
         self.first = [self.run(1) for _ in range(warm_up)]
+        self.told: list[Any] = []
         self._signal(signal.SIGSTOP)
 
     def measure(self, steps: int) -> float:
@@ -59,7 +63,7 @@ class SteppingGroup:
         self._signal(signal.SIGCONT)
         self.run(1)  # to get going again
         began = time.perf_counter()
-        self.run(steps)
+        self.told = self.run(steps)
         taken = time.perf_counter() - began
         self._signal(signal.SIGSTOP)
         return taken / steps

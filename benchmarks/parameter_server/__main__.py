@@ -1,0 +1,233 @@
+"""Compares ways to train what a server keeps.
+
+    python -m benchmarks.parameter_server [tables dense backups rows memory steps] [--quick]
+
+``tables``: each step looks up a batch of ids, Zipf distributed, takes a gradient for each of them
+(the same at each step, as a model's own work is the same for all), and moves the rows by row-wise
+Adagrad. One server and one trainer, each a process; each program with one and with two threads of
+torch, and compared in the better setting.
+
+=============================  ================================================================
+``ours, on demand``            ``ps.Embedding`` under ``ps.BSP()``
+``ours, ahead``                the same with ``ps.prefetch``: one message a step, the same bits
+``ours, stale``                under ``ps.SSP(1)`` with ``ps.prefetch``
+``sum of floors``              de-duplicate, gather, copy, expand, reduce, copy, update: one after
+                               the other in one process, by our kernels into kept buffers
+``by hand, torch RPC``         pull, reduce and push as a user writes them on torch's RPC
+``by hand, our RPC``           the same program on this library's
+``by hand, Ray``               the same program with an actor of Ray's, where that is installed
+``autograd, torch RPC``        ``nn.EmbeddingBag`` at the server, distributed autograd, Adagrad
+``autograd, our RPC``          the same on this library's RPC, autograd and optimizer
+``by hand, one process``       the program by hand without any server
+``EmbeddingBag, one process``  ``nn.EmbeddingBag(sparse=True)`` and Adagrad
+=============================  ================================================================
+
+``dense``: gradients of 64 MB pushed, values pulled, moved by SGD: ours, and one call by hand.
+``backups``: ``ours, ahead`` on two servers, and where each is the other's backup besides.
+``rows``: ``ours, ahead`` with as many rows, and with ten times as many.
+``memory``: fills a table of 20 million rows of 16, and tells the server's memory.
+``steps``: does 100 000 small steps, and tells the memory of both on the way.
+
+All programs are alive at the same time; the measurement goes round them, and those whose turn it
+is not are stopped. Each number is the median over the rounds, with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.parameter_server import by_hand, memory, ours
+from benchmarks.parameter_server.case import BATCHES, Case, Program
+from benchmarks.stepping import SteppingGroup
+
+_KINDS = ("tables", "dense", "backups", "rows", "memory", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One program in one setting.
+
+    Args:
+        name: of the program.
+        program: begins each of its processes.
+        case: what it trains.
+        size: how many processes it has.
+    """
+
+    name: str
+    program: Program
+    case: Case
+    size: int = 2
+
+    def start(self) -> SteppingGroup:
+        """Its processes, which have done their first steps."""
+        begin = partial(self.program, self.case)
+        return SteppingGroup(begin, self.size, self.case.threads, BATCHES)
+
+
+Times = dict[Column, list[float]]
+"""Milliseconds per step of each column in each round."""
+
+
+def compare(columns: Sequence[Column], rounds: int, steps: int) -> Times:
+    """Goes round the columns."""
+    found: Times = {column: [] for column in columns}
+    with ExitStack() as stack:
+        groups = {}
+        for column in tqdm(columns, unit=" started", disable=None, leave=False):
+            groups[column] = column.start()
+            stack.callback(groups[column].close)
+        for _ in tqdm(range(rounds), unit=" rounds", disable=None, leave=False):
+            for column, group in groups.items():
+                found[column].append(1e3 * group.measure(steps))
+    return found
+
+
+def best(found: Times) -> dict[str, Column]:
+    """The better setting of each program."""
+    chosen: dict[str, Column] = {}
+    for column, taken in found.items():
+        other = chosen.get(column.name)
+        if other is None or statistics.median(taken) < statistics.median(found[other]):
+            chosen[column.name] = column
+    return chosen
+
+
+def table(found: Times, base: str, setting: str) -> str:
+    """Medians and quartiles of each program in each setting, and the ratio of the better ones.
+
+    Args:
+        found: the times.
+        base: the program that the others are compared with, round by round.
+        setting: the attribute of cases that differs between the columns of one program.
+    """
+    settings = sorted({getattr(column.case, setting) for column in found})
+    chosen = best(found)
+    reference = found[chosen[base]]
+    heads = "".join(f"{f'{each} {setting}':>26}" for each in settings)
+    lines = [f"{'ms a step':<26}{heads}   better / {base}"]
+    for name, column in chosen.items():
+        cells = ""
+        for each in settings:
+            taken = [
+                t for c, t in found.items() if (c.name, getattr(c.case, setting)) == (name, each)
+            ]
+            cells += f"{_cell(taken[0]) if taken else '':>26}"
+        ratio = statistics.median(b / a for a, b in zip(reference, found[column], strict=True))
+        lines.append(f"{name:<26}{cells}   {ratio:.2f}")
+    return "\n".join(lines)
+
+
+def _cell(taken: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(taken, n=4)
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+
+def _settings(
+    programs: Mapping[str, Program], case: Case, threads: Sequence[int], size: int = 2
+) -> list[Column]:
+    return [
+        Column(name, program, replace(case, threads=each), size)
+        for name, program in programs.items()
+        for each in threads
+    ]
+
+
+def _tables(options: argparse.Namespace, case: Case) -> str:
+    absent = by_hand.missing("ray", "torchrec")
+    programs = ours.PROGRAMS | by_hand.PROGRAMS
+    if "ray" not in absent:
+        programs = programs | {"by hand, Ray": by_hand.rows_over_ray}
+    columns = _settings(programs, case, options.threads)
+    found = compare(columns, options.rounds, options.steps)
+    head = f"{case.rows} rows of {case.dim}, {case.ids} ids a step"
+    also = f"\nnot installed, so not compared: {', '.join(absent)}" if absent else ""
+    return f"{head}\n{table(found, ours.AHEAD, 'threads')}{also}"
+
+
+def _dense(options: argparse.Namespace, case: Case) -> str:
+    programs: dict[str, Program] = {
+        "ours": ours.numbers,
+        "by hand, torch RPC": by_hand.numbers_over_torch,
+        "by hand, our RPC": by_hand.numbers_over_ours,
+    }
+    found = compare(_settings(programs, case, options.threads), options.rounds, options.steps)
+    return f"{case.megabytes} MB dense, pushed and pulled\n{table(found, 'ours', 'threads')}"
+
+
+def _backups(options: argparse.Namespace, case: Case) -> str:
+    columns = _settings(ours.BACKED, case, options.threads, 3)
+    found = compare(columns, options.rounds, options.steps)
+    return f"{case.rows} rows, backups\n{table(found, next(iter(ours.BACKED)), 'threads')}"
+
+
+def _rows(options: argparse.Namespace, case: Case) -> str:
+    program, one = ours.PROGRAMS[ours.AHEAD], replace(case, threads=options.threads[0])
+    columns = [
+        Column(f"{rows} rows", program, replace(one, rows=rows))
+        for rows in (case.rows, 10 * case.rows)
+    ]
+    found = compare(columns, options.rounds, options.steps)
+    return table(found, columns[0].name, "threads")
+
+
+def _memory(options: argparse.Namespace, case: Case) -> str:
+    return memory.many_rows(replace(case, rows=options.many_rows, dim=16, threads=1))
+
+
+def _steps(options: argparse.Namespace, case: Case) -> str:
+    small = replace(case, rows=min(case.rows, 10_000), ids=min(case.ids, 64), dim=8, threads=1)
+    return memory.many_steps(small, options.many_steps)
+
+
+_SECTIONS = dict(zip(_KINDS, (_tables, _dense, _backups, _rows, _memory, _steps), strict=True))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("kinds", nargs="*", default=[], metavar="kind", help=f"of {', '.join(_KINDS)} (tables)")
+    add("--quick", action="store_true", help="as small as can be, to see that all of it runs")
+    add("--rows", type=int, default=1_000_000, help="(%(default)s)")
+    add("--ids", type=int, default=65_536, help="in a batch (%(default)s)")
+    add("--dim", type=int, default=64, help="(%(default)s)")
+    add("--megabytes", type=float, default=64.0, help="of dense parameters (%(default)s)")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="of torch (%(default)s)")
+    add("--rounds", type=int, default=9, help="(%(default)s)")
+    add("--steps", type=int, default=10, help="of a round (%(default)s)")
+    add("--many-rows", type=int, default=20_000_000, help="to fill memory with (%(default)s)")
+    add("--many-steps", type=int, default=100_000, help="to see memory stay (%(default)s)")
+    options = parser.parse_args(arguments)
+    strange = [each for each in options.kinds if each not in _KINDS]
+    if strange:
+        parser.error(f"{strange[0]!r} is none of {', '.join(_KINDS)}")
+    if options.quick:
+        vars(options).update(rows=2000, ids=256, dim=8, megabytes=0.25, threads=[1], rounds=2)
+        vars(options).update(steps=2, many_rows=1 << 19, many_steps=2000)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit status."""
+    options = _options(arguments)
+    case = Case(options.rows, options.ids, options.dim, 1, options.megabytes)
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    for kind in options.kinds or ["tables"]:
+        print(f"\n{_SECTIONS[kind](options, case)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

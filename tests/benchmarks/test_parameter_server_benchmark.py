@@ -1,0 +1,63 @@
+"""The benchmark of the parameter server runs, and its tables say what was measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parameter_server.__main__ import Column, best, table
+from benchmarks.parameter_server.case import Case
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _column(name: str, threads: int) -> Column:
+    return Column(name, lambda case, rank, meeting: None, Case(1, 1, 1, threads, 0.0))
+
+
+def test_each_program_is_compared_in_its_better_setting() -> None:
+    found = {
+        _column("ours", 1): [4.0, 2.0, 2.0],
+        _column("ours", 2): [9.0, 9.0, 9.0],
+        _column("theirs", 1): [50.0, 50.0, 50.0],
+        _column("theirs", 2): [8.0, 6.0, 8.0],
+    }
+    assert {name: column.case.threads for name, column in best(found).items()} == {
+        "ours": 1,
+        "theirs": 2,
+    }
+    ours, theirs = table(found, "ours", "threads").splitlines()[1:]
+    assert ours.split() == [
+        "ours",
+        "2.0",
+        "(2.0",
+        "to",
+        "4.0)",
+        "9.0",
+        "(9.0",
+        "to",
+        "9.0)",
+        "1.00",
+    ]
+    assert theirs.split()[-5:] == ["8.0", "(6.0", "to", "8.0)", "3.00"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("benchmarks")
+@pytest.mark.skipif(sys.platform != "linux", reason="stops and continues processes")
+def test_the_smallest_comparison_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.parameter_server", "--quick", "dense"],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0.25 MB dense, pushed and pulled" in done.stdout
