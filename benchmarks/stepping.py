@@ -6,6 +6,7 @@ is not are stopped, so a machine that changes its speed does so for all alike.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -99,6 +100,8 @@ def _live(begin: Begin, rank: int, meeting: str, threads: int, end: Connection) 
     die_with_parent()
     torch.set_num_threads(threads)
     step = begin(rank, meeting)
+    gc.collect()
+    gc.freeze()  # or one full collection of all modules, 0.2 s long, falls into somebody's round
     end.send(step is not None)
     if step is None:
         threading.Event().wait()
