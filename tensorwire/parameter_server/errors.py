@@ -35,7 +35,9 @@ class RolledBack(ParameterServerError):
 
     Attributes:
         step: pushes of this trainer that are in the state now.
-        lost: by trainer, how many of its pushes are not in the state any more.
+        lost: by name of a trainer, how many of its pushes are not in the state any more, also of
+            those that had finished or died before. One that died together with the servers is
+            not named.
         snapshot: folder of the snapshot.
     """
 

@@ -82,6 +82,15 @@ class Meeting:
         found = self._store.compare_and_set(f"claim/{key}", before, value.encode())
         return None if found is None else found.decode()
 
+    def undo(self, cluster: str, generation: int, trainer: int, pushes: int) -> None:
+        """A trainer says how many of its pushes the roll-back to that generation undid."""
+        self.claim(f"undone/{cluster}/{generation}/{trainer}", None, str(pushes))
+
+    def undone(self, cluster: str, generation: int, trainer: int) -> int | None:
+        """The number that :meth:`undo` was told; None if it was not yet."""
+        found = self.claimed(f"undone/{cluster}/{generation}/{trainer}")
+        return None if found is None else int(found)
+
     def claimed(self, key: str) -> str | None:
         """The holder of a claim."""
         found = self._store.get(f"claim/{key}")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
+from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.lives import Verdict
@@ -59,6 +60,7 @@ class Session:
         self.client = Client(worker.info.name, worker.life.incarnation, session)
         self.number = -1
         self.next = 0
+        self._first = 0
         self.bytes_sent = 0
         self.rollbacks = 0
         self._meeting = Meeting(worker)
@@ -70,6 +72,7 @@ class Session:
         self._last_pull: dict[str, tuple[splitting.Plan, int]] = {}
         self._errors: dict[int, Exception] = {}
         self._rolled: errors.RolledBack | None = None
+        self._undone: tuple[int, int, int] | None = None
         self._failure: Exception | None = None
         self._finishing = False
         self._again: set[tuple[str, int, int]] = set()
@@ -119,6 +122,14 @@ class Session:
         """True if nothing can be done with it any more."""
         return self._failure is not None
 
+    @contextmanager
+    def _naming_all_lost(self) -> Iterator[None]:
+        """Completes the error of a roll-back, which waits for others, so without the lock."""
+        try:
+            yield
+        except errors.RolledBack as error:
+            raise self._named(error) from None
+
     # --- what a user does
 
     def knows(self, name: str, spec: Any) -> None:
@@ -128,7 +139,7 @@ class Session:
     def send(self, whole: Whole | None, wanted: Wanted | None) -> tuple[int, Asked | None]:
         """Pushes, pulls, or both in one message to each shard."""
         self._await(lambda: len(self._kept) < _UNDER_WAY or whole is None, None)
-        with self._acting():
+        with self._naming_all_lost(), self._acting():
             self._raise_failure()
             number, parts = -1, {}
             if whole is not None:
@@ -157,12 +168,10 @@ class Session:
     def wait_for(self, asked: Asked, timeout: float | None) -> Pulled:
         """Waits for the answer to a pull."""
         self._await(lambda: asked.is_done, timeout)
-        with self._acting():
+        with self._naming_all_lost(), self._acting():
             self._asked.pop(asked.number, None)
             if asked.error is not None:
-                if asked.error is self._rolled:
-                    self._rolled = None
-                raise asked.error
+                self._raise(asked.error)
             for name, plan in asked.plans.items():
                 self._last_pull[name] = (plan, asked.number)
         return self._joined(asked)
@@ -170,7 +179,7 @@ class Session:
     def wait_until_safe(self, number: int, timeout: float | None) -> None:
         """Waits until a push is safe at all shards."""
         self._await(lambda: number in self._errors or not self._kept.holds(number), timeout)
-        with self._acting():
+        with self._naming_all_lost(), self._acting():
             self._raise_failure()
             error = self._errors.pop(number, None)
         if error is not None:
@@ -214,8 +223,12 @@ class Session:
         if self._failure is not None:
             raise self._failure
         if self._rolled is not None:
-            error, self._rolled = self._rolled, None
-            raise error
+            self._raise(self._rolled)
+
+    def _raise(self, error: Exception) -> NoReturn:
+        if error is self._rolled:
+            self._rolled = None
+        raise error
 
     # --- messages
 
@@ -356,12 +369,19 @@ class Session:
         tries = 0
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: bool(self._again) or self._failure is not None)
+                self._condition.wait_for(
+                    lambda: bool(self._again or self._undone) or self._failure is not None
+                )
                 if self._failure is not None:
                     return
-                self._condition.wait_for(lambda: self._failure is not None, self._pause)
-                self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
+                undone, self._undone = self._undone, None
             try:
+                if undone is not None:
+                    self._meeting.undo(self.cluster, *undone)
+                    continue
+                with self._condition:
+                    self._condition.wait_for(lambda: self._failure is not None, self._pause)
+                    self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
                 tries += 1
                 self.refresh()
                 if tries % 8 == 0:
@@ -454,19 +474,36 @@ class Session:
         self._last_pull.clear()
         self._again.clear()
         self.rollbacks += 1
-        if self.number < 0 or view.trainer(self.client) is None:
+        trainer = view.trainer(self.client)
+        if self.number < 0 or trainer is None:
+            if trainer is not None:  # it has not heard yet that it is one
+                self._undone = (view.generation, trainer.number, 0)
             for number in self._asked:
                 self._again.add(("pull", -1, number))
             return
         known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
         start = min(known, default=snapshot.time)
         before, self.next = self.next, snapshot.counts.get(self.number, start)
-        lost = {self.client.name: max(0, before - self.next)}
-        error = errors.RolledBack(self.next, lost, snapshot.folder)
+        lost = max(0, before - max(self.next, self._first))
+        self._first = min(self._first, self.next)
+        self._undone = (view.generation, self.number, lost)
+        error = errors.RolledBack(self.next, {self.client.name: lost}, snapshot.folder)
         self._rolled = error
         self._finishing = False
         for asked in self._asked.values():
             asked.error = error
+
+    def _named(self, error: errors.RolledBack) -> errors.RolledBack:
+        """The error of a roll-back with what it undid of all trainers, not only of this one."""
+
+        def latest() -> View:
+            self.refresh()
+            return self.view
+
+        generation = self.view.generation
+        undone = undone_of_others(self._meeting, self.cluster, self.client, generation, latest)
+        undone.update(error.lost)
+        return errors.RolledBack(error.step, undone, error.snapshot)
 
     # --- the coordinator
 
@@ -530,7 +567,8 @@ class Session:
                 count = self.ask_shard(shard, messages.CountOf(number))
                 if isinstance(count, int):
                     with self._acting():
-                        self.number, self.next = number, count
+                        self.number = number
+                        self.next = self._first = count
                     return
             with self._condition:
                 self._condition.wait_for(lambda: self._failure is not None, pause)
@@ -540,7 +578,7 @@ class Session:
 
     def finish(self) -> None:
         """Pushes the last push, and leaves when it is safe everywhere."""
-        with self._acting():
+        with self._naming_all_lost(), self._acting():
             self._raise_failure()
             self._finishing = True
         number, _ = self.send(Whole(PushKind.FINISH), None)
@@ -549,10 +587,10 @@ class Session:
             refused, self._errors = list(self._errors.values()), {}
         generation = self.view.generation
         try:
-            self.ask_coordinator(orders.Leave(self.number, generation))
+            self.ask_coordinator(orders.Leave(self.number, generation, self._first, number))
         except errors.ParameterServerError:
             self.refresh()
-            with self._acting():
+            with self._naming_all_lost(), self._acting():
                 self._raise_failure()  # the cluster went back in the middle of this
             raise
         self.number = -1

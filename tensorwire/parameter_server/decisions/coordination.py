@@ -31,7 +31,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tasks,
     Wait,
 )
-from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Client, Left, Server, Snapshot, View
 
 _CHANGES_PER_TERM: Final = 1 << 20
 _WENT_BACK: Final = "the cluster went back to its last snapshot"
@@ -291,7 +291,7 @@ class Coordinator(Tasks):
             self._effects.append(Fail(request, _WENT_BACK))
             return
         self._gone |= {t.client for t in before if t.number == what.trainer}
-        yield from self._dismiss(what.trainer)
+        yield from self._settle(what.trainer)
         self._effects.append(Reply(request, None))
 
     def _dismiss_soon(self, number: int) -> None:
@@ -306,14 +306,21 @@ class Coordinator(Tasks):
             self._begin(self._dismiss(number))
 
     def _dismiss(self, number: int) -> Steps:
-        """A trainer has finished or was lost: what all shards have of it counts."""
+        """A trainer was lost."""
+        names = [t.client.name for t in self.view.trainers if t.number == number]
         yield Edit(lambda view: _without_trainer(view, number))
+        end = yield from self._settle(number)
+        for name in names:
+            yield Edit(partial(views.with_left, left=Left(number, name, None, end)))
+
+    def _settle(self, number: int) -> Generator[Wait, Any, int]:
+        """What all shards have of a trainer counts; returns how many pushes that are."""
         haves = yield self._to_all(orders.Silence(number))
-        known = [have for have in haves.values() if have is not None]
-        keep = min(known, default=0)
+        end = keep = min((have for have in haves.values() if have is not None), default=0)
         if self.view.is_together and None in {haves.get(each, 0) for each in self.view.active}:
             keep = 0  # that shard was made without it, so nothing more of it was applied anywhere
         yield self._to_all(orders.Settle(number, keep))
+        return end
 
     def _without_gone(self, view: View) -> View:
         gone = [t.number for t in view.trainers if t.client in self._gone]
@@ -379,6 +386,7 @@ class Coordinator(Tasks):
 
     def _take_snapshot(self, request: int, what: orders.TakeSnapshot) -> Steps:
         generation = self.view.generation
+        before = frozenset(each.number for each in self.view.left)
         cut = yield from self._cut(action=orders.Freeze())
         shards = [shard.number for shard in self.view.shards]
         yield Others()
@@ -392,7 +400,7 @@ class Coordinator(Tasks):
         if not all(written.values()):
             self._effects.append(Fail(request, f"the manifest in {what.folder} was not written"))
             return
-        yield Edit(lambda view: _with_snapshot(view, snapshot))
+        yield Edit(lambda view: views.saved(view, snapshot, before))
         self._effects.append(Reply(request, snapshot))
 
     # --- going back
@@ -461,7 +469,12 @@ def _without_trainer(view: View, number: int) -> View:
 
 
 def _without_leaver(view: View, what: orders.Leave) -> View:
-    return _without_trainer(view, what.trainer) if what.generation == view.generation else view
+    leaver = next((each for each in view.trainers if each.number == what.trainer), None)
+    if leaver is None or what.generation != view.generation:
+        return view
+    left = Left(leaver.number, leaver.client.name, what.begin, what.end)
+    trainers = tuple(each for each in view.trainers if each is not leaver)
+    return replace(views.with_left(view, left), trainers=trainers)
 
 
 def _backed_up(view: View, number: int, server: Server) -> View:
@@ -475,7 +488,3 @@ def _with_declared(view: View, what: orders.Announce) -> View:
         return view
     declared = {**view.declared, what.name: what.text}
     return replace(view, number=view.number + 1, declared=declared)
-
-
-def _with_snapshot(view: View, snapshot: Snapshot) -> View:
-    return replace(view, number=view.number + 1, snapshot=snapshot)

@@ -134,10 +134,19 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A trainer has finished, in that generation of the cluster."""
+    """A trainer has finished, in that generation of the cluster.
+
+    Args:
+        trainer: its number.
+        generation: of the cluster.
+        begin: number of its first push.
+        end: number behind its last one.
+    """
 
     trainer: int
     generation: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)

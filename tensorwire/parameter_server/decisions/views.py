@@ -63,6 +63,28 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A trainer that has finished or was lost since the last snapshot.
+
+    Args:
+        number: the trainer's.
+        name: the worker's.
+        begin: number of its first push; None if it was lost and did not say.
+        end: number behind its last push that counts.
+    """
+
+    number: int
+    name: str
+    begin: int | None
+    end: int
+
+    def undone_by(self, snapshot: Snapshot) -> int:
+        """The number of its pushes that are not in a snapshot."""
+        first = snapshot.time if self.begin is None else self.begin
+        return max(0, self.end - snapshot.counts.get(self.number, first))
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One share of the state.
 
@@ -128,6 +150,8 @@ class View:
         snapshot: the last whole snapshot, to which the cluster can go back.
         settings: what everybody who connects must agree about.
         broken: the reason for which the cluster cannot go on; empty if it can.
+        left: trainers that have left since the last snapshot.
+        undone: by name of trainers that had left, pushes that the last roll-back undid.
     """
 
     number: int
@@ -146,6 +170,8 @@ class View:
     snapshot: Snapshot | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     broken: str = ""
+    left: tuple[Left, ...] = ()
+    undone: Mapping[str, int] = field(default_factory=dict)
 
     def shard(self, number: int) -> Shard | None:
         """The shard of that number, if there still is one."""
@@ -194,6 +220,8 @@ class View:
                 "snapshot": self.snapshot.encode() if self.snapshot else None,
                 "settings": dict(self.settings),
                 "broken": self.broken,
+                "left": [[each.number, each.name, each.begin, each.end] for each in self.left],
+                "undone": dict(self.undone),
             }
         )
 
@@ -213,6 +241,7 @@ class View:
         fields["trainers"] = tuple(
             Trainer(number, Client(*client)) for number, *client in fields["trainers"]
         )
+        fields["left"] = tuple(Left(*each) for each in fields["left"])
         return cls(**fields)
 
 
@@ -332,6 +361,24 @@ def without_trainers(view: View, numbers: Collection[int]) -> View:
     return replace(view, number=view.number + 1, trainers=staying)
 
 
+def with_left(view: View, left: Left) -> View:
+    """So much counts of a trainer that has left."""
+    others = [each for each in view.left if each.number != left.number]
+    return replace(view, number=view.number + 1, left=(*others, left))
+
+
+def saved(view: View, snapshot: Snapshot, without: Collection[int]) -> View:
+    """There is a later snapshot; trainers that left after its cut are not wholly in it.
+
+    Args:
+        view: the one before.
+        snapshot: the snapshot.
+        without: numbers of those who had left before.
+    """
+    left = tuple(each for each in view.left if each.number not in without)
+    return replace(view, number=view.number + 1, snapshot=snapshot, left=left)
+
+
 def resized(view: View, servers: Sequence[Server]) -> View:
     """Each of these servers is to be the head of one shard that has its share of the slots.
 
@@ -392,6 +439,9 @@ def rolled_back(view: View, servers: Sequence[Server]) -> View:
     """All state is lost or given up: new shards, to be filled from the snapshot."""
     number = view.number + 1
     fresh = first(servers, view.backups, view.settings)
+    undone: Counter[str] = Counter()
+    for each in view.left:
+        undone[each.name] += each.undone_by(view.snapshot or Snapshot("", {}, 0))
     shards = tuple(
         replace(each, number=each.number + view.made, version=number) for each in fresh.shards
     )
@@ -403,4 +453,6 @@ def rolled_back(view: View, servers: Sequence[Server]) -> View:
         epoch=view.epoch + 1,
         slots=tuple(shard + view.made for shard in fresh.slots),
         made=view.made + len(shards),
+        left=(),
+        undone=dict(undone),
     )

@@ -669,7 +669,8 @@ class TrainerProcess(Process):
         if self.phase == "join":
             self.ask_coordinator(orders.Join(self.client), self.joined)
         elif self.phase == "leave":
-            self.ask_coordinator(orders.Leave(self.number, self.generation), self.gone)
+            leave = orders.Leave(self.number, self.generation, self.start, self.next - 1)
+            self.ask_coordinator(leave, self.gone)
         elif self.phase in ("work", "finish"):
             if self.wanted is not None and self.view is not None:
                 if self.wanted[1] != self.view.epoch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.server.writing import Restored
-from tests.tensorwire.parameter_server.clusters import server_names, train
+from tests import waiting
+from tests.tensorwire.parameter_server.clusters import run, server_names, train
 
 IDS = 200
 
@@ -314,3 +318,48 @@ def test_a_bad_step_is_skipped_or_counted_if_one_wants_that() -> None:
 
     assert train([lambda: go(ps.NanPolicy.SKIP)]) == [(1, 1, True)]
     assert train([lambda: go(ps.NanPolicy.COUNT)]) == [(1, 1, False)]
+
+
+# --- going back
+
+
+def test_a_roll_back_says_what_it_undid_of_every_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "PATIENCE", 0.05)
+    hub, hand_over = MemoryHub(), [threading.Barrier(3) for _ in range(3)]
+    ids = torch.arange(20)
+
+    def go(number: int) -> ps.RolledBack:
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=3)
+        table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+
+        def push(times: int) -> None:
+            for _ in range(times):
+                table.push(ids, -torch.ones(20, 2))
+
+        push(4)
+        hand_over[0].wait(30)
+        if number == 0:
+            cluster.snapshot(tmp_path / "one").wait(30)
+        hand_over[1].wait(30)
+        push(3 + number)
+        if number == 2:
+            cluster.finish()
+        hand_over[2].wait(30)
+        if number == 0:
+            hub.cut(1)
+        if number == 2:
+            return ps.RolledBack(0, {}, "")
+        waiting.until(lambda: cluster.session.rollbacks == 1)
+        with pytest.raises(ps.RolledBack) as raised:
+            push(1)
+        assert bool((table.pull(ids) == 12).all())
+        return raised.value
+
+    names = [*server_names(2), "trainer0", "trainer1", "trainer2"]
+    with local_group(*names, hub=hub) as agents:
+        found = run(agents[2:], [partial(go, number) for number in range(3)])
+    for error in found[:2]:
+        assert error.step == 4
+        assert error.lost == {"trainer0": 3, "trainer1": 4, "trainer2": 5}

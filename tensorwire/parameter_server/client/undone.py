@@ -1,0 +1,44 @@
+"""Says what a roll-back has undone: of each trainer, who says it of itself in the group's store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from tensorwire.parameter_server.decisions.views import Client, View
+from tensorwire.parameter_server.settings import Meeting
+
+_SECONDS: Final = 5.0
+"""For which trainers are waited for to say it."""
+_PAUSE: Final = 0.02
+
+
+def undone_of_others(
+    meeting: Meeting, cluster: str, me: Client, generation: int, latest: Callable[[], View]
+) -> Counter[str]:
+    """By name, how many pushes were undone of other trainers, present and former ones.
+
+    A trainer that died meanwhile is not waited for.
+
+    Args:
+        meeting: the group's store.
+        cluster: the cluster's name.
+        me: whom to leave out.
+        generation: to which the cluster went back.
+        latest: looks for the latest view.
+    """
+    view, deadline = latest(), time.monotonic() + _SECONDS
+    undone = Counter(view.undone)
+    waiting = {each for each in view.trainers if each.client != me}
+    while waiting and view.generation == generation and time.monotonic() < deadline:
+        for trainer in list(waiting):
+            pushes = meeting.undone(cluster, generation, trainer.number)
+            undone[trainer.client.name] += pushes or 0
+            if pushes is not None or trainer not in view.trainers:
+                waiting.discard(trainer)
+        if waiting:
+            time.sleep(_PAUSE)
+            view = latest()
+    return undone
