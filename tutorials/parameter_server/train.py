@@ -39,20 +39,22 @@ class History:
     Args:
         losses: of each step.
         areas: by step, the area under the curve of impressions that nobody trained on.
-        milliseconds: of each step.
+        milliseconds: of each step, by stage: the next batch, the model, the servers.
         best: the area that the true chances have.
     """
 
     losses: list[float] = field(default_factory=list)
     areas: dict[int, float] = field(default_factory=dict)
-    milliseconds: list[float] = field(default_factory=list)
+    milliseconds: dict[str, list[float]] = field(
+        default_factory=lambda: {"batch": [], "model": [], "servers": []}
+    )
     best: float = 0.0
 
 
 def make_model(cluster: ps.Cluster, seed: int) -> DLRM:
     """A model whose vectors are rows of tables on the servers."""
     tables = {
-        name: cluster.table(name, _DIM, ps.Adagrad(lr=0.1), init=ps.Uniform(0.05, seed))
+        name: cluster.table(name, _DIM, ps.Adagrad(lr=0.2), init=ps.Uniform(0.05, seed))
         for name in SIZES
     }
     torch.manual_seed(seed)  # what one trainer draws for the net is what all begin with
@@ -61,7 +63,7 @@ def make_model(cluster: ps.Cluster, seed: int) -> DLRM:
 
 def make_optimizer(cluster: ps.Cluster, model: DLRM) -> ps.Optimizer:
     """Has the servers move rows by the rules of their tables, and the net by Adam."""
-    return ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=3e-3)
+    return ps.Optimizer(cluster, model, dense=torch.optim.Adam, lr=1e-2)
 
 
 def lookups(model: DLRM) -> list[ps.Embedding]:
@@ -83,19 +85,30 @@ def train(options: argparse.Namespace, cluster: ps.Cluster, trainer: int, traine
     test = world.batch(-1, options.test_size)
     history.best = area_under_curve(test.chance, test.clicked)
     bar = tqdm(total=options.steps, unit="step", disable=None if trainer == 0 else True)
+    moments = [time.perf_counter()]
     for step, batch in enumerate(ps.prefetch(batches, *lookups(model), ids=ids_of), 1):
-        begin = time.perf_counter()
+        moments.append(time.perf_counter())
         optimizer.zero_grad()
         loss = binary_cross_entropy_with_logits(model(batch.ids, batch.numbers), batch.clicked)
         torch.autograd.backward(loss)
+        moments.append(time.perf_counter())
         optimizer.step()  # pushes the gradients, and pulls what the next batch needs
-        history.milliseconds.append(1e3 * (time.perf_counter() - begin))
+        moments.append(time.perf_counter())
+        _note(moments, history)
         history.losses.append(loss.item())
         if trainer == 0:
             _look(step, options, model, test, history, bar)
+        moments = [time.perf_counter()]
     bar.close()
     cluster.finish()  # from here on nobody waits for pushes of this trainer
     return history
+
+
+def _note(moments: list[float], history: History) -> None:
+    """Notes how long each stage took."""
+    stages = history.milliseconds.values()
+    for stage, begin, end in zip(stages, moments, moments[1:], strict=False):
+        stage.append(1e3 * (end - begin))
 
 
 def _look(

@@ -166,16 +166,25 @@ def main() -> None:
         print(f"{options.steps} steps in {time.monotonic() - begin:.1f} s")
         print(f"final AUC: {areas[options.steps]:.4f}")
         show_neighbours(model)
-        draw(areas, options.output / "words.png")
+        draw(areas, cluster.stats()["staleness"], options.output / "words.png")
     rpc.shutdown()
 
 
-def draw(areas: dict[int, float], path: Path) -> None:
-    """Draws how well trainers did on the way."""
-    drawn = figure(5, 3.4)
-    axes = drawn.subplots()
-    axes.plot(list(areas), list(areas.values()), marker="o")
-    axes.set(title="near or not: AUC on unread text", xlabel="step of trainer 0")
+def draw(areas: dict[int, float], staleness: dict[int, int], path: Path) -> None:
+    """Draws how well trainers did on the way, and how stale the rows were that they trained on.
+
+    Args:
+        areas: by step, the area under the curve.
+        staleness: how many pulls of trainer 0 lacked so many steps of the slowest trainer.
+        path: of the picture.
+    """
+    drawn = figure(9, 3.4)
+    area, stale = drawn.subplots(1, 2)
+    area.plot(list(areas), list(areas.values()), marker="o")
+    area.grid(alpha=0.3)
+    area.set(title="near or not: AUC on unread text", xlabel="step of trainer 0")
+    stale.hist(list(staleness), bins=20, weights=list(staleness.values()))
+    stale.set(title="pulls of trainer 0", xlabel="steps by which the slowest trainer was behind")
     save(drawn, path)
 
 

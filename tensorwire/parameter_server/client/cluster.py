@@ -22,6 +22,7 @@ from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server import spec as specs
 from tensorwire.parameter_server.arguments import instance, whole
 from tensorwire.parameter_server.cache import Cache
+from tensorwire.parameter_server.client.account import Account
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
     Exchanging,
@@ -130,6 +131,7 @@ class Cluster:
         self.consistency: Consistency = consistency_of(session.view.settings)
         self.nans = nans
         self.bad_steps = 0
+        self._account = Account()
         self._tables: dict[str, Table] = {}
         self._dense: dict[str, DenseGroup] = {}
 
@@ -303,14 +305,16 @@ class Cluster:
         if push is not None or skip:
             self.join()
             gone = self._whole(push)
-        number, asked = self.session.send(gone, pull)
+        with self._account.timed("sending"):
+            number, asked = self.session.send(gone, pull)
 
         def finish(timeout: float | None) -> Pulled | None:
             try:
-                if asked is not None:
-                    return self.session.wait_for(asked, timeout)
-                if number >= 0:
-                    self.session.wait_until_safe(number, timeout)
+                with self._account.timed("waiting"):
+                    if asked is not None:
+                        return self._account.counted(asked, self.session.wait_for(asked, timeout))
+                    if number >= 0:
+                        self.session.wait_until_safe(number, timeout)
                 return None
             finally:
                 self.session.keep(number)
@@ -396,6 +400,7 @@ class Cluster:
             "step": self.step,
             "bad_steps": self.bad_steps,
             "rollbacks": self.session.rollbacks,
+            **self._account.told(),
         }
 
 

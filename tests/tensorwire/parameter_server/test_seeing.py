@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,27 @@ def test_rows_and_pushes_are_in_the_stats_and_in_the_metrics_of_the_server() -> 
     assert f"tensorwire_ps_updates_total{{{labels}}} 3" in text
     assert f'tensorwire_ps_rows{{{labels},table="items"}} 7' in text
     assert "# TYPE tensorwire_ps_rows gauge" in text
+
+
+def test_a_trainer_counts_how_stale_its_pulls_are() -> None:
+    pulled = threading.Event()
+
+    def go(steps: int) -> dict[int, int]:
+        cluster = ps.connect(["ps0"], consistency=ps.SSP(2), trainers=2)
+        table = cluster.table("items", 2, ps.SGD(lr=0.1))
+        for _ in range(steps):
+            table.push(torch.arange(3), torch.ones(3, 2))
+        if steps > 2:
+            table.pull(torch.arange(3))
+            pulled.set()
+        assert pulled.wait(60)  # the other one stays two steps behind until then
+        cluster.finish()
+        told = cluster.stats()
+        assert told["seconds"]["sending"] > 0 < told["seconds"]["waiting"]
+        staleness: dict[int, int] = told["staleness"]
+        return staleness
+
+    assert train([partial(go, 4), partial(go, 2)]) == [{2: 1}, {}]
 
 
 def test_a_server_without_room_refuses_a_push_whole_and_nobody_waits_for_it() -> None:

@@ -1,0 +1,45 @@
+"""One worker's account of its exchanges: where its time goes, and how old what it pulls is."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tensorwire.parameter_server.client.exchange import Asked, Pulled
+from tensorwire.parameter_server.decisions.reads import AT_ONCE
+
+
+class Account:
+    """What one worker counts.
+
+    Attributes:
+        seconds: by stage: packing and sending, and waiting for answers.
+        staleness: how many pulls lacked so many pushes of the slowest trainer, counted from
+            those that their sender had made.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {"sending": 0.0, "waiting": 0.0}
+        self.staleness: Counter[int] = Counter()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time that this block takes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - begin
+
+    def counted(self, asked: Asked, pulled: Pulled) -> Pulled:
+        """Counts an answer, and returns it."""
+        if asked.step != AT_ONCE:
+            self.staleness[max(0, asked.step - pulled.low)] += 1
+        return pulled
+
+    def told(self) -> dict[str, Any]:
+        """For ``Cluster.stats``."""
+        return {"staleness": dict(sorted(self.staleness.items())), "seconds": dict(self.seconds)}
