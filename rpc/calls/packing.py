@@ -17,7 +17,7 @@ from rpc.errors import DecodeError
 from rpc.ids import new_tuple
 from rpc.rrefs.keeper import ReferenceKeeper
 from rpc.rrefs.transfer import NOTHING_LENT, Adopted, Loan
-from rpc.runtime import streams
+from rpc.runtime import lost_gradients, streams
 from rpc.transports.base import Unreceived
 from rpc.wire import codec, tensor_table
 from rpc.wire.messages import Extensions
@@ -111,6 +111,9 @@ def unpack(
         tensors = raised.tensors
         if raised.requiring_grad or raised.parameters:
             tensors = raised.finish()
+            for index in raised.requiring_grad:
+                if index not in raised.parameters and tensors[index].is_leaf:
+                    lost_gradients.watch(tensors[index])
     elif replace is not None:
         replace([])
     simple = decode_simple(payload, tensors, adopted.handles)

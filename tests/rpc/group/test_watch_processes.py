@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_server"), pytes
 
 BOUND = 1.0
 SECONDS_TO_ACT = 60.0
+USUAL_KILLS = 3
 
 
 def hold_the_interpreter(seconds: int) -> int:
@@ -68,9 +69,6 @@ class TestAGroupThatWatches:
         alice, bob, carol = workers
 
         pid = bob.process.pid
-        assert alice.do(call, "bob", hold_the_interpreter, 4) == pid
-        assert carol.do(names) == ["alice", "bob", "carol"]
-
         alice.begin(call, "bob", time.sleep, 3600)
         until(lambda: bob.do(served) == 1)
         bob.send_signal(signal.SIGSTOP)
@@ -106,6 +104,32 @@ class TestAGroupThatWatches:
             bob.do(call, "carol", os.getpid)
         bob.do(leave)
         alice.do(leave)
+
+    @pytest.mark.kills
+    def test_with_usual_settings_15_s_of_work_are_no_silence_and_4_s_of_it_are_enough(
+        self, request: pytest.FixtureRequest, backend: str, tmp_path: Path
+    ) -> None:
+        """Under ``make kills``; else five times as fast."""
+        is_long = request.config.getoption("--kills") > USUAL_KILLS
+        bound, held = (5.0, 15) if is_long else (BOUND, 3)
+        alice, bob = made = [WorkerProcess() for _ in range(2)]
+        try:
+            url = f"file://{tmp_path}/usual"
+            for rank, worker in enumerate(made):
+                name = ("alice", "bob")[rank]
+                worker.do(join, backend, url, name, rank, liveness_timeout=bound, rpc_timeout=0)
+            assert alice.do(call, "bob", hold_the_interpreter, held) == bob.process.pid
+            assert alice.do(names) == ["alice", "bob"]
+            alice.begin(call, "bob", time.sleep, 3600)
+            until(lambda: bob.do(served) == 1)
+            bob.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            with pytest.raises(WorkerLostError, match="no sign of life"):
+                alice.result()
+            assert not is_long or time.monotonic() - stopped < 4.1  # and to be told of it here
+        finally:
+            for worker in made:
+                worker.end()
 
     def test_an_idle_worker_rarely_wakes_up(self, workers: list[WorkerProcess]) -> None:
         """It looks at the group's list, and at its neighbour's answers, five times a second."""
