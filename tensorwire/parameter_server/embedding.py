@@ -18,6 +18,7 @@ from torch.nn import functional
 from tensorwire.parameter_server.distinct import distinct
 from tensorwire.parameter_server.gradient import RowGradient
 from tensorwire.parameter_server.lookup import spread
+from tensorwire.parameter_server.storage.device_memory import to_device
 
 _MODES: Final = ("sum", "mean", "max")
 
@@ -105,11 +106,11 @@ class _Lookup(nn.Module):
         plan, self._plan = self._plan, None
         if plan is None or not plan.is_of(ids):
             plan = _plan(ids, self.padding_idx, self._is_ordered)
-        rows = self.table.fetch(plan.unique).to(ids.device)
+        rows = to_device(self.table.fetch(plan.unique), ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
             self.table.gradient.watch(plan.unique, rows)
-        places = plan.places.to(ids.device)
+        places = to_device(plan.places, ids.device)
         where = plan.padding if len(rows) else 0  # torch wants a row, even for no id at all
         if where is None:
             return rows, places, None

@@ -52,6 +52,7 @@ from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.server.calling import LOST, own_incarnation, verdict_on
 from tensorwire.parameter_server.settings import Meeting, consistency_of, settings_of
 from tensorwire.parameter_server.spec import Precision, TableSpec
+from tensorwire.parameter_server.storage.device_memory import to_host
 from tensorwire.parameter_server.wire import FLOAT32, Kind, Wire, both_ways
 
 _NAME: Final = "default"
@@ -340,7 +341,7 @@ class Cluster:
         dense = {}
         for name, grads in push.dense.items():
             group = self._dense[name]
-            flat = [None if g is None else g.detach().to("cpu").reshape(-1) for g in grads]
+            flat = [None if g is None else to_host(g.detach()).reshape(-1) for g in grads]
             dense[name] = WholeDense(group.spec, flat, group.hyper())
         return Whole(PushKind.UPDATE, tables, dense)
 

@@ -16,6 +16,7 @@ from tensorwire.parameter_server.gradient import RowGradient
 from tensorwire.parameter_server.lookup import summed
 from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.spec import TableSpec
+from tensorwire.parameter_server.storage.device_memory import to_host
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
@@ -129,7 +130,7 @@ class Table:
         if taken is None:
             return None
         ids, grad = taken
-        return ids, grad.to("cpu", torch.float32).contiguous()
+        return ids, to_host(grad.to(torch.float32)).contiguous()
 
     def push(self, ids: Tensor, grad: Tensor) -> None:
         """Pushes gradients of rows: one step of this trainer, for this table alone.

@@ -1,10 +1,12 @@
-"""The memory that is left on this machine."""
+"""The memory that is left on this machine, and its devices."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from typing import Final
+
+import torch
 
 _SECONDS: Final = 0.5
 _KEPT: Final = 1 << 28
@@ -18,8 +20,29 @@ class _Last:
     at = -1.0
 
 
-def bytes_free() -> int:
-    """Bytes that a process may take, as of half a second ago at most."""
+def device(wanted: str | torch.device) -> torch.device | None:
+    """The device on which a server is to keep rows; None for the host's memory.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    try:
+        found = torch.device(wanted)
+        if found.type != "cpu":
+            torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"serve: device={str(wanted)!r} cannot be used here: {error}") from error
+    return None if found.type == "cpu" else found
+
+
+def bytes_free(device: torch.device | None = None) -> int:
+    """Bytes that a process may take, as of half a second ago at most.
+
+    Args:
+        device: where the rows are; its memory counts, too.
+    """
+    if device is not None and device.type == "cuda":
+        return min(bytes_free(), torch.cuda.mem_get_info(device)[0])
     now = time.monotonic()
     if now - _Last.at > _SECONDS:
         _Last.bytes, _Last.at = max(0, min(_of_machine(), _of_group()) - _KEPT), now

@@ -46,6 +46,7 @@ class Host:
     def __init__(self, worker: extend.Worker) -> None:
         self.worker = worker
         self.memory: int | None = None
+        self.device: torch.device | None = None
         self._born = time.monotonic()
         self._nodes: dict[str, Node] = {}
         self._lock = threading.Lock()
@@ -144,7 +145,7 @@ class Host:
         if not wanted:
             return ""
         if self.memory is None:
-            free = available.bytes_free()
+            free = available.bytes_free(self.device)
         else:
             with self._lock:
                 shards = [s for node in self._nodes.values() for s in node.shards.values()]
@@ -247,7 +248,9 @@ def metrics() -> str:
     return text_of(host().describe_all())
 
 
-def serve(until: str | None = None, memory: int | None = None) -> None:
+def serve(
+    until: str | None = None, memory: int | None = None, device: str | torch.device = "cpu"
+) -> None:
     """Keeps shares of tables and dense parameters until the group does not need them any more.
 
     Call it on a worker that has nothing else to do, in place of ``rpc.shutdown``; what ends it
@@ -257,16 +260,20 @@ def serve(until: str | None = None, memory: int | None = None) -> None:
         until: see :func:`rpc.serve`.
         memory: bytes that rows, state and indexes may take; a push that may need more is
             refused whole. Default: what the machine has.
+        device: where float32 rows of tables and their state are, e.g. ``"cuda:0"``. Rules then
+            run there, as torch operators, whose last bits are the device's own. Indexes, rows of
+            16 bits and dense parameters stay in the host's memory. Default the host's memory.
 
     Raises:
         TypeError: ``memory`` is no whole number.
-        ValueError: it is less than 1.
+        ValueError: it is less than 1, or there is no such device.
         NotInitializedError: ``rpc.init_rpc`` was not called.
     """
     if memory is not None:
         whole("serve", "memory", memory)
     here = host()
     here.memory = memory
+    here.device = available.device(device)
     here.start(here.announce)
     with _sparing_collections():
         rpc.serve(until)

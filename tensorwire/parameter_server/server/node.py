@@ -179,7 +179,8 @@ class Node:
         assert self.view is not None
         consistency = consistency_of(self.view.settings)
         replica = Replica(self.me, number, consistency, position, version)
-        state = ShardState(number, consistency, kernels(), self.host.worker.reply_buffer)
+        buffers, device = self.host.worker.reply_buffer, self.host.device
+        state = ShardState(number, consistency, kernels(), buffers, device)
         shard = ShardServer(replica, state, self._changed, self.copies.begin)
         self.shards[number] = shard
         return shard

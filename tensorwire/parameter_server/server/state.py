@@ -134,10 +134,16 @@ class ShardState:
         consistency: says how gradients of one step become one.
         kernels: see ``kernels``.
         buffers: makes tensors that are sent without being copied again.
+        device: where rows of tables are; None for the host's memory.
     """
 
     def __init__(
-        self, shard: int, consistency: Consistency, kernels: ModuleType, buffers: Buffers
+        self,
+        shard: int,
+        consistency: Consistency,
+        kernels: ModuleType,
+        buffers: Buffers,
+        device: torch.device | None = None,
     ) -> None:
         self.shard = shard
         self.slots: tuple[int, ...] = ()
@@ -150,6 +156,7 @@ class ShardState:
         self._mean = isinstance(consistency, BSP) and consistency.reduce is Reduce.MEAN
         self._kernels = kernels
         self._buffers = buffers
+        self._device = device
         self._memos: dict[int, Memo] = {}
         self._restored: Restored | None = None
         self._folder = ""
@@ -230,7 +237,7 @@ class ShardState:
         spec = specs.decode(text)
         self.declared[name] = text
         if isinstance(spec, TableSpec):
-            self.tables[name] = Table(spec, self._kernels)
+            self.tables[name] = Table(spec, self._kernels, self._device)
             if self._restored is not None:
                 self._restored.load_table(self.tables[name], self._own())
         elif isinstance(spec, DenseSpec):

@@ -20,6 +20,7 @@ from tensorwire.parameter_server.rules import Per, Rule
 from tensorwire.parameter_server.spec import Precision, TableSpec
 from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.candidates import Candidates
+from tensorwire.parameter_server.storage.device_memory import DeviceColumn
 from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.index import Index
 from tensorwire.parameter_server.storage.memory import Column
@@ -67,9 +68,13 @@ class Table:
     Args:
         spec: what the table is.
         kernels: see ``kernels``.
+        device: where float32 rows and their state are; None for the host's memory. The index,
+            and rows of 16 bits, are always there.
     """
 
-    def __init__(self, spec: TableSpec, kernels: ModuleType) -> None:
+    def __init__(
+        self, spec: TableSpec, kernels: ModuleType, device: torch.device | None = None
+    ) -> None:
         self.spec = spec
         self.rule = spec.rule
         self.steps = 0
@@ -80,15 +85,21 @@ class Table:
         self._index = Index(kernels)
         self._ids = Column(np.int64, 1)
         half = spec.precision is not Precision.FLOAT32
-        self._weight = Column(np.uint16 if half else np.float32, spec.dim)
+        self._device = None if half else device
+        self._weight: Any = Column(np.uint16, spec.dim) if half else self._column(spec.dim)
         self._state = {
-            name: Column(np.float32, spec.dim if per is Per.COLUMN else 1)
+            name: self._column(spec.dim if per is Per.COLUMN else 1)
             for name, per in spec.rule.state.items()
         }
         self._touched = Column(np.int64, 1) if spec.evict else None
         self._candidates = Candidates(spec.admit.pushes, kernels) if spec.admit else None
         self.swept = 0
         self._frozen: list[Frozen] = []
+
+    def _column(self, width: int) -> Any:
+        if self._device is not None:
+            return DeviceColumn(width, self._device)
+        return Column(np.float32, width)
 
     def __len__(self) -> int:
         return self._index.count
@@ -105,9 +116,9 @@ class Table:
         """The bytes that one more row takes, with its place in the index."""
         return sum(c.dtype.itemsize * c.width for c in self.columns().values()) + 32
 
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, Any]:
         """Everything that is kept for each row, by name."""
-        found = {"ids": self._ids, "weight": self._weight}
+        found: dict[str, Any] = {"ids": self._ids, "weight": self._weight}
         found |= {f"state.{name}": column for name, column in self._state.items()}
         if self._touched is not None:
             found["touched"] = self._touched
@@ -139,10 +150,13 @@ class Table:
         return (rows >= 0) & (time - touched >= self.spec.evict.steps)
 
     def _read(self, rows: Ints, out: Floats) -> None:
-        if self._weight.dtype == np.float32:
+        if self._weight.dtype == np.float32 and self._device is None:
             self._k.gather(self._weight.rows, rows, out)
             return
         there = rows >= 0
+        if self._device is not None:
+            out[there] = self._weight.rows[rows[there]]
+            return
         bits = torch.from_numpy(self._weight.rows[rows[there]].view(np.int16))
         out[there] = bits.view(self._half()).float().numpy()
 
@@ -228,16 +242,22 @@ class Table:
         for column in self.columns().values():
             column.reserve(len(self))
         self._ids.rows[rows, 0] = ids
-        if self._weight.dtype == np.float32:
+        if self._weight.dtype == np.float32 and self._device is None:
             self.spec.init.fill(self._weight.rows, rows, ids)
         else:
             values: Floats = np.empty((len(rows), self.spec.dim), np.float32)
             self.spec.init.fill(values, np.arange(len(rows)), ids)
-            self._write_half(rows, ids, values)
+            if self._device is None:
+                self._write_half(rows, ids, values)
+            else:
+                self._weight.rows[rows] = values
         for name, column in self._state.items():
             column.rows[rows] = self.rule.initial(name)
 
     def _update(self, rows: Ints, ids: Ints, grad: Floats) -> None:
+        if self._device is not None:
+            updates.apply_on_device(self.rule, self._weight, self._state, rows, grad, self.steps)
+            return
         state = {name: column.rows for name, column in self._state.items()}
         if self._weight.dtype == np.float32:
             weight = self._weight.rows

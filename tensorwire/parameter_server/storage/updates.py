@@ -11,6 +11,7 @@ import torch
 
 from tensorwire.parameter_server import rules
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
+from tensorwire.parameter_server.storage.device_memory import DeviceColumn, to_device
 
 State = Mapping[str, Floats]
 
@@ -59,6 +60,25 @@ def _apply_torch(
     kernels.scatter(moved, rows, weight)
     for name, values in copies.items():
         kernels.scatter(values, rows, state[name])
+
+
+def apply_on_device(
+    rule: rules.Rule,
+    weight: DeviceColumn,
+    state: Mapping[str, DeviceColumn],
+    rows: Ints,
+    grad: Floats,
+    step: int,
+) -> None:
+    """The same for rows that lie on a device, by the rule's own torch code."""
+    index = weight.index(rows)
+    copies = {name: column.tensor[index] for name, column in state.items()}
+    moved = weight.tensor[index]
+    slope = to_device(torch.from_numpy(grad), index.device)
+    rule.update(moved, slope.clone() if slope.is_cpu else slope, copies, step)
+    weight.tensor[index] = moved
+    for name, values in copies.items():
+        state[name].tensor[index] = values
 
 
 def _taken(kernels: ModuleType, values: Floats, rows: Ints) -> Floats:
