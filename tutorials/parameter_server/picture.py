@@ -41,6 +41,7 @@ def _smooth(values: list[float], over: int = 20) -> list[float]:
 
 
 def _middle(values: list[float], over: int = 20) -> list[float]:
-    """The medians of windows, which one long step does not move."""
-    windows = (values[max(0, end - over) : end] for end in range(1, len(values) + 1))
+    """The medians of windows, which one long step does not move, nor the first one."""
+    ends = range(1, len(values) + 1)
+    windows = (values[max(0, end - over) : max(end, over)] for end in ends)
     return [median(window) for window in windows]

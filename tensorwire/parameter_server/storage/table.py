@@ -107,14 +107,18 @@ class Table:
     @property
     def bytes(self) -> int:
         """The bytes that rows, state and index take."""
-        rows = sum(c.dtype.itemsize * c.width for c in self.columns().values()) * len(self)
+        rows = self._width * len(self)
         waiting = self._candidates.bytes if self._candidates else 0
         return rows + self._index.bytes + waiting
 
     @property
     def row_bytes(self) -> int:
         """The bytes that one more row takes, with its place in the index."""
-        return sum(c.dtype.itemsize * c.width for c in self.columns().values()) + 32
+        return self._width + 32
+
+    @property
+    def _width(self) -> int:
+        return sum(int(c.dtype.itemsize * c.width) for c in self.columns().values())
 
     def columns(self) -> dict[str, Any]:
         """Everything that is kept for each row, by name."""
