@@ -16,7 +16,7 @@ from benchmarks.commands import Column
 from benchmarks.counts import ROWS_COUNTED
 from benchmarks.counts import main as print_counts
 from benchmarks.group import Launch, MemberFailed
-from benchmarks.report import header, remarks, save_json, save_plot, table_line
+from benchmarks.report import header, remarks, save_curve, save_json, save_plot, table_line
 from benchmarks.rounds import Plan, measure
 from benchmarks.summary import Line, summarize
 from benchmarks.workloads import DEFAULT_ROWS, ROWS
@@ -66,6 +66,9 @@ def main() -> int:
         print(remark)
     save_json(lines, options.output.with_suffix(".json"))
     save_plot(lines, options.output.with_suffix(".png"))
+    curve = options.output.with_name(options.output.name + "-callers.png")
+    if save_curve(lines, curve):
+        print(f"saved {curve}")
     print(f"saved {options.output.with_suffix('.json')} and .png")
     return 0
 

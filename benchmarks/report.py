@@ -50,6 +50,11 @@ def remarks(lines: Sequence[Line]) -> list[str]:
     if {"empty", "metrics"} <= rows.keys() and OURS in rows["empty"]:
         share = rows["metrics"]["raw"].microseconds / rows["empty"][OURS].microseconds
         said.append(f"empty call, {OURS}: {share:.1%} of its time is counting for rpc.metrics()")
+    counts = [line for line in lines if line.key.startswith("callers")]
+    for name in counts[0].cells if len(counts) > 1 else ():
+        rates = [line.cells[name].per_second for line in counts]
+        least = min(rate / max(rates[: n + 1]) for n, rate in enumerate(rates))
+        said.append(f"more callers, {name}: at least {least:.2f} of the best with fewer")
     if {"job", "alone"} <= rows.keys():
         computing = rows["alone"]["raw"].microseconds / 1e6
         for name, cell in rows["job"].items():
@@ -99,6 +104,29 @@ def save_plot(lines: Sequence[Line], path: Path) -> None:
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def save_curve(lines: Sequence[Line], path: Path) -> bool:
+    """Draw calls per second over the number of callers, of each column; False without any."""
+    from matplotlib.figure import Figure
+
+    drawn = [line for line in lines if line.key.startswith("callers")]
+    if len(drawn) < 2:
+        return False
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    callers = [ROWS[line.key].callers for line in drawn]
+    for name in drawn[0].cells:
+        axes.plot(callers, [line.cells[name].per_second for line in drawn], "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(callers, list(map(str, callers)))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("processes that call one worker")
+    axes.set_ylabel("empty calls per second, all together")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return True
 
 
 def _value(measure: Measure, cell: Cell) -> str:

@@ -209,6 +209,10 @@ def _raw(prepare: Callable[[], Operation]) -> Callable[[Api, int], Operation]:
     return lambda _api, _caller: prepare()
 
 
+CALLERS = (1, 2, 4, 8, 16)
+"""The numbers of callers that the rows ``callers1`` and so on have."""
+
+
 def _with_callers(count: int) -> Row:
     plural = "s" if count > 1 else ""
     return Row(
@@ -241,7 +245,7 @@ _ROWS = (
         callers=_TRAINERS,
         modules=_OF_MAIN_JOB,
     ),
-    *(_with_callers(count) for count in (1, 2, 4, 8)),
+    *(_with_callers(count) for count in CALLERS),
     Row("unix", "raw Unix socket ping-pong", _raw(floors.unix_ping_pong), raw=True),
     Row("tcp", "raw TCP ping-pong", _raw(floors.tcp_ping_pong), raw=True),
     Row("copy64m", "copy of 64 MB, warm", _raw(floors.warm_copy), raw=True),

@@ -22,6 +22,9 @@ sleeps at once, leaves its time to later ones, and one longer poll brings both e
 average no wait polls for longer than it may; the small tensors above took half the time on a
 machine that others disturb, `remote` a quarter less.
 
+With more processes than cores nobody polls but for a trial now and then (``core_contention``):
+callers that do would keep the worker that should answer them from running.
+
 A program whose workers have cores of their own may choose longer. A thread that slept finds the
 processor's caches and predictors cold, however short its sleep: 45 µs of torch's operators took
 73 µs after a sleep of 20 µs, and 45 µs after polling for as long. A step of autograd, four
@@ -36,6 +39,8 @@ import os
 import select
 import time
 from collections.abc import Callable
+
+from rpc.transports.tensorwire.core_contention import Contention, ThreadTimes, thread_times
 
 _MOST_CREDIT = 16
 _PRICE_OF_FAILURE = 4
@@ -55,6 +60,7 @@ class BusyPoller:
         max_events: to return at once.
         seconds: to poll before sleeping, on average; 0 to sleep at once.
         clock: tells the time in seconds, the same to all processes of the host.
+        times: what the kernel counted of the running thread, if it does.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class BusyPoller:
         max_events: int,
         seconds: float,
         clock: Callable[[], float] = time.perf_counter,
+        times: Callable[[], ThreadTimes | None] = thread_times,
     ) -> None:
         self._poll = epoll.poll
         self._max_events = max_events
@@ -71,6 +78,8 @@ class BusyPoller:
         self._most_saved = max(0.0, min(_WAITS_SAVED * seconds, _LONGEST_SECONDS - seconds))
         self._saved = 0.0
         self._credit = _MOST_CREDIT
+        self._times = times
+        self._contention = Contention()
 
     def wait(self, timeout: float) -> list[tuple[int, int]]:
         """Returns the events that are there, or come within ``timeout`` seconds (-1: some time)."""
@@ -79,6 +88,11 @@ class BusyPoller:
             return poll(timeout, self._max_events)
         clock = self._clock
         now = clock()
+        contention = self._contention
+        if now >= contention.look_at:
+            contention.looked(now, self._times())
+        if now < contention.paused_until:
+            return poll(timeout, self._max_events)
         if self._credit <= 0 and now % _TRIAL_EVERY_SECONDS > _TRIAL_SECONDS:
             self._saved = min(self._saved + self._seconds, self._most_saved)
             return poll(timeout, self._max_events)

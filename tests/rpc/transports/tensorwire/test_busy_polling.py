@@ -49,7 +49,7 @@ def poller(
     seconds: float = DEFAULT_BUSY_POLL_SEC,
     clock: Callable[[], float] = time.perf_counter,
 ) -> BusyPoller:
-    return BusyPoller(epoll, 8, seconds, clock)  # type: ignore[arg-type]
+    return BusyPoller(epoll, 8, seconds, clock, lambda: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

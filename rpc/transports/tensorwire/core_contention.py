@@ -1,0 +1,85 @@
+"""Decides whether a thread may poll at all: not while others wait for its core.
+
+A thread that polls takes a core. With more processes than cores, callers that poll keep the
+worker that should answer them from running. The kernel counts how long each thread was ready to
+run and had no core; a thread that polls on a core of its own hardly ever waits, and of three
+that share two cores each waits a third of the time. Sans-IO, but for ``thread_times``.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, NamedTuple
+
+_LOOK_EVERY_SECONDS: Final = 0.02
+_LEAST_NANOSECONDS: Final = 5_000_000
+"""Less than that says little."""
+_MOST_WAITED: Final = 0.2
+"""The share of the time for which a thread wanted a core that it may wait for one."""
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+
+
+class ThreadTimes(NamedTuple):
+    """What the kernel counted of one thread so far.
+
+    Args:
+        thread: which one.
+        ran: nanoseconds on a core.
+        waited: nanoseconds for which it was ready to run, and had none.
+    """
+
+    thread: int
+    ran: int
+    waited: int
+
+
+def thread_times() -> ThreadTimes | None:
+    """Those of the running thread; None where the kernel does not count."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", 0) as file:
+            ran, waited, _ = file.read().split()
+        return ThreadTimes(threading.get_ident(), int(ran), int(waited))
+    except (OSError, ValueError):
+        return None
+
+
+class Contention:
+    """Learns whether whoever polls has a core of its own.
+
+    Pauses become longer while each trial between them finds the cores taken.
+
+    Attributes:
+        paused_until: nobody may poll before; in seconds, on the clock of :meth:`looked`.
+        look_at: when to look again.
+    """
+
+    __slots__ = ("_last", "_pause", "look_at", "paused_until")
+
+    def __init__(self) -> None:
+        self.paused_until = 0.0
+        self.look_at = 0.0
+        self._pause = 0.0
+        self._last: ThreadTimes | None = None
+
+    def looked(self, now: float, times: ThreadTimes | None) -> None:
+        """Takes what the kernel has counted of the thread that polls.
+
+        Args:
+            now: seconds on any steady clock.
+            times: as of now.
+        """
+        last, self._last = self._last, times
+        self.look_at = now + _LOOK_EVERY_SECONDS
+        if times is None or last is None or last.thread != times.thread:
+            return
+        waited = times.waited - last.waited
+        wanted = times.ran - last.ran + waited
+        if wanted < _LEAST_NANOSECONDS:
+            return
+        if waited <= _MOST_WAITED * wanted:
+            self._pause = 0.0
+            return
+        self._pause = min(max(2 * self._pause, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+        self.look_at = self.paused_until = now + self._pause
+        self._last = None  # what it waits meanwhile says nothing of polling
