@@ -6,6 +6,7 @@
 #   make test     all tests          (make test ARGS="-k rref -x")
 #   make check    lint, format, strict types
 #   make bench    compare with torch.distributed.rpc on this machine   (make bench ARGS="--help")
+#   make gpu      test and measure tensors on one GPU; takes the PYTHON given, installs nothing
 #   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
 #                 (make chaos ARGS="--backend TENSORWIRE --tls --seconds 60"; --help says what else)
@@ -113,6 +114,11 @@ bench: $(READY)
 .PHONY: kills
 kills: $(READY)
 	@$(TEST) -m kills --kills 50 $(ARGS)
+
+# Needs torch with CUDA and pytest where PYTHON is; without a GPU it says so and ends well.
+.PHONY: gpu
+gpu:
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 soak: $(READY)
 	@$(RUN) -m benchmarks.soak $(ARGS)
