@@ -133,6 +133,10 @@ class FaultyTransport:
         """See ``base.Transport.look_again``."""
         self._inner.look_again(to)
 
+    def attend(self) -> None:
+        """See ``base.Transport.attend``."""
+        self._inner.attend()
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Waits as the inner transport does."""
         self._inner.wait(done, block)

@@ -416,7 +416,10 @@ class Caller(OutstandingCalls):
             sink.future.number = number
         try:
             frame = new_tuple(Frame, (_REQUEST, number, header, payload, slots))
-            self._shared.transport.send(to, frame)
+            transport = self._shared.transport
+            transport.send(to, frame)
+            if type(sink) is not WaitingCaller:
+                transport.attend()
         except BaseException as error:
             if self._take_back(call, error):
                 raise

@@ -53,6 +53,7 @@ class Inbound:
         self.request = callee.request
         self.reply = caller.reply
         self.patience = caller.patience
+        self.outstanding = caller.replies_to_come
 
     def deliver(
         self, sender: Life, frame: Frame, in_batch: bool = False, guests: int | None = None

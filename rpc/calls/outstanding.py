@@ -112,6 +112,7 @@ class OutstandingCalls:
         self._now = shared.clock.now
         self._lock = threading.Lock()
         self._table: CallTable[Call] = CallTable()
+        self.replies_to_come: Callable[[], int] = self._table.open_calls
         self._book = Book()
         self._armed: float | None = None
         """When the next call expires, as far as the pulse knows."""

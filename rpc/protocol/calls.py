@@ -73,6 +73,8 @@ class CallTable(Generic[T]):
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._open: dict[int, _Open[T]] = {}
+        self.open_calls: Callable[[], int] = self._open.__len__
+        """Counts those that have not ended."""
         self._ghosts: dict[int, tuple[T, int]] = {}
         self._buckets: dict[int, set[int]] = {}
 

@@ -246,6 +246,9 @@ class MemoryTransport:
     def look_again(self, to: int) -> None:
         """Nothing to do: nothing waits to be sent."""
 
+    def attend(self) -> None:
+        """Nothing to do: the hub's threads deliver in any case."""
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; the hub's threads deliver meanwhile."""
         block()

@@ -203,6 +203,13 @@ class Transport(Protocol):
     def look_again(self, to: int) -> None:
         """Calls to a peer ended before their replies came: their requests wait no more."""
 
+    def attend(self) -> None:
+        """No thread is about to :meth:`wait` for the reply to the request that was just sent.
+
+        Called after :meth:`send`. A transport whose waiting threads read may have to wake one
+        that reads for the others.
+        """
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Waits until ``done()``, on behalf of a caller that needs a reply.
 
@@ -226,6 +233,15 @@ class Transport(Protocol):
             handler_seconds: what handlers that run on threads of this get to end in;
                 those that run on are named in the log and abandoned.
         """
+
+
+@runtime_checkable
+class KnowsOutstanding(Receiver, Protocol):
+    """A receiver that can say how many replies are to come, and calls ``Transport.attend``."""
+
+    @property
+    def outstanding(self) -> Callable[[], int]:
+        """Counts its requests that have no reply yet."""
 
 
 @runtime_checkable

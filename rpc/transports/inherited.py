@@ -54,6 +54,9 @@ class InheritedTransport:
     def look_again(self, to: int) -> None:
         """Does nothing."""
 
+    def attend(self) -> None:
+        """Does nothing."""
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Raises AgentClosedError, as nothing will come, unless ``done()``."""
         if not done():

@@ -247,6 +247,9 @@ class TensorPipeTransport:
         """
         self._frames.watch(worker_id)
 
+    def attend(self) -> None:
+        """Nothing to do: torch's threads deliver in any case."""
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """Sleeps; torch's threads deliver meanwhile."""
         block()

@@ -4,8 +4,12 @@ At most one waiting thread reads, the *leader*; others sleep in their own way
 and are woken by what is delivered to them. While there is no leader, a
 background thread reads. It sleeps in an epoll instance of its own, in which the
 instance with the channels is an entry; the leader silences that entry as it
-comes and restores it as it goes. So nothing is handed from thread to thread,
-nobody is woken in vain, and no reply ever goes unread.
+comes. So nothing is handed from thread to thread, and nobody is woken in vain.
+
+As a leader goes it restores the entry if a reply is still to come. If none is, the
+next leader likely comes soon: the entry stays silent, and whoever sends a request
+for which it does not wait restores it (:meth:`ReplySide.attend`). If nobody has led
+for some time the background thread does so itself, and so sees a connection end.
 
 Requests that follow each other closely are held and leave together: when there
 are enough of them, when replies have been read, before a thread waits, and at
@@ -41,6 +45,8 @@ _RECHECK_SECONDS = 0.05
 _HELD_AT_MOST = 16
 _TICK_SECONDS = 0.001
 _QUIET_TICKS = 50
+_UNATTENDED_SECONDS = 0.05
+"""The channels go unread for so long at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +106,32 @@ class _Channel:
                 return
 
 
+def _some() -> int:
+    """Replies may always be to come."""
+    return 1
+
+
 class ReplySide:
     """The reading of replies.
 
     Args:
         name: of the background thread.
         busy_poll_seconds: how long a thread polls before it sleeps.
+        outstanding: how many replies are still to come, if it is known who waits for none
+            of them (see :meth:`attend`).
     """
 
-    def __init__(self, name: str, busy_poll_seconds: float) -> None:
+    def __init__(
+        self, name: str, busy_poll_seconds: float, outstanding: Callable[[], int] = _some
+    ) -> None:
         self._name = name
+        self._outstanding = outstanding
+        self.attended = True
+        """The background thread sees what arrives; changed by who has the leadership."""
+        self._to_be_attended = False
+        self._looks_after = False
+        """The background thread looks now and then whether anybody leads."""
+        self._leads = 0
         with contextlib.ExitStack() as made:  # what is closed if something cannot be made
             self._epoll = made.enter_context(select.epoll())
             self._poller = BusyPoller(self._epoll, _EVENTS, busy_poll_seconds)
@@ -149,6 +171,8 @@ class ReplySide:
         """Asks that the channel be told when its socket takes bytes, or not any more."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(sock.fileno(), _EDGE | (select.EPOLLOUT if wanted else 0))
+        if wanted:
+            self.attend()
 
     def remove(self, sock: socket.socket) -> None:
         """Forgets a channel; to be called before its socket is closed."""
@@ -186,8 +210,10 @@ class ReplySide:
                 self._lead(done)
             elif self._leader_thread == threading.get_ident():
                 self._lead_within(done)
-            elif threading.get_ident() == self._background_thread:
-                self.start()
+            else:
+                self.attend()  # when that thread has what it waits for
+                if threading.get_ident() == self._background_thread:
+                    self.start()
         finally:
             here.held = held
             if here.due and not held:
@@ -201,8 +227,10 @@ class ReplySide:
         self._leader_done = done
         try:
             if not self._closed:
-                channels = self._epoll.fileno()
-                self._background.modify(channels, 0)
+                self._leads += 1
+                if self.attended:
+                    self.attended = False
+                    self._background.modify(self._epoll.fileno(), 0)
                 try:
                     self._read_until(done)
                 finally:
@@ -212,15 +240,39 @@ class ReplySide:
                     # that gets the interpreter.
                     self._leader_done = None
                     self._leader_thread = 0
-                    # As ``contextlib.suppress`` would, which is three functions of Python's.
-                    try:  # noqa: SIM105
-                        self._background.modify(channels, select.EPOLLIN)
-                    except ValueError:  # a reply's callback closed us
-                        pass
+                    if self._to_be_attended or self._outstanding():
+                        self._restore()
+                    elif not self._looks_after:
+                        self._looks_after = True
+                        self._tick.set()
         finally:
             self._leader_done = None
             self._leader_thread = 0
             self._leading.release()
+        if self._to_be_attended:
+            self.attend()
+
+    def _restore(self) -> None:
+        """Lets the background thread see what arrives. Needs the leadership."""
+        self.attended, self._to_be_attended = True, False
+        # As ``contextlib.suppress`` would, which is three functions of Python's.
+        try:  # noqa: SIM105
+            self._background.modify(self._epoll.fileno(), select.EPOLLIN)
+        except ValueError:  # a reply's callback closed us
+            pass
+
+    def attend(self) -> None:
+        """Sees to it that a reply is read for which no thread will wait, or an edge."""
+        if self.attended:
+            return
+        self._to_be_attended = True  # before the try: who leads looks again when it has left
+        while self._to_be_attended and self._leading.acquire(False):
+            try:
+                if not self.attended:
+                    self._restore()
+                self._to_be_attended = False
+            finally:
+                self._leading.release()
 
     def _lead_within(self, done: Callable[[], bool]) -> None:
         """On the leading thread: a signal handler that ran while it waits makes a call."""
@@ -266,9 +318,12 @@ class ReplySide:
     def _serve(self) -> None:
         me = threading.get_ident()
         self._background_thread = me
-        quiet = 0
+        quiet, leads = 0, -1
         while not self._closed and self._background_thread == me:
-            ready = self._background.poll(_TICK_SECONDS if self._ticking else -1, 1)
+            seconds = _UNATTENDED_SECONDS if self._looks_after else -1
+            ready = self._background.poll(_TICK_SECONDS if self._ticking else seconds, 1)
+            if self._looks_after:
+                leads = self._look_after(leads)
             if ready:
                 try:
                     self._dispatch(self._epoll.poll(0, _EVENTS))
@@ -284,6 +339,13 @@ class ReplySide:
                 # Whoever holds a request just now saw no need to ring the alarm.
                 self._ticking = quiet < _QUIET_TICKS
                 self._ticking = self._ticking or bool(self._held)
+
+    def _look_after(self, leads: int) -> int:
+        """Reads again if nobody has led since it was ``leads`` times; returns how often now."""
+        if leads == self._leads and self._leader_thread == 0:
+            self._looks_after = False
+            self.attend()
+        return self._leads
 
     def _dispatch(self, ready: list[tuple[int, int]]) -> None:
         for descriptor, events in ready:

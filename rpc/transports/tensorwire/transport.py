@@ -23,7 +23,7 @@ from rpc.errors import AgentClosedError, RpcError, UnknownWorkerError
 from rpc.ids import Life
 from rpc.runtime import signals as interrupts
 from rpc.runtime.executor import SECONDS_TO_END
-from rpc.transports.base import Frame, FrameKind, Peer, Receiver
+from rpc.transports.base import Frame, FrameKind, KnowsOutstanding, Peer, Receiver
 from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.identity import host_identity
 from rpc.transports.host.segments import Budget
@@ -121,7 +121,8 @@ class TensorWireTransport:
             self._admit,
             certificates=certificates,
         )
-        replies = ReplySide(f"{name}-replies", settings.busy_poll_seconds)
+        counts = (receiver.outstanding,) if isinstance(receiver, KnowsOutstanding) else ()
+        replies = ReplySide(f"{name}-replies", settings.busy_poll_seconds, *counts)
         made.callback(replies.close)
         requests = RequestSide(name, acceptor.sweep, settings.busy_poll_seconds)
         made.callback(requests.close)
@@ -282,6 +283,12 @@ class TensorWireTransport:
         peer = self.peers.get(to)
         if peer is not None:
             peer.look_again()
+
+    def attend(self) -> None:
+        """See :meth:`rpc.transports.base.Transport.attend`."""
+        now = self._now
+        if now is not None and not now.shared.replies.attended:
+            now.shared.replies.attend()
 
     def _refusal(self, to: int) -> RpcError:
         if self._closed:

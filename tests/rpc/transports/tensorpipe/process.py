@@ -163,6 +163,9 @@ class RemoteTransport:
     def look_again(self, to: int) -> None:
         self.place.call("look_again", to)
 
+    def attend(self) -> None:
+        """Its process reads in any case."""
+
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         if not done():
             block()

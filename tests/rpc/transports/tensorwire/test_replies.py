@@ -30,8 +30,8 @@ SECONDS = 20.0
 class Side:
     """A reply side with one channel, whose other end the test writes to."""
 
-    def __init__(self) -> None:
-        self.replies = ReplySide("test-replies", DEFAULT_BUSY_POLL_SEC)
+    def __init__(self, *outstanding: Callable[[], int]) -> None:
+        self.replies = ReplySide("test-replies", DEFAULT_BUSY_POLL_SEC, *outstanding)
         self.replies.start()
         self.mine, self.other = socket.socketpair()
         self.mine.setblocking(False)
@@ -400,3 +400,93 @@ def test_a_wait_within_a_wait_leaves_the_channels_to_the_leader(side: Side) -> N
     side.replies.wait(done, lambda: side.block(2))
     assert inner[1] == [0], "silenced once, by the outer wait, and not armed by the inner one"
     assert armed == [0, select.EPOLLIN]
+
+
+class CountingEpoll:
+    """An epoll that counts how often it is told what to look at."""
+
+    def __init__(self, real: select.epoll) -> None:
+        self._real = real
+        self.told = 0
+
+    def modify(self, descriptor: int, events: int) -> None:
+        self.told += 1
+        self._real.modify(descriptor, events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.fixture
+def lazy() -> Iterator[tuple[Side, CountingEpoll, list[int]]]:
+    """A side that is told how many replies are to come, and how often its epoll is told."""
+    to_come: list[int] = []
+    side = Side(lambda: len(to_come))
+    counted = CountingEpoll(side.replies._background)
+    side.replies._background = counted  # type: ignore[assignment]
+    yield side, counted, to_come
+    side.close()
+
+
+Lazy = tuple[Side, CountingEpoll, list[int]]
+
+
+def test_waits_one_after_the_other_do_not_tell_epoll_each_time(lazy: Lazy) -> None:
+    side, counted, _ = lazy
+    for correlation in range(200):
+        side.reply(correlation)
+        side.wait(correlation)
+    assert counted.told <= 20  # a busy machine may take longer than the pause between two looks
+
+
+def test_a_reply_that_nobody_waits_for_is_read_at_once_if_it_was_announced(lazy: Lazy) -> None:
+    side, counted, _ = lazy
+    side.reply(0)
+    side.wait(0)
+    assert not side.replies.attended
+    side.replies.attend()
+    assert side.replies.attended
+    told = counted.told
+    side.reply(1)
+    side.block(1)
+    assert counted.told == told
+
+
+def test_a_leader_that_goes_lets_others_replies_be_read(lazy: Lazy) -> None:
+    side, _, to_come = lazy
+    to_come.append(1)
+    side.reply(0)
+    side.wait(0)
+    assert side.replies.attended
+    side.reply(1)
+    side.block(1)
+
+
+def test_what_comes_unannounced_is_read_some_time(lazy: Lazy) -> None:
+    side, _, _ = lazy
+    side.reply(0)
+    side.wait(0)
+    side.reply(1)
+    side.block(1)
+
+
+def test_who_waits_while_another_leads_is_not_forgotten(lazy: Lazy) -> None:
+    side, _, _ = lazy
+    leads = threading.Event()
+
+    def done() -> bool:
+        leads.set()
+        return 0 in side.arrived
+
+    leader = threading.Thread(target=side.replies.wait, args=(done, lambda: side.block(0)))
+    leader.start()
+    assert leads.wait(SECONDS)
+    other = threading.Thread(target=side.wait, args=(1,))
+    other.start()
+    until(lambda: side.replies._to_be_attended)
+    side.reply(0)
+    leader.join(SECONDS)
+    assert side.replies.attended
+    side.reply(1)
+    other.join(SECONDS)
+    assert not other.is_alive()
