@@ -300,8 +300,11 @@ class Cluster:
 
         Raises:
             GradientError: gradients are not finite; see :class:`NanPolicy`.
+            ParameterServerError: a table or dense group was not declared here.
             RolledBack: see there.
         """
+        for each in (push, pull):
+            self._require_known(each)
         gone: Whole | None = None
         if push is not None or skip:
             self.join()
@@ -334,7 +337,7 @@ class Cluster:
                 return Whole(PushKind.SKIP)
         tables = {}
         for name, (ids, grad) in push.tables.items():
-            table = self._known(name)
+            table = self._tables[name]
             if table.feedback is not None:
                 grad = table.feedback.corrected(ids, grad)
             tables[name] = WholeTable(table.spec, ids, grad, table.rule.hyper())
@@ -345,12 +348,18 @@ class Cluster:
             dense[name] = WholeDense(group.spec, flat, group.hyper())
         return Whole(PushKind.UPDATE, tables, dense)
 
-    def _known(self, name: str) -> Table:
-        if name not in self._tables:
-            raise errors.ParameterServerError(
-                f"there is no table {name!r} here; declare it with cluster.table({name!r}, ...)"
-            )
-        return self._tables[name]
+    def _require_known(self, what: Gradients | Wanted | None) -> None:
+        for name in what.tables if what is not None else ():
+            if name not in self._tables:
+                raise errors.ParameterServerError(
+                    f"there is no table {name!r} here; declare it with cluster.table({name!r}, ...)"
+                )
+        for name in what.dense if what is not None else ():
+            if name not in self._dense:
+                raise errors.ParameterServerError(
+                    f"there is no dense group {name!r} here; declare it with "
+                    f"cluster.dense({name!r}, optimizer)"
+                )
 
     # --- the cluster as a whole
 

@@ -73,7 +73,7 @@ History = tuple[tuple[tuple[int, int], ...], ...]
 """By update: the pushes in it, each a trainer's number and its own."""
 
 
-class Broken(Exception):
+class Broken(AssertionError):
     """A rule does not hold."""
 
 

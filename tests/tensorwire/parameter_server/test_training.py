@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.client.exchange import Gradients, Wanted
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.server.writing import Restored
 from tests import waiting
@@ -45,12 +46,34 @@ def _pushing(trainer: int, rule: ps.Rule) -> Callable[..., Tensor]:
     return go
 
 
+RULES = (
+    ps.SGD(lr=0.1, momentum=0.9),
+    ps.Adagrad(lr=0.1),
+    ps.RowwiseAdagrad(lr=0.1),
+    ps.Adam(lr=0.1),
+    ps.FTRL(lr=0.1, l1=0.01),
+)
+
+
 def test_bits_do_not_depend_on_how_many_servers_there_are() -> None:
-    rule = ps.RowwiseAdagrad(lr=0.1)
-    trainers = [_pushing(0, rule), _pushing(1, rule)]
-    found = [train(trainers, count, 2, servers=count) for count in (1, 3)]
+    def pushing(trainer: int) -> Callable[..., Tensor]:
+        def go(servers: int) -> Tensor:
+            cluster = ps.connect(server_names(servers), trainers=2)
+            tables = [
+                cluster.table(str(place), 8, rule, init=ps.Uniform(0.1, seed=3))
+                for place, rule in enumerate(RULES)
+            ]
+            for ids, grad in _batches(trainer):
+                cluster.push(dict.fromkeys(tables, (ids, grad)))
+            cluster.finish()
+            return torch.stack([table.pull(torch.arange(IDS)) for table in tables])
+
+        return go
+
+    found = [train([pushing(0), pushing(1)], count, servers=count) for count in (1, 2, 3)]
     assert torch.equal(found[0][0], found[0][1])
     assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][0], found[2][0])
 
 
 def test_a_table_of_one_trainer_is_an_embedding_of_torch_to_the_bit() -> None:
@@ -190,7 +213,7 @@ def test_a_snapshot_is_restored_into_another_number_of_servers(tmp_path: Path) -
         return table.pull(torch.arange(IDS))
 
     (rows,) = train([save], servers=2)
-    for servers in (1, 3):
+    for servers in (1, 3, 5):
         (again,) = train([restore], servers, servers=servers)
         assert torch.equal(rows, again)
 
@@ -200,6 +223,7 @@ def _updates(cluster: ps.Cluster) -> list[int]:
     return [shard["updates"] for server in servers for shard in server["shards"].values()]
 
 
+@pytest.mark.kills
 def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -232,6 +256,38 @@ def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
             done.set()
 
     train([push, push, save], servers=2)
+
+
+def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path: Path) -> None:
+    hub = MemoryHub()
+
+    def go(begin: int, cut: bool, **how: Any) -> tuple[Tensor, int]:
+        cluster = ps.connect(**how)
+        rule, init = ps.Adam(lr=0.1), ps.Uniform(0.1, seed=3)
+        admit, evict = ps.MinCount(3), ps.UnusedFor(steps=4)
+        table = cluster.table("items", 8, rule, init=init, admit=admit, evict=evict)
+        for step, (ids, grad) in enumerate(_batches(0, steps=24)[begin:], begin):
+            if step == 12 and "restore" not in how:
+                cluster.snapshot(tmp_path / f"{cut}").wait(30)
+            if step == 13 and cut:
+                hub.cut(0)
+            table.push(ids, grad)
+        rows = table.pull(torch.arange(IDS))
+        shards = [
+            s for each in cluster.stats()["servers"].values() for s in each["shards"].values()
+        ]
+        return rows, sum(s["tables"]["items"]["rows"] for s in shards if s["head"])
+
+    two, three = server_names(2), server_names(3)
+    (whole,) = train([lambda: go(0, False, servers=two, backups=1)], servers=2)
+    with local_group(*two, "trainer0", hub=hub) as agents:
+        (orphaned,) = run(agents[2:], [lambda: go(0, True, servers=two, backups=1)])
+    restored = {"servers": three, "restore": tmp_path / "False"}
+    (again,) = train([lambda: go(12, False, **restored)], servers=3)
+    for rows, count in (orphaned, again):
+        assert torch.equal(rows, whole[0])
+        assert count == whole[1]
+    assert 0 < whole[1] < IDS
 
 
 def test_servers_come_and_go_while_trainers_push() -> None:
@@ -280,6 +336,12 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
             table.push(torch.arange(3), torch.ones(3, 4))
         with pytest.raises(TypeError, match=r"torch.float64, not torch.float32"):
             table.push(torch.arange(3), torch.ones(3, 8, dtype=torch.float64))
+        with pytest.raises(ps.ParameterServerError, match=r"no table 'other' here"):
+            cluster.exchange(None, Wanted({"other": torch.arange(3)}))
+        with pytest.raises(ps.ParameterServerError, match=r"no table 'other' here"):
+            cluster.exchange(Gradients({"other": (torch.arange(3), torch.ones(3, 8))}), None)
+        with pytest.raises(ps.ParameterServerError, match=r"no dense group 'top' here"):
+            cluster.exchange(None, Wanted(dense=("top",)))
         with pytest.raises(ps.GradientError, match=r"table 'items' is not finite"):
             table.push(torch.arange(3), torch.full((3, 8), float("nan")))
         assert cluster.step == 0
