@@ -10,8 +10,8 @@
 #   make soak     does memory stay flat over a million calls? five minutes   (ARGS="--help")
 #   make chaos    a job whose workers are killed, stopped and cut off, six minutes
 #                 (make chaos ARGS="--backend TENSORWIRE --tls --seconds 60"; --help says what else)
-#   make kills    the tests that kill processes at random moments, fifty times each instead of three,
-#                 and what takes long to be seen alive or dead, at full length
+#   make kills    the tests that kill processes at random moments, up to fifty times each instead of
+#                 three, what takes long to be seen alive or dead, at full length, and a report
 #   make conformance    PyTorch's own RPC tests against torch and against ours, 20 minutes
 #                 (make conformance ARGS="tensorwire --part"; --help says what else)
 #   make simulate   10 000 whole groups in a simulator where everything goes wrong, two to five minutes

@@ -85,9 +85,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes ``kill_seed`` as often as was said, with another seed each time."""
+    """Run a test that takes ``kill_seed`` as often as was said, with another seed each time.
+
+    ``@pytest.mark.kills(20)`` says that twenty times are enough.
+    """
     if "kill_seed" in metafunc.fixturenames:
-        metafunc.parametrize("kill_seed", range(metafunc.config.getoption("--kills")))
+        times = metafunc.config.getoption("--kills")
+        for mark in metafunc.definition.iter_markers("kills"):
+            times = min([times, *mark.args])
+        metafunc.parametrize("kill_seed", range(times))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say of each kind of kill how many there were, and how many found nothing."""
+    kills: dict[str, list[bool]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            if report.when == "call" and "kills" in report.keywords:
+                name = report.nodeid.rpartition("::")[2].partition("[")[0]
+                kills.setdefault(name, []).append(outcome == "passed")
+    for name, found in sorted(kills.items()):
+        words = name.removeprefix("test_").replace("_", " ")
+        terminalreporter.write_line(f"{sum(found)} of {len(found)} times, {words}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,9 +142,26 @@ def _heard_of_beta_features() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(_lasting_helpers: None) -> Iterator[None]:
+def _nothing_is_left_behind(
+    request: pytest.FixtureRequest, _lasting_helpers: None
+) -> Iterator[None]:
+    if "nothing_is_left_by_module" in request.fixturenames:
+        yield
+        return
     before = Holdings.now()
     yield
+    _fail_if_left(before)
+
+
+@pytest.fixture(scope="module")
+def nothing_is_left_by_module(_lasting_helpers: None, process_server: None) -> Iterator[None]:
+    """For tests that share processes which some of them replace: look after the last one."""
+    before = Holdings.now()
+    yield
+    _fail_if_left(before)
+
+
+def _fail_if_left(before: Holdings) -> None:
     left = _left_after_settling(before)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -1,14 +1,17 @@
 """Servers and trainers that are killed: nothing is lost that must not be, and nobody hangs.
 
-Each test starts one group of processes, in which one cluster follows the other; who was killed
-is started again before the next.
+All share one group of processes, in which one cluster follows the other; who was killed is started
+again before the next. A test that fails leaves the next one a new group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,34 @@ class Processes:
             worker.end()
 
 
+class Groups:
+    """One group for all tests, and another one after one that has failed.
+
+    Args:
+        folder: makes one for each group.
+    """
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
+        self._group: Processes | None = None
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Processes]:
+        if self._group is None:
+            self._group = Processes(self._folder(), "TENSORWIRE")
+            self._group.start("ps0", "ps1", "ps2", "trainer0", "trainer1", "observer")
+        try:
+            yield self._group
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.end()
+
+
 def _join(backend: str, url: str, name: str, rank: int) -> None:
     torch.set_num_threads(1)
     join(backend, url, name, rank)
@@ -90,8 +121,8 @@ def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Clu
 
 def _train(
     trainer: int, name: str, trainers: int, backups: int, consistency: Any, progress: str
-) -> tuple[Tensor, int]:
-    """Pushes and pulls; returns what the rows are once all have finished, and rollbacks."""
+) -> tuple[Tensor, list[tuple[int, dict[str, int]]]]:
+    """Pushes and pulls; returns what the rows are once all have finished, and roll-backs."""
     cluster = _connect(name, trainers, backups, consistency)
     table = cluster.table("items", 8, ps.Adam(lr=0.05), init=ps.Uniform(0.1, seed=3))
     generator = torch.Generator().manual_seed(trainer)
@@ -103,7 +134,7 @@ def _train(
         for _ in range(_STEPS)
     ]
     cluster.join()
-    rollbacks = 0
+    rollbacks = []
     while cluster.step < _STEPS:
         try:
             ids, grad = batches[cluster.step]
@@ -111,8 +142,8 @@ def _train(
             table.push(ids, grad + rows)
             if progress:
                 Path(progress).write_text(str(cluster.step))
-        except ps.RolledBack:
-            rollbacks += 1
+        except ps.RolledBack as error:
+            rollbacks.append((error.step, error.lost))
     cluster.finish()
     _wait_until_all_have_finished(cluster)
     return table.pull(torch.arange(_IDS)), rollbacks
@@ -158,12 +189,13 @@ def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> None:
         group.start(victim)
     for n in range(2):
         rows, rollbacks = group.result(f"trainer{n}")
-        assert rollbacks == 0
+        assert rollbacks == []
         assert torch.equal(rows, _undisturbed())
 
 
-def _snapshot(name: str, backups: int, folder: str) -> None:
-    _connect(name, 2, backups, ps.BSP()).snapshot(folder).wait(60)
+def _snapshot(name: str, backups: int, folder: str) -> set[int]:
+    """Takes a snapshot; returns the steps of the trainers in it."""
+    return set(_connect(name, 2, backups, ps.BSP()).snapshot(folder).wait(60).counts.values())
 
 
 def _kill_what_has_no_backup(group: Processes, tmp_path: Path, seed: int) -> None:
@@ -172,7 +204,8 @@ def _kill_what_has_no_backup(group: Processes, tmp_path: Path, seed: int) -> Non
     backups = dice.choice([0, 1])
     _begin_to_train(group, name, backups, progress)
     waiting.until(lambda: _step(progress) >= 2, _SECONDS)
-    group.workers["observer"].do(_snapshot, name, backups, str(tmp_path / "snapshot"))
+    folder = str(tmp_path / "snapshot")
+    steps = group.workers["observer"].do(_snapshot, name, backups, folder)
     moment = min(_step(progress) + dice.randrange(10), _STEPS - 4)
     waiting.until(lambda: _step(progress) >= moment, _SECONDS)
     victims = ["ps0", "ps1"] if backups else [dice.choice(["ps0", "ps1"])]
@@ -180,9 +213,10 @@ def _kill_what_has_no_backup(group: Processes, tmp_path: Path, seed: int) -> Non
         group.kill(victim)
     group.start(*victims)
     results = [group.result(f"trainer{n}") for n in range(2)]
-    for rows, _ in results:
+    for rows, rollbacks in results:
         assert torch.equal(rows, _undisturbed())
-    assert max(rollbacks for _, rollbacks in results) >= 1
+        assert {step for step, _ in rollbacks} == steps
+        assert {name for _, lost in rollbacks for name in lost} == {"trainer0", "trainer1"}
 
 
 def _kill_a_trainer(group: Processes, tmp_path: Path) -> None:
@@ -232,18 +266,97 @@ def _kill_while_servers_come_and_go(group: Processes, seed: int) -> None:
     assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]
 
 
-@pytest.mark.kills
-def test_killed_servers_take_nothing_with_them_that_has_a_backup_or_is_in_a_snapshot(
-    tmp_path: Path, kill_seed: int
+# --- snapshots whose writers are killed
+
+_WRITTEN = 20_000
+
+
+def _add_for_ever(name: str, stop: str) -> None:
+    cluster = ps.connect(server_names(2), backups=1, consistency=ps.Async(), trainers=1, name=name)
+    table = cluster.table("counts", 8, ps.SGD(lr=1.0))
+    while not Path(stop).exists():
+        table.push(torch.arange(_WRITTEN), -torch.ones(_WRITTEN, 8))
+    cluster.finish()
+
+
+def _save_for_ever(name: str, folder: str, stop: str) -> None:
+    """Takes one snapshot after the other, some of which cannot be written."""
+    cluster = ps.connect(server_names(2), backups=1, consistency=ps.Async(), trainers=1, name=name)
+    while not cluster.stats()["trainers"]:
+        time.sleep(0.01)
+    for number in itertools.count():
+        if Path(stop).exists():
+            return
+        with contextlib.suppress(ps.SnapshotError):
+            cluster.snapshot(f"{folder}/{number}").wait(60)
+
+
+def _kill_a_writer(group: Processes, tmp_path: Path, seed: int) -> None:
+    dice, name = random.Random(seed), group.new_cluster()
+    folder, stop = tmp_path / "written", tmp_path / "stop"
+    group.begin("trainer0", _add_for_ever, name, str(stop))
+    group.begin("observer", _save_for_ever, name, str(folder), str(stop))
+    waiting.until(lambda: len(_whole(folder)) >= 1, _SECONDS)
+    time.sleep(dice.uniform(0, 0.2))  # no synchronisation: the moment is to be any
+    before = _whole(folder)
+    group.kill(dice.choice(["ps0", "ps1"]))
+    waiting.until(lambda: len(_whole(folder)) >= len(before) + 2, _SECONDS)
+    stop.touch()
+    group.result("trainer0")
+    group.result("observer")
+    for each in [*before, *_whole(folder)]:
+        ids, rows = ps.read(each, "counts")
+        assert len(ids) in (0, _WRITTEN)
+        assert len(rows.unique()) <= 1  # of one point in all pushes, whoever wrote it
+
+
+def _whole(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.exists() else ()
+    return [each for each in found if ".tmp" not in each.name]
+
+
+# --- tests
+
+
+@pytest.fixture(scope="module")
+def groups(
+    tmp_path_factory: pytest.TempPathFactory, nothing_is_left_by_module: None
+) -> Iterator[Groups]:
+    made = Groups(lambda: tmp_path_factory.mktemp("group"))
+    yield made
+    made.end()
+
+
+@pytest.mark.kills(30)
+def test_a_killed_head_with_a_backup_disturbs_no_bit(
+    groups: Groups, tmp_path: Path, kill_seed: int
 ) -> None:
-    group = Processes(tmp_path, "TENSORWIRE")
-    try:
-        group.start("ps0", "ps1", "ps2", "trainer0", "trainer1", "observer")
+    with groups.one() as group:
         _kill_a_head(group, tmp_path, kill_seed)
+
+
+@pytest.mark.kills(20)
+def test_all_go_back_to_one_snapshot_when_all_that_keep_a_share_are_killed(
+    groups: Groups, tmp_path: Path, kill_seed: int
+) -> None:
+    with groups.one() as group:
         _kill_what_has_no_backup(group, tmp_path, kill_seed)
+
+
+@pytest.mark.kills(30)
+def test_every_push_counts_once_when_a_server_is_killed_during_a_resize(
+    groups: Groups, kill_seed: int
+) -> None:
+    with groups.one() as group:
         _kill_while_servers_come_and_go(group, kill_seed)
-    finally:
-        group.end()
+
+
+@pytest.mark.kills(20)
+def test_snapshots_are_whole_or_not_there_when_a_writer_is_killed(
+    groups: Groups, tmp_path: Path, kill_seed: int
+) -> None:
+    with groups.one() as group:
+        _kill_a_writer(group, tmp_path, kill_seed)
 
 
 def test_others_go_on_when_a_trainer_or_a_head_is_killed_on_tensorpipe_too(tmp_path: Path) -> None:

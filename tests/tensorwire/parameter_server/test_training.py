@@ -231,7 +231,7 @@ def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
     done = threading.Event()
 
     def push() -> int:
-        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
         table = cluster.table("counts", 2, ps.Adam(lr=0.1))
         ids = torch.arange(3000)
         while not done.is_set():
@@ -240,7 +240,7 @@ def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
         return cluster.step
 
     def save() -> None:
-        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
         try:
             while not any(_updates(cluster)):
                 pass
@@ -255,7 +255,7 @@ def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
         finally:
             done.set()
 
-    train([push, push, save], servers=2)
+    train([*[push] * 4, save], servers=2)
 
 
 def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path:
 def test_servers_come_and_go_while_trainers_push() -> None:
     def go(resizes: bool) -> Callable[..., Tensor]:
         def run() -> Tensor:
-            cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+            cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
             table = cluster.table("counts", 2, ps.SGD(lr=1.0))
             ids = torch.arange(400)
             for step in range(30):
@@ -307,7 +307,7 @@ def test_servers_come_and_go_while_trainers_push() -> None:
 
     def last() -> Tensor:
         rows = go(resizes=True)()
-        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=2)
+        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
         table = cluster.table("counts", 2, ps.SGD(lr=1.0))
         while cluster.stats()["trainers"]:
             pass
@@ -315,8 +315,8 @@ def test_servers_come_and_go_while_trainers_push() -> None:
         assert [len(s["shards"]) for s in cluster.stats()["servers"].values()] == [1, 1]
         return rows
 
-    rows, _ = train([last, go(resizes=False)], servers=2, spare=1)
-    assert bool((rows == 60).all())
+    rows, *_ = train([last, *[go(resizes=False)] * 3], servers=2, spare=1)
+    assert bool((rows == 120).all())
 
 
 # --- errors

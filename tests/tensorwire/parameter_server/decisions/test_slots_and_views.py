@@ -55,6 +55,7 @@ def test_a_view_survives_the_store() -> None:
     assert View.decode(view.encode()) == view
     with_all = views.coordinated(view, D)
     with_all = views.replace(with_all, snapshot=Snapshot("f", {0: 3}, 4), declared={"a": "x"})
+    with_all = views.with_left(with_all, views.Left(0, "t1", None, 7))
     assert View.decode(with_all.encode()) == with_all
 
 
