@@ -311,10 +311,6 @@ class Worker:
         """Runs ``task`` on a thread that it may block, maybe here and at once."""
         self._shared.completions.run_on_delivery(task)
 
-    def run_after(self, seconds: float, task: Callable[[], None]) -> None:
-        """Runs ``task`` after some seconds, on a thread that it may block."""
-        self._shared.timers.at(self.clock.now() + seconds, task)
-
     def time_left(self, timeout: float = 0.0) -> float:
         """Seconds left to an operation that was given ``timeout``; 0 for no limit.
 

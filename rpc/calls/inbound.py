@@ -23,7 +23,7 @@ _logger = logging.getLogger("rpc")
 
 
 class Inbound:
-    """The ``transports.base.SortingReceiver`` of one worker.
+    """The ``transports.base.Receiver`` of one worker.
 
     Args:
         shared: with the other parts of the worker's calls.

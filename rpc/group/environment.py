@@ -38,7 +38,7 @@ class Launcher(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchedPlace:
     """This process's place in its group.
 
     Args:
@@ -58,7 +58,7 @@ class Place:
     life: int = 0
 
 
-def find_place(variables: Variables) -> Place:
+def find_place(variables: Variables) -> LaunchedPlace:
     """Returns the place that the innermost launcher gave this process.
 
     Raises:
@@ -75,17 +75,17 @@ def find_place(variables: Variables) -> Place:
     )
 
 
-def _rpcrun(variables: Variables) -> Place:
+def _rpcrun(variables: Variables) -> LaunchedPlace:
     ask = _Asked(Launcher.RPCRUN, variables)
     meeting = variables.get("RPC_INIT_METHOD") or _url(
         ask.text("MASTER_ADDR"), ask.number("MASTER_PORT")
     )
     name, rank = ask.text("RPC_WORKER_NAME"), ask.number("RPC_WORKER_ID")
     life = ask.number("TORCHELASTIC_RESTART_COUNT") + 1
-    return Place(Launcher.RPCRUN, name, rank, None, meeting, life)
+    return LaunchedPlace(Launcher.RPCRUN, name, rank, None, meeting, life)
 
 
-def _torchrun(variables: Variables) -> Place:
+def _torchrun(variables: Variables) -> LaunchedPlace:
     ask = _Asked(Launcher.TORCHRUN, variables)
     rank = ask.number("RANK")
     # Without WORLD_SIZE, or with an empty one, the group is dynamic.
@@ -96,29 +96,29 @@ def _torchrun(variables: Variables) -> Place:
     name = _name(rank)
     if role != _ROLE_OF_TORCHRUN:
         name = f"{role}:{ask.number('ROLE_RANK')}"
-    return Place(Launcher.TORCHRUN, name, rank, size, "env://")
+    return LaunchedPlace(Launcher.TORCHRUN, name, rank, size, "env://")
 
 
-def _open_mpi(variables: Variables) -> Place:
+def _open_mpi(variables: Variables) -> LaunchedPlace:
     ask = _Asked(Launcher.OPEN_MPI, variables)
     size = ask.number("OMPI_COMM_WORLD_SIZE")
     is_alone = variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
     meeting = _url(ask.host(_LOOPBACK if is_alone else None), ask.port(job))
     rank = ask.number("OMPI_COMM_WORLD_RANK")
-    return Place(Launcher.OPEN_MPI, _name(rank), rank, size, meeting)
+    return LaunchedPlace(Launcher.OPEN_MPI, _name(rank), rank, size, meeting)
 
 
-def _pmi(variables: Variables) -> Place:
+def _pmi(variables: Variables) -> LaunchedPlace:
     ask = _Asked(Launcher.PMI, variables)
     size = ask.number("PMI_SIZE")
     is_alone = variables.get("MPI_LOCALNRANKS") == str(size)
     meeting = _url(ask.host(_LOOPBACK if is_alone else None), ask.port(""))
     rank = ask.number("PMI_RANK")
-    return Place(Launcher.PMI, _name(rank), rank, size, meeting)
+    return LaunchedPlace(Launcher.PMI, _name(rank), rank, size, meeting)
 
 
-def _slurm(variables: Variables) -> Place:
+def _slurm(variables: Variables) -> LaunchedPlace:
     ask = _Asked(Launcher.SLURM, variables)
     of_step = "SLURM_STEP_NUM_TASKS"
     size = ask.number(of_step if variables.get(of_step) else "SLURM_NTASKS")
@@ -127,10 +127,10 @@ def _slurm(variables: Variables) -> Place:
     job = f"{variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '')}".strip(".")
     meeting = _url(ask.host(first), ask.port(job))
     rank = ask.number("SLURM_PROCID")
-    return Place(Launcher.SLURM, _name(rank), rank, size, meeting)
+    return LaunchedPlace(Launcher.SLURM, _name(rank), rank, size, meeting)
 
 
-_READERS: dict[str, Callable[[Variables], Place]] = {
+_READERS: dict[str, Callable[[Variables], LaunchedPlace]] = {
     "RPC_WORKER_NAME": _rpcrun,
     "RANK": _torchrun,
     "OMPI_COMM_WORLD_RANK": _open_mpi,

@@ -43,7 +43,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProfileSettings:
     """Extras that a profile records besides names and times; see ``profiler_legacy.profile``."""
 
     record_shapes: bool = False
@@ -91,7 +91,7 @@ class RemoteEvent(NamedTuple):
 
 
 @dataclass(eq=False)
-class Recording:
+class ProfiledCall:
     """One call made while a profile was on; can be weakly referenced.
 
     Args:
@@ -105,7 +105,7 @@ class Recording:
         remote: what ran elsewhere.
     """
 
-    collector: Collector
+    collector: ProfiledCalls
     number: int
     key: str
     node_id: int
@@ -148,26 +148,26 @@ class Recording:
             yield event.placed(self.key, start, next(numbers))
 
 
-class Collector:
+class ProfiledCalls:
     """The calls made while a profile was on."""
 
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ProfileSettings) -> None:
         self.number = next(self._numbers)
         self.settings = settings
         self._lock = threading.Lock()
-        self._recordings: list[Recording] = []
+        self._recordings: list[ProfiledCall] = []
 
-    def start(self, key: str, node_id: int) -> Recording:
+    def start(self, key: str, node_id: int) -> ProfiledCall:
         """A call begins."""
         with self._lock:
             number = len(self._recordings)
-            recording = Recording(self, number, key, node_id, time.perf_counter_ns())
+            recording = ProfiledCall(self, number, key, node_id, time.perf_counter_ns())
             self._recordings.append(recording)
         return recording
 
-    def recording(self, number: int) -> Recording:
+    def recording(self, number: int) -> ProfiledCall:
         """One of the calls."""
         return self._recordings[number]
 
@@ -179,8 +179,8 @@ class Collector:
         return [event for each in recordings for event in each.events(offset, numbers)]
 
 
-_collector: ContextVar[Collector | None] = ContextVar("rpc_profile", default=None)
-_recording: ContextVar[Recording | None] = ContextVar("rpc_profiled_call", default=None)
+_collector: ContextVar[ProfiledCalls | None] = ContextVar("rpc_profile", default=None)
+_recording: ContextVar[ProfiledCall | None] = ContextVar("rpc_profiled_call", default=None)
 
 
 collector = _collector.get
@@ -197,7 +197,7 @@ def followed() -> bool:
     return _recording.get() is not None or _session.get() is not None
 
 
-class Calls(Protocol):
+class CallingSide(Protocol):
     """The calling side of a worker, as far as its calls are recorded here."""
 
     def name_of(self, to: Any) -> str:
@@ -221,8 +221,8 @@ class Calls(Protocol):
 
 @contextmanager
 def recorded(
-    calls: Calls, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
-) -> Iterator[Recording]:
+    calls: CallingSide, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
+) -> Iterator[ProfiledCall]:
     """Records the call made in the block; whoever asked for it says when it is over."""
     collector = _collector.get()
     assert collector is not None
@@ -237,7 +237,7 @@ def recorded(
 
 
 def rpc_sync(
-    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Any:
     """``calls.rpc_sync``, recorded."""
     there = calls.await_name(to, timeout)
@@ -249,7 +249,7 @@ def rpc_sync(
 
 
 def rpc_async(
-    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> Future[Any]:
     """``calls.rpc_async``, recorded until its future is done."""
     there = calls.name_of(to)
@@ -260,7 +260,7 @@ def rpc_async(
 
 
 def remote(
-    calls: Calls, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
 ) -> RRef[Any]:
     """``calls.remote``, recorded until the owner has made the value."""
     there = calls.await_name(to, timeout)
@@ -286,7 +286,7 @@ class profile(profiler_legacy.profile):
 
     Takes what that takes. ``function_events`` has, besides the local ones, an event
     for each call (``node_id``: this worker) and those of what ran elsewhere
-    (``is_remote``, ``node_id``: where). Calls that are not over at the end of
+    (``is_remote``, ``node_id``: where). CallingSide that are not over at the end of
     the block, and those in handlers of other profiles, are not in it.
 
     Example::
@@ -300,8 +300,8 @@ class profile(profiler_legacy.profile):
         entered = super().__enter__()  # type: ignore[no-untyped-call]
         if self.enabled:
             settings = (self.record_shapes, self.with_flops, self.profile_memory, self.with_stack)
-            self._collector = Collector(Settings(*settings))
-            self._token: Token[Collector | None] | None = _collector.set(self._collector)
+            self._collector = ProfiledCalls(ProfileSettings(*settings))
+            self._token: Token[ProfiledCalls | None] | None = _collector.set(self._collector)
             self._marks = _Marks()
         return entered
 
@@ -367,7 +367,7 @@ def _mark() -> tuple[int, int]:
 class _Session:
     """Profiles one handler, for a caller that profiles."""
 
-    def __init__(self, settings: Settings, here: int) -> None:
+    def __init__(self, settings: ProfileSettings, here: int) -> None:
         self._profile = profile(  # type: ignore[no-untyped-call]
             record_shapes=settings.record_shapes,
             with_flops=settings.with_flops,
@@ -420,7 +420,7 @@ class ProfilingExtension:
         self._here = worker.info.id
         self._lock = threading.Lock()
         # Only while their profile is kept: a call that fails brings no profile back.
-        self._under_way: WeakValueDictionary[tuple[int, int], Recording] = WeakValueDictionary()
+        self._under_way: WeakValueDictionary[tuple[int, int], ProfiledCall] = WeakValueDictionary()
 
     def outgoing_request(self, to: int, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Asks for a profile of the handler if the call is being recorded."""
@@ -437,7 +437,7 @@ class ProfilingExtension:
     ) -> tuple[list[torch.Tensor], _Session]:
         """Profiles the handler."""
         _, _, settings = _decoded(metadata)
-        return tensors, _Session(Settings(*settings), self._here)
+        return tensors, _Session(ProfileSettings(*settings), self._here)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]

@@ -54,15 +54,17 @@ _METADATA = struct.Struct("<QIQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TracePlace:
     """Where the running code is: in which trace, and in which handler, if any."""
 
-    recording: Recording
+    recording: TraceRecording
     handler: HandlerRecord | None
 
 
-_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("rpc_trace", default=None)
-_sending: contextvars.ContextVar[tuple[Recording, CallRecord] | None] = contextvars.ContextVar(
+_place: contextvars.ContextVar[TracePlace | None] = contextvars.ContextVar(
+    "rpc_trace", default=None
+)
+_sending: contextvars.ContextVar[tuple[TraceRecording, CallRecord] | None] = contextvars.ContextVar(
     "rpc_traced_call", default=None
 )
 
@@ -98,7 +100,7 @@ class TracingWorker(TracedWorker, Protocol):
         """Asks the extension of another worker."""
 
 
-class Recording:
+class TraceRecording:
     """The records of one trace on one worker.
 
     Args:
@@ -174,7 +176,7 @@ class Recording:
 
 
 @contextlib.contextmanager
-def sending(place: Place, record: CallRecord) -> Iterator[None]:
+def sending(place: TracePlace, record: CallRecord) -> Iterator[None]:
     """While a traced request is encoded and sent."""
     token = _sending.set((place.recording, record))
     try:
@@ -222,21 +224,21 @@ class Tracing:
         self._clock = worker.clock
         self._lock = threading.Lock()
         self._spans = count(1)
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, TraceRecording] = {}
         self._finished: deque[int] = deque(maxlen=_FINISHED_REMEMBERED)
 
-    def recording(self, trace: int, owner: int) -> Recording | None:
+    def recording(self, trace: int, owner: int) -> TraceRecording | None:
         """This worker's records of a trace, begun if need be; None if it is over."""
         with self._lock:
             if trace in self._finished:
                 return None
             found = self._recordings.get(trace)
             if found is None:
-                found = Recording(self._me, self._clock, trace, owner, self._spans)
+                found = TraceRecording(self._me, self._clock, trace, owner, self._spans)
                 self._recordings[trace] = found
             return found
 
-    def finish(self, trace: int) -> Recording | None:
+    def finish(self, trace: int) -> TraceRecording | None:
         """Ends a trace here; what was recorded, if anything."""
         with self._lock:
             self._finished.append(trace)
@@ -261,7 +263,7 @@ class Tracing:
         recording = self.recording(trace, owner)
         if recording is not None:
             name = metadata[_METADATA.size :].decode(errors="replace")
-            _place.set(Place(recording, recording.begin_handler(span, name, sender)))
+            _place.set(TracePlace(recording, recording.begin_handler(span, name, sender)))
         return tensors, nullcontext()
 
     def outgoing_reply(
@@ -344,7 +346,7 @@ class Trace:
         drawn["otherData"]["problems"] = list(self.problems)
         return drawn
 
-    def begin(self) -> Recording:
+    def begin(self) -> TraceRecording:
         """Tells everyone; from then on calls made at the returned recording's place are traced."""
         recording = self._extension.recording(self._number, self._worker.info.id)
         assert recording is not None
@@ -440,7 +442,7 @@ def trace(
     file_name = None if path is None else _writable(path)
     result = Trace(worker, operators)
     try:
-        token = _place.set(Place(result.begin(), None))
+        token = _place.set(TracePlace(result.begin(), None))
     except BaseException:
         result.finish()
         raise

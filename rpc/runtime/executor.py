@@ -37,7 +37,8 @@ from rpc.runtime.threads import Thread
 Task = Callable[[], None]
 
 _MANY = 1 << 30
-_STALL_SECONDS = 0.005
+STALL_SECONDS = 0.005
+"""Seconds for which no task ends, while others wait, until one more thread serves them."""
 _MONITOR_LINGER_CHECKS = 200
 SECONDS_TO_END = 5.0
 """Seconds that a handler gets to end in when its worker closes in peace."""
@@ -157,6 +158,7 @@ class Executor:
         limit: how many tasks may run at once, not counting blocked ones; at least 1.
         context: each task runs in a copy of it.
         short: told when a thread could not be started; :meth:`try_again` then, later.
+        stall_seconds: see ``STALL_SECONDS``; may be set later, too.
     """
 
     def __init__(
@@ -165,7 +167,9 @@ class Executor:
         limit: int,
         context: contextvars.Context,
         short: Callable[[Executor], None] | None = None,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
+        self.stall_seconds = stall_seconds
         self._name = name
         self._limit = limit
         self._context = context
@@ -417,7 +421,7 @@ class Executor:
         """Adds a thread whenever the queue stands still; ends after a quiet second."""
         seen = -1
         stalls = quiet = 0
-        while not self._stop_monitor.wait(_STALL_SECONDS * (1 + stalls)):
+        while not self._stop_monitor.wait(self.stall_seconds * (1 + stalls)):
             missing = None
             with self._lock:
                 if not self._queue:

@@ -147,17 +147,6 @@ class Receiver(Protocol):
         """
 
 
-@runtime_checkable
-class SortingReceiver(Receiver, Protocol):
-    """A receiver to which requests and replies can be taken directly, past ``deliver``."""
-
-    def request(self, sender: Life, frame: Frame) -> None:
-        """Takes a request, as :meth:`Receiver.deliver` does."""
-
-    def reply(self, sender: Life, frame: Frame) -> None:
-        """Takes a reply, as :meth:`Receiver.deliver` does."""
-
-
 class Transport(Protocol):
     """One worker's end of a way to move frames. See the module's promises."""
 

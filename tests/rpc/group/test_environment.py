@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.group.environment import Launcher, Place, find_place, hosts_of
+from rpc.group.environment import LaunchedPlace, Launcher, find_place, hosts_of
 
 ADDRESS = {"MASTER_ADDR": "head", "MASTER_PORT": "29400"}
 RPCRUN = {
@@ -31,34 +31,43 @@ SLURM = {
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        (RPCRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2)),
+        (RPCRUN, LaunchedPlace(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2)),
         (
             RPCRUN | {"RPC_INIT_METHOD": "tcp://store:1"},
-            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://store:1", 2),
+            LaunchedPlace(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://store:1", 2),
         ),
         (
             RPCRUN | {"MASTER_ADDR": "::1"},
-            Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://[::1]:29400", 2),
+            LaunchedPlace(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://[::1]:29400", 2),
         ),
-        (RPCRUN | TORCHRUN, Place(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2)),
-        (TORCHRUN, Place(Launcher.TORCHRUN, "worker:1", 1, 4, "env://")),
+        (
+            RPCRUN | TORCHRUN,
+            LaunchedPlace(Launcher.RPCRUN, "trainer:3", 7, None, "tcp://head:29400", 2),
+        ),
+        (TORCHRUN, LaunchedPlace(Launcher.TORCHRUN, "worker:1", 1, 4, "env://")),
         (
             TORCHRUN | {"ROLE_NAME": "reader", "ROLE_RANK": "0"},
-            Place(Launcher.TORCHRUN, "reader:0", 1, 4, "env://"),
+            LaunchedPlace(Launcher.TORCHRUN, "reader:0", 1, 4, "env://"),
         ),
-        (TORCHRUN | {"WORLD_SIZE": ""}, Place(Launcher.TORCHRUN, "worker:1", 1, None, "env://")),
-        (OPEN_MPI | ADDRESS, Place(Launcher.OPEN_MPI, "worker:2", 2, 4, "tcp://head:29400")),
-        (OPEN_MPI, Place(Launcher.OPEN_MPI, "worker:2", 2, 4, "tcp://127.0.0.1:29500")),
-        (PMI, Place(Launcher.PMI, "worker:2", 2, 4, "tcp://127.0.0.1:29500")),
-        (PMI | SLURM, Place(Launcher.PMI, "worker:2", 2, 4, "tcp://127.0.0.1:29400")),
-        (SLURM, Place(Launcher.SLURM, "worker:5", 5, 8, "tcp://gpu07:29400")),
+        (
+            TORCHRUN | {"WORLD_SIZE": ""},
+            LaunchedPlace(Launcher.TORCHRUN, "worker:1", 1, None, "env://"),
+        ),
+        (
+            OPEN_MPI | ADDRESS,
+            LaunchedPlace(Launcher.OPEN_MPI, "worker:2", 2, 4, "tcp://head:29400"),
+        ),
+        (OPEN_MPI, LaunchedPlace(Launcher.OPEN_MPI, "worker:2", 2, 4, "tcp://127.0.0.1:29500")),
+        (PMI, LaunchedPlace(Launcher.PMI, "worker:2", 2, 4, "tcp://127.0.0.1:29500")),
+        (PMI | SLURM, LaunchedPlace(Launcher.PMI, "worker:2", 2, 4, "tcp://127.0.0.1:29400")),
+        (SLURM, LaunchedPlace(Launcher.SLURM, "worker:5", 5, 8, "tcp://gpu07:29400")),
         (
             SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "cpu1"},
-            Place(Launcher.SLURM, "worker:5", 5, 6, "tcp://cpu1:29400"),
+            LaunchedPlace(Launcher.SLURM, "worker:5", 5, 6, "tcp://cpu1:29400"),
         ),
     ],
 )
-def test_a_process_finds_its_place(variables: dict[str, str], place: Place) -> None:
+def test_a_process_finds_its_place(variables: dict[str, str], place: LaunchedPlace) -> None:
     assert find_place(variables) == place
 
 

@@ -172,12 +172,10 @@ class TestCounting:
             until(lambda: not bob.callee.serving())
             assert [each.method for each in bob.metrics().served] == ["wait_patiently"]
 
-    def test_what_waits_for_a_thread_is_served_under_its_name(
-        self, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("rpc.runtime.executor._STALL_SECONDS", 3600.0)  # no second thread
+    def test_what_waits_for_a_thread_is_served_under_its_name(self, gate: threading.Event) -> None:
         one = AgentOptions(num_worker_threads=1)
         with local_group("alice", "bob", options=one) as (alice, bob):
+            bob.executor.stall_seconds = 3600.0  # no second thread
             value = alice.remote("bob", Counter)
             first = alice.rpc_async("bob", wait_at_the_gate)
             assert gates.reached.wait(20)

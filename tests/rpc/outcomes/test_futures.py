@@ -19,7 +19,6 @@ import torch
 from rpc.errors import CallCancelledError, RemoteError, RpcTimeoutError
 from rpc.outcomes import collecting
 from rpc.outcomes.futures import Future
-from rpc.runtime import executor
 from rpc.runtime.executor import Executor
 from tests.waiting import until
 
@@ -707,9 +706,9 @@ def test_chained_futures_wait_the_same_way():
     assert len(waited) == 1
 
 
-def test_a_handler_that_waits_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor, "_STALL_SECONDS", 3600.0)  # nothing but the wait helps
-    pool = Executor("test", 1, contextvars.Context())
+def test_a_handler_that_waits_is_replaced():
+    # Nothing but the wait helps.
+    pool = Executor("test", 1, contextvars.Context(), stall_seconds=3600.0)
     future: Future[int] = Future()
     results: list[int] = []
     finished = threading.Event()

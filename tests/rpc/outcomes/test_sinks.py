@@ -18,7 +18,6 @@ from rpc.outcomes import collecting
 from rpc.outcomes.completions import Completions as RealCompletions
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import AnswerSink, Decode, FutureSink, WaitingCaller
-from rpc.runtime import executor as executor_module
 from rpc.runtime.executor import Executor
 from rpc.testing import local_group
 from rpc.testing.memory import MemoryHub, MemoryTransport
@@ -153,9 +152,9 @@ def test_a_transport_that_reads_for_the_caller_need_not_block():
     assert seen == [False, True]
 
 
-def test_a_handler_that_calls_is_replaced_while_it_waits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", 3600.0)  # nothing but the wait helps
-    pool = Executor("test", 1, contextvars.Context())
+def test_a_handler_that_calls_is_replaced_while_it_waits():
+    # Nothing but the wait helps.
+    pool = Executor("test", 1, contextvars.Context(), stall_seconds=3600.0)
     caller, results, done = WaitingCaller(), [], threading.Event()
     pool.submit(lambda: (results.append(caller.result(sleep)), done.set()))
     pool.submit(lambda: caller.replied(PLAIN, FRAME, Unpack(5)))
@@ -326,9 +325,9 @@ def test_the_failure_of_a_question_is_told_elsewhere():
     assert answers == [(None, error)]
 
 
-def test_no_completion_is_dropped_when_its_worker_closes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", 3600.0)  # no second thread
-    pool = Executor("test", 1, contextvars.Context())
+def test_no_completion_is_dropped_when_its_worker_closes():
+    # There is no second thread.
+    pool = Executor("test", 1, contextvars.Context(), stall_seconds=3600.0)
     changes: list[None] = []
     completions = RealCompletions(pool, MemoryTransport(MemoryHub()), lambda: changes.append(None))
     running, let_go = threading.Event(), threading.Event()

@@ -15,6 +15,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,17 +63,21 @@ class Countdown:
 
 
 @contextlib.contextmanager
-def running(limit: int, context: contextvars.Context | None = None) -> Iterator[Executor]:
-    executor = Executor("test", limit, context or contextvars.Context())
+def running(
+    limit: int,
+    context: contextvars.Context | None = None,
+    stall_seconds: float = executor_module.STALL_SECONDS,
+) -> Iterator[Executor]:
+    executor = Executor(
+        "test", limit, context or contextvars.Context(), stall_seconds=stall_seconds
+    )
     try:
         yield executor
     finally:
         executor.close()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", NEVER)
+patient = partial(running, stall_seconds=NEVER)
 
 
 def start(executor: Executor, count: int) -> list[Held]:
@@ -90,9 +95,8 @@ def let_go(*tasks: Held) -> None:
 # --- The limit
 
 
-@pytest.mark.usefixtures("patient")
 def test_no_more_tasks_than_the_limit_run_at_once():
-    with running(limit=3) as executor:
+    with patient(limit=3) as executor:
         *first, fourth = start(executor, 4)
         assert all(task.started.wait(SECONDS) for task in first)
         assert executor.thread_count() == 3
@@ -105,9 +109,8 @@ def test_no_more_tasks_than_the_limit_run_at_once():
         assert eventually(lambda: executor.busy() == 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_an_idle_thread_is_used_again():
-    with running(limit=4) as executor:
+    with patient(limit=4) as executor:
         for _ in range(5):
             (task,) = start(executor, 1)
             assert task.started.wait(SECONDS)
@@ -116,11 +119,10 @@ def test_an_idle_thread_is_used_again():
         assert executor.thread_count() == 1
 
 
-@pytest.mark.usefixtures("patient")
 def test_queued_tasks_run_in_the_order_of_their_submission():
     order: list[int] = []
     done = Countdown(20)
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         (gate,) = start(executor, 1)
         for number in range(20):
             executor.submit(lambda number=number: (order.append(number), done()))
@@ -132,7 +134,6 @@ def test_queued_tasks_run_in_the_order_of_their_submission():
 # --- Waiting
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_waiting_task_is_replaced_while_it_waits():
     waits, resume = threading.Event(), threading.Event()
 
@@ -141,7 +142,7 @@ def test_a_waiting_task_is_replaced_while_it_waits():
             waits.set()
             assert resume.wait(SECONDS)
 
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.submit(wait)
         assert waits.wait(SECONDS)
         (other,) = start(executor, 1)
@@ -151,7 +152,6 @@ def test_a_waiting_task_is_replaced_while_it_waits():
         assert eventually(lambda: executor.busy() == 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_task_that_was_queued_before_the_wait_runs_during_it():
     queued, resume, ran = threading.Event(), threading.Event(), threading.Event()
 
@@ -161,14 +161,13 @@ def test_a_task_that_was_queued_before_the_wait_runs_during_it():
             assert ran.wait(SECONDS)
         resume.set()
 
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.submit(wait)
         executor.submit(ran.set)
         queued.set()
         assert resume.wait(SECONDS)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_wait_within_a_wait_counts_once():
     waits, resume = threading.Event(), threading.Event()
 
@@ -177,7 +176,7 @@ def test_a_wait_within_a_wait_counts_once():
             waits.set()
             assert resume.wait(SECONDS)
 
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.submit(wait)
         assert waits.wait(SECONDS)
         first, second = start(executor, 2)
@@ -188,12 +187,11 @@ def test_a_wait_within_a_wait_counts_once():
         resume.set()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_chain_of_waits_deeper_than_the_limit_completes_and_its_threads_retire():
     depth, limit = 40, 2
     done = threading.Event()
 
-    with running(limit) as executor:
+    with patient(limit) as executor:
 
         def call(level: int, finished: threading.Event) -> None:
             if level:
@@ -208,7 +206,6 @@ def test_a_chain_of_waits_deeper_than_the_limit_completes_and_its_threads_retire
         assert eventually(lambda: executor.thread_count() <= limit and executor.busy() == 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_task_that_comes_back_from_a_wait_delays_others_but_does_not_lose_them():
     """The replacement retires while a task is queued; the returned one must take it."""
     waits, resume, ran = threading.Event(), threading.Event(), threading.Event()
@@ -220,7 +217,7 @@ def test_a_task_that_comes_back_from_a_wait_delays_others_but_does_not_lose_them
             assert resume.wait(SECONDS)
         returned()
 
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.submit(wait)
         assert waits.wait(SECONDS)
         (replacement,) = start(executor, 1)
@@ -241,7 +238,6 @@ def test_blocking_is_free_outside_handlers():
         assert not in_handler()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_handler_knows_that_it_is_one_even_while_it_waits():
     seen: list[bool] = []
 
@@ -250,7 +246,7 @@ def test_a_handler_knows_that_it_is_one_even_while_it_waits():
         with blocking():
             seen.append(in_handler())
 
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.run_here(look)
         assert not in_handler()
     assert seen == [True, True]
@@ -292,13 +288,10 @@ def test_a_guest_that_waits_unannounced_is_overcome_although_a_thread_is_idle():
         host.join()
 
 
-def test_a_thread_that_finds_the_limit_exceeded_leaves_its_task_to_the_monitor(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_thread_that_finds_the_limit_exceeded_leaves_its_task_to_the_monitor():
     """It was called for a task, but a waiting handler came back before it arrived."""
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", 0.001)
     ran = threading.Event()
-    with running(limit=1) as executor:
+    with running(limit=1, stall_seconds=0.001) as executor:
         (first,) = start(executor, 1)
         let_go(first)
         assert eventually(lambda: len(executor._idle) == 1)
@@ -314,9 +307,8 @@ def test_a_thread_that_finds_the_limit_exceeded_leaves_its_task_to_the_monitor(
 def test_the_monitor_ends_when_all_is_quiet_and_comes_back_when_needed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", 0.001)
     monkeypatch.setattr(executor_module, "_MONITOR_LINGER_CHECKS", 2)
-    with running(limit=1) as executor:
+    with running(limit=1, stall_seconds=0.001) as executor:
         for _ in range(3):
             first, second = start(executor, 2)
             assert second.started.wait(SECONDS)
@@ -325,11 +317,8 @@ def test_the_monitor_ends_when_all_is_quiet_and_comes_back_when_needed(
             assert eventually(lambda: executor.thread_count() <= 1)
 
 
-def test_the_limit_is_back_in_force_once_the_queue_has_run_dry(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(executor_module, "_STALL_SECONDS", 0.001)
-    with running(limit=1) as executor:
+def test_the_limit_is_back_in_force_once_the_queue_has_run_dry():
+    with running(limit=1, stall_seconds=0.001) as executor:
         tasks = start(executor, 4)
         assert all(task.started.wait(SECONDS) for task in tasks)
         let_go(*tasks)
@@ -340,20 +329,18 @@ def test_the_limit_is_back_in_force_once_the_queue_has_run_dry(
 # --- Guests
 
 
-@pytest.mark.usefixtures("patient")
 def test_run_here_runs_on_the_calling_thread_while_the_limit_allows():
     where: list[threading.Thread] = []
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.run_here(lambda: where.append(threading.current_thread()))
         assert where == [threading.current_thread()]
         assert executor.thread_count() == 0
 
 
-@pytest.mark.usefixtures("patient")
 def test_run_here_queues_when_the_limit_is_reached():
     where: list[threading.Thread] = []
     done = threading.Event()
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         (running_task,) = start(executor, 1)
         assert running_task.started.wait(SECONDS)
         executor.run_here(lambda: (where.append(threading.current_thread()), done.set()))
@@ -363,18 +350,16 @@ def test_run_here_queues_when_the_limit_is_reached():
     assert where[0].name == "test-handler"
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_task_queued_behind_a_guest_runs_when_the_guest_leaves():
     ran = threading.Event()
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         executor.run_here(lambda: executor.submit(ran.set))
         assert ran.wait(SECONDS)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_task_queued_behind_a_guest_runs_when_the_guest_leaves_although_a_thread_was_idle():
     ran = threading.Event()
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
         (first,) = start(executor, 1)
         let_go(first)
         assert eventually(lambda: len(executor._idle) == 1)
@@ -382,11 +367,10 @@ def test_a_task_queued_behind_a_guest_runs_when_the_guest_leaves_although_a_thre
         assert ran.wait(SECONDS)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_guest_of_a_waiting_task_leaves_the_wait_as_it_was():
     """A waiting handler that reads for others runs a guest, which waits in turn."""
     done = Countdown(2)
-    with running(limit=1) as executor:
+    with patient(limit=1) as executor:
 
         def guest() -> None:
             ran = threading.Event()
@@ -406,10 +390,9 @@ def test_a_guest_of_a_waiting_task_leaves_the_wait_as_it_was():
         done.wait()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_guest_of_another_executor_is_counted_there():
     ran = threading.Event()
-    with running(limit=1) as home, running(limit=1) as away:
+    with patient(limit=1) as home, patient(limit=1) as away:
 
         def guest() -> None:
             with blocking():
@@ -425,7 +408,6 @@ def test_a_guest_of_another_executor_is_counted_there():
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-@pytest.mark.usefixtures("patient")
 def test_an_error_that_leaves_a_task_is_logged_and_the_thread_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ):
@@ -433,7 +415,7 @@ def test_an_error_that_leaves_a_task_is_logged_and_the_thread_goes_on(
         raise error
 
     ran = threading.Event()
-    with caplog.at_level(logging.ERROR, logger="rpc"), running(limit=1) as executor:
+    with caplog.at_level(logging.ERROR, logger="rpc"), patient(limit=1) as executor:
         executor.submit(fail)
         executor.submit(ran.set)
         assert ran.wait(SECONDS)
@@ -452,7 +434,6 @@ class BrokenLog(logging.Handler):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_log_that_takes_nothing_ends_no_thread():
     def fail() -> None:
         raise ValueError("no")
@@ -460,7 +441,7 @@ def test_a_log_that_takes_nothing_ends_no_thread():
     log, ran = BrokenLog(), threading.Event()
     logging.getLogger("rpc").addHandler(log)
     try:
-        with running(limit=1) as executor:
+        with patient(limit=1) as executor:
             executor.submit(fail)
             executor.submit(ran.set)
             assert ran.wait(SECONDS)
@@ -469,7 +450,6 @@ def test_a_log_that_takes_nothing_ends_no_thread():
         logging.getLogger("rpc").removeHandler(log)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_thread_that_cannot_be_started_costs_nothing_but_the_delay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -477,7 +457,7 @@ def test_a_thread_that_cannot_be_started_costs_nothing_but_the_delay(
         raise RuntimeError("can't start new thread")
 
     done = Countdown(2)
-    with running(limit=2) as executor:
+    with patient(limit=2) as executor:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert executor.submit(done)
@@ -508,7 +488,6 @@ def test_who_owns_the_executor_may_try_again_to_start_a_thread(monkeypatch: pyte
 # --- Contexts
 
 
-@pytest.mark.usefixtures("patient")
 def test_each_task_runs_in_its_own_copy_of_the_context():
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
     context = contextvars.Context()
@@ -520,7 +499,7 @@ def test_each_task_runs_in_its_own_copy_of_the_context():
         variable.set("changed")
 
     done = threading.Event()
-    with running(limit=1, context=context) as executor:
+    with patient(limit=1, context=context) as executor:
         executor.run_here(task)
         executor.submit(task)
         executor.submit(task)
@@ -533,9 +512,8 @@ def test_each_task_runs_in_its_own_copy_of_the_context():
 # --- Closing
 
 
-@pytest.mark.usefixtures("patient")
 def test_close_waits_for_what_runs_and_returns_what_was_queued():
-    executor = Executor("test", 1, contextvars.Context())
+    executor = Executor("test", 1, contextvars.Context(), stall_seconds=NEVER)
     (running_task,) = start(executor, 1)
     assert running_task.started.wait(SECONDS)
     queued = start(executor, 2)
@@ -575,9 +553,8 @@ def test_after_close_tasks_are_refused():
     assert executor.thread_count() == 0
 
 
-@pytest.mark.usefixtures("patient")
 def test_close_wakes_and_joins_idle_threads_and_the_monitor():
-    executor = Executor("test", 2, contextvars.Context())
+    executor = Executor("test", 2, contextvars.Context(), stall_seconds=NEVER)
     tasks = start(executor, 3)
     assert eventually(lambda: {t.name for t in threads()} == {"test-handler", "test-monitor"})
     let_go(*tasks)
@@ -587,19 +564,17 @@ def test_close_wakes_and_joins_idle_threads_and_the_monitor():
     assert not any(t.is_alive() for t in before)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_task_may_close_its_own_executor():
-    executor = Executor("test", 1, contextvars.Context())
+    executor = Executor("test", 1, contextvars.Context(), stall_seconds=NEVER)
     closed = threading.Event()
     executor.submit(lambda: (executor.close(), closed.set()))
     assert closed.wait(SECONDS)
     assert eventually(lambda: executor.thread_count() == 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_close_joins_threads_that_are_only_just_starting():
     for _ in range(50):
-        executor = Executor("test", 4, contextvars.Context())
+        executor = Executor("test", 4, contextvars.Context(), stall_seconds=NEVER)
         submitters = [threading.Thread(target=start_none, args=(executor,)) for _ in range(3)]
         for submitter in submitters:
             submitter.start()
@@ -663,7 +638,6 @@ def scenario(seed: int) -> None:
     assert (executor._size, len(executor._idle), executor._coming) == (0, 0, 0)
 
 
-@pytest.mark.usefixtures("patient")
 def test_no_wake_up_is_ever_lost():
     for seed in range(60):
         try:

@@ -182,12 +182,10 @@ def test_a_handler_does_not_queue_for_room_that_is_there() -> None:
 
 @pytest.mark.parametrize("gives_way", [True, False])
 def test_another_handler_runs_while_one_waits_for_room_if_that_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, gives_way: bool
+    gives_way: bool,
 ) -> None:
-    monkeypatch.setattr(
-        "rpc.runtime.executor._STALL_SECONDS", 60.0
-    )  # nobody else notices that it waits
-    executor = Executor("test", 1, contextvars.copy_context())
+    # Nobody else notices that it waits.
+    executor = Executor("test", 1, contextvars.copy_context(), stall_seconds=60.0)
     window = FlowWindow("w", 8192, gives_way=gives_way)
     assert window.try_charge(1, 8192)
     over: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.group.environment import Launcher, Place, find_place
+from rpc.group.environment import LaunchedPlace, Launcher, find_place
 from tensorwire.launch.plan import Plan, Seat
 from tensorwire.launch.variables import (
     JobFacts,
@@ -69,7 +69,7 @@ def test_members_of_a_process_group_count_each_other_only_and_meet_at_a_store_of
 
 def test_init_rpc_finds_the_seat() -> None:
     job = Job("ps:1,service", "trainer:2")
-    place = Place(Launcher.RPCRUN, "trainer:1", 2, None, "tcp://head:29400", 1)
+    place = LaunchedPlace(Launcher.RPCRUN, "trainer:1", 2, None, "tcp://head:29400", 1)
     assert find_place(of(job, "trainer:1")) == place
 
 
