@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from transformers import EarlyStoppingCallback, Trainer  # noqa: E402
 from rpc.testing import as_worker, local_group  # noqa: E402
 from tensorwire import parameter_server as ps  # noqa: E402
 from tensorwire.integrations.low_memory import AdaLomo, GaLoreAdamW, Lomo  # noqa: E402
-from tensorwire.integrations.transformers import ParameterServerCallback  # noqa: E402
+from tensorwire.integrations.transformers import (  # noqa: E402
+    ParameterServerCallback,
+    stand_alone,
+)
 from tests.tensorwire.integrations.tiny import (  # noqa: E402
     SERVERS,
     beside_servers,
@@ -176,6 +180,30 @@ def test_overridden_methods_and_callbacks_are_called_as_in_a_local_run(tmp_path:
 
     beside_servers(go)
     assert local.state.global_step == 4  # it was stopped
+
+
+def test_of_trainers_that_stand_alone_only_the_first_of_its_role_saves_and_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = transformers.logging.get_verbosity()
+    options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "max_steps": 2}
+    options |= {"log_level": "error", "log_level_replica": "critical"}
+    levels, saved = [], []
+    try:
+        for rank in ("0", "1"):
+            for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+                monkeypatch.setenv(name, rank)
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                monkeypatch.setenv(name, "2")
+            stand_alone()
+            folder = tmp_path / rank
+            beside_servers(lambda f=folder: fit(f, [ParameterServerCallback(SERVERS)], **options))
+            levels.append(transformers.logging.get_verbosity())
+            saved.append([each.name for each in folder.glob("checkpoint-*")])
+    finally:
+        transformers.logging.set_verbosity(before)
+    assert levels == [logging.ERROR, logging.CRITICAL]
+    assert saved == [["checkpoint-2"], []]
 
 
 class _Peak(transformers.TrainerCallback):  # type: ignore[misc]
