@@ -90,18 +90,17 @@ def new_model() -> GPT2LMHeadModel:
 
 def arguments(options: argparse.Namespace, folder: str, steps: int) -> TrainingArguments:
     """Nothing in them is about servers."""
-    often = max(1, steps // 10)
+    often = max(1, steps // 5)
     return TrainingArguments(
         str(options.output / folder),
         max_steps=steps,
         per_device_train_batch_size=_BATCH,
-        learning_rate=1e-2,
+        learning_rate=3e-3,
         lr_scheduler_type="cosine",
-        logging_steps=max(1, often // 4),
+        logging_steps=max(1, often // 8),
         eval_strategy="steps",
         eval_steps=often,
         save_steps=often,
-        save_total_limit=2,
         seed=options.seed,
         report_to=[],
         use_cpu=True,
@@ -173,17 +172,6 @@ def _bits(loss: float) -> float:
     return loss / math.log(2)
 
 
-@torch.no_grad()
-def write(model: GPT2LMHeadModel, beginning: str) -> str:
-    """Goes on after a beginning, always with what is most likely."""
-    given = torch.tensor([[_CODES[each] for each in beginning]])
-    found: Any = model.eval().generate(  # type: ignore[operator]
-        given, attention_mask=torch.ones_like(given), max_length=_LENGTH, do_sample=False,
-        pad_token_id=0,
-    )  # fmt: skip
-    return "".join(ALPHABET[number] for number in found[0].tolist())
-
-
 def draw(history: list[dict[str, float]], path: Path) -> None:
     """Draws how the losses went.
 
@@ -214,7 +202,6 @@ def main(given: Sequence[str] | None = None) -> int:
     stand_alone()  # or accelerate would wait for the servers to form a process group
     trainer = fine_tune(options, servers)
     print(f"bits per character after: {_bits(trainer.evaluate()['eval_loss']):.2f}")
-    print(f"it writes: {write(trainer.model, 'The ')!r}")
     draw(trainer.state.log_history, options.output / "loss.png")
     rpc.shutdown()
     return 0
