@@ -84,15 +84,16 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def model(case: Case) -> Any:
     """A GPT without dropout, the same in every process."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import transformers
 
+    kinds: Any = transformers
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = kinds.GPT2Config(
         vocab_size=case.words, n_positions=case.length, n_embd=case.width, n_layer=case.layers,
         n_head=max(1, case.width // 64), bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return kinds.GPT2LMHeadModel(config)
 
 
 def train(case: Case, end: Connection, folder: str, callbacks: list[Any], **options: Any) -> None:
@@ -331,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = QUICK if options.quick else FULL
     import transformers  # once, for all processes
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     print(report(case, compare(case, options.rounds, options.steps)), flush=True)
     return 0
 

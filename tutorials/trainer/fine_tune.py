@@ -81,11 +81,11 @@ def prose() -> tuple[Text, Text]:
 
 def new_model() -> GPT2LMHeadModel:
     """A GPT that knows nothing."""
-    config = GPT2Config(
+    config = GPT2Config(  # type: ignore[no-untyped-call]
         vocab_size=len(ALPHABET), n_positions=_LENGTH, n_embd=64, n_layer=2, n_head=4,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
 
 
 def arguments(options: argparse.Namespace, folder: str, steps: int) -> TrainingArguments:
@@ -118,7 +118,8 @@ def base_model(options: argparse.Namespace, held_out: Text) -> GPT2LMHeadModel:
         trainer = Trainer(new_model(), args, train_dataset=Text(code()), eval_dataset=held_out)
         trainer.train()
         trainer.save_model(str(folder))
-    return GPT2LMHeadModel.from_pretrained(folder)
+    found: GPT2LMHeadModel = GPT2LMHeadModel.from_pretrained(folder)
+    return found
 
 
 class Kill(TrainerCallback):
@@ -151,7 +152,7 @@ def fine_tune(options: argparse.Namespace, servers: list[str]) -> Trainer:
     callbacks: list[TrainerCallback] = [ParameterServerCallback(servers)]
     if options.kill:
         callbacks.append(Kill(options.steps // 2 + 5))
-    trainer = Trainer(
+    trainer: Trainer = Trainer(
         base_model(options, held_out),
         arguments(options, "tuned", options.steps),
         train_dataset=text,
