@@ -148,8 +148,8 @@ def _tables(options: argparse.Namespace, case: Case) -> str:
     programs = ours.PROGRAMS | by_hand.PROGRAMS
     if "ray" not in absent:
         programs = programs | {"by hand, Ray": by_hand.rows_over_ray}
-    columns = _settings(programs, case, options.threads)
-    found = compare(columns, options.rounds, options.steps)
+    chosen = {n: p for n, p in programs.items() if n in (ours.AHEAD, *(options.only or programs))}
+    found = compare(_settings(chosen, case, options.threads), options.rounds, options.steps)
     head = f"{case.rows} rows of {case.dim}, {case.ids} ids a step"
     also = f"\nnot installed, so not compared: {', '.join(absent)}" if absent else ""
     return f"{head}\n{table(found, ours.AHEAD, 'threads')}{also}"
@@ -205,6 +205,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dim", type=int, default=64, help="(%(default)s)")
     add("--megabytes", type=float, default=64.0, help="of dense parameters (%(default)s)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="of torch (%(default)s)")
+    add("--only", nargs="+", metavar="PROGRAM", help="of tables, e.g. 'sum of floors' (all)")
     add("--rounds", type=int, default=9, help="(%(default)s)")
     add("--steps", type=int, default=10, help="of a round (%(default)s)")
     add("--many-rows", type=int, default=20_000_000, help="to fill memory with (%(default)s)")

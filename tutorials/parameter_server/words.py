@@ -183,7 +183,7 @@ def draw(areas: dict[int, float], staleness: dict[int, int], path: Path) -> None
     area.plot(list(areas), list(areas.values()), marker="o")
     area.grid(alpha=0.3)
     area.set(title="near or not: AUC on unread text", xlabel="step of trainer 0")
-    stale.hist(list(staleness), bins=20, weights=list(staleness.values()))
+    stale.bar(list(staleness), list(staleness.values()), width=0.9)
     stale.set(title="pulls of trainer 0", xlabel="steps by which the slowest trainer was behind")
     save(drawn, path)
 
