@@ -115,24 +115,24 @@ def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed
     program = (LIGHT, str(work.folder))
     first = work.start(*meets, "--spare", "1", *program)
     work.life("trainer:0")
-    second = work.start(*meets, *program, "trainer:1#1=deaf")
-    former = work.life("trainer:1")
-    assert former.environment["GROUP_RANK"] == "1"
+    second = work.start(*meets, *program)
+    leaves = work.life("trainer:1")
+    assert leaves.environment["GROUP_RANK"] == "1"
 
-    third = work.start(*meets, *program)
-    leaves = work.life("trainer:2")
-    third.send(signal.SIGTERM)
-    assert third.wait() == 128 + signal.SIGTERM
-    assert not leaves.lives
-    taken = work.life("trainer:2", 2)  # by the first, which has a spare seat
-    assert taken.environment["GROUP_RANK"] == "0"
-
-    second.send(signal.SIGKILL)
+    third = work.start(*meets, *program, "trainer:2#1=deaf")
+    former = work.life("trainer:2")
+    third.send(signal.SIGKILL)
     killed = time.monotonic()
     until(lambda: not former.lives, SECONDS, 0.01)
     seconds = time.monotonic() - killed
     assert seconds < 2, f"a worker of a killed agent ended after {seconds:.1f} s"
-    until(lambda: "agent 1 gives no sign of life; it is struck out" in first.said, SECONDS)
+    taken = work.life("trainer:2", 2)  # by the first, which has a spare seat
+    assert taken.environment["GROUP_RANK"] == "0"
+    assert "agent 2 gives no sign of life; it is struck out" in work.said
+
+    second.send(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    assert not leaves.lives
     fourth = work.start(*meets, *program)
     assert work.life("trainer:1", 2).environment["GROUP_RANK"] == "3"
     assert work.life("trainer:0").lives

@@ -24,7 +24,7 @@ def process() -> int:
 
 
 def train(folder: Path) -> None:
-    me = rpc.get_worker_info().name
+    me, number = rpc.get_worker_info().name, rpc.get_worker_info().id
     incarnation = rpc.extend.life_of(me).incarnation
     steps, seen = 0, dict.fromkeys(SERVERS, 0)
     while not (folder / "end").exists():
@@ -34,7 +34,8 @@ def train(folder: Path) -> None:
             except rpc.RpcError as error:
                 print(f"{me}: {error}", flush=True)
         steps += 1
-        progress = {"pid": os.getpid(), "incarnation": incarnation, "steps": steps, "seen": seen}
+        progress = {"pid": os.getpid(), "id": number, "incarnation": incarnation}
+        progress |= {"steps": steps, "seen": seen}
         draft = folder / f"{me}.draft"
         draft.write_text(json.dumps(progress))
         draft.rename(folder / f"{me}.progress")
