@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,11 +14,13 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.processes import IMPORTED, ready_made
+from tests.processes import ready_made
 from tests.waiting import eventually
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIGHT = str(PROGRAMS / "light.py")
+FORKED = ("--run-path", "--start-method", "fork", "--monitor-interval", "0.05")
+"""Flags for workers that begin with torch imported, as their agent has."""
 SECONDS = 60.0
 """A deadline that only a failing test reaches, however busy the machine is."""
 
@@ -158,7 +159,6 @@ def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, 
     os.dup2(file, 2)
     os.environ.update(variables)
     os.chdir(Path(output).parent)
-    multiprocessing.set_forkserver_preload(IMPORTED)  # for workers that are forked
     module = importlib.import_module(_MAINS.get(main, main))
     try:
         module.main(*(list(arguments),) if main in _MAINS else arguments)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.free_ports import free_port
-from tests.tensorwire.launch.jobs import PROGRAMS, SECONDS, Job, is_running, job
+from tests.tensorwire.launch.jobs import FORKED, PROGRAMS, SECONDS, Job, is_running, job
 from tests.waiting import until
 
 pytestmark = [
@@ -21,8 +21,6 @@ pytestmark = [
     pytest.mark.xdist_group("launch"),
     pytest.mark.timeout(300),
 ]
-
-FORKED = ("--run-path", "--start-method", "fork", "--monitor-interval", "0.05")
 
 
 @pytest.fixture

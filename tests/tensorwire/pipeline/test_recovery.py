@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,9 @@ from torch import nn
 
 from remote_module import RemoteModule
 from tensorwire.pipeline import Pipeline
-from tests.signals import heeding_interrupts
+from tests.tensorwire.launch.jobs import FORKED, job
 from tests.tensorwire.pipeline.reference import given, group, place
 
-_ROOT = Path(__file__).parents[3]
 _JOB = Path(__file__).with_name("lose_a_stage.py")
 
 
@@ -38,19 +34,14 @@ def test_a_stage_can_move_to_another_worker_between_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("process_server")
 def test_a_killed_stage_returns_under_rpcrun_and_losses_are_those_from_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     roles = ["--role", "stage:1,service,max_restarts=1", "--role", "driver:1"]
-    with heeding_interrupts():
-        job = subprocess.run(
-            [sys.executable, "-m", "tensorwire.launch", *roles, str(_JOB), str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": str(_ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=280.0,
-        )
-    assert job.returncode == 0, job.stderr
+    with job(tmp_path) as work:
+        agent = work.start("--standalone", *roles, *FORKED, str(_JOB), str(tmp_path))
+        assert agent.wait(280) == 0, agent.said
     told = json.loads((tmp_path / "losses.json").read_text())
     assert told["error"] == [4, 1, "stage:0", 2]  # the step, the stage, its worker, the micro-batch
     assert told["after"] == told["expected"]
