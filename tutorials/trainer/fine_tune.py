@@ -159,7 +159,7 @@ def fine_tune(options: argparse.Namespace, servers: list[str]) -> Trainer:
         eval_dataset=held_out,
         callbacks=callbacks,
     )
-    folder = trainer.args.output_dir
+    folder = str(trainer.args.output_dir)
     checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
     if checkpoint is None:
         print(f"bits per character before: {_bits(trainer.evaluate()['eval_loss']):.2f}")
