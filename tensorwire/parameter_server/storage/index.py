@@ -39,7 +39,8 @@ class Index:
 
     def upsert(self, ids: Ints) -> Ints:
         """The row of each id; new ones get the next rows, in order."""
-        self._make_room(len(ids))
+        if self.count + len(ids) > _FULL * len(self._table):  # maybe, as most may be there
+            self._make_room(int((self.find(ids) < 0).sum()))
         rows = np.empty(len(ids), np.int64)
         self.count = self._kernels.upsert(self._table, ids, rows, self.count)
         return rows
