@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -87,13 +87,17 @@ class Counted:
         """At the caller, and at the callee."""
         return sum(self.caller.values()), sum(self.callee.values())
 
-    def files(self) -> tuple[set[str], set[str]]:
-        """The files of this project that it passes, at the caller and at the callee."""
-        return _files(self.caller), _files(self.callee)
+    def files(self, least: float = 0.0) -> tuple[set[str], set[str]]:
+        """The files of this project that it passes, at the caller and at the callee.
+
+        Args:
+            least: how often it calls a function of such a file at least.
+        """
+        return _files(self.caller, least), _files(self.callee, least)
 
 
-def _files(calls: Iterable[str]) -> set[str]:
-    names = {each.rpartition(":")[0] for each in calls}
+def _files(calls: Mapping[str, float], least: float) -> set[str]:
+    names = {name.rpartition(":")[0] for name, count in calls.items() if count >= least}
     return {name for name in names if not name.startswith(("/", "<", "benchmarks/"))}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rpc.errors import (
     FrameError,
@@ -41,6 +41,7 @@ from rpc.protocol.reference_terms import (
     UserHandle,
 )
 from rpc.protocol.references import ReferenceTable
+from rpc.rrefs.collaborators import Calls, SendsControl
 from rpc.rrefs.creation_sink import CreationSink
 from rpc.rrefs.report import ReferenceReport
 from rpc.rrefs.rref import RRef, _rref_typeof_on_owner
@@ -64,47 +65,6 @@ from rpc.worker_info import WorkerInfo
 _logger = logging.getLogger("rpc")
 
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
-
-
-class SendsControl(Protocol):
-    """Sends control messages, many to a frame."""
-
-    def queue(self, to: Life, message: ControlMessage) -> None:
-        """Queues one."""
-
-    def flush(self) -> None:
-        """Sends what is queued."""
-
-
-class Calls(Protocol):
-    """The calling side of a worker, as references use it."""
-
-    @property
-    def rpc_sync(self) -> Callable[..., Any]:
-        """Makes a call and waits; see ``rpc.rpc_sync``."""
-
-    @property
-    def rpc_async(self) -> Callable[..., Future[Any]]:
-        """Makes a call; see ``rpc.rpc_async``."""
-
-    @property
-    def remote(self) -> Callable[..., RRef[Any]]:
-        """Makes a call whose result stays there; see ``rpc.remote``."""
-
-    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
-        """Makes a call soon, on another thread."""
-
-    def fetch(self, rref: RRef[Any], owner: WorkerInfo, timeout: float) -> Any:
-        """Asks the owner of a value for a copy, and waits."""
-
-    def future(self, description: str) -> Future[Any]:
-        """Makes a future that is waited for as the transport likes it."""
-
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
-        """Waits as the transport likes it."""
-
-    def creation_gone(self, fork: GlobalId, reason: BaseException) -> None:
-        """Fails the calls that need a value which will not be made."""
 
 
 class ReferenceKeeper:
