@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,23 @@ from tests.tensorwire.integrations.tiny import SERVERS, beside_servers, losses
 from tutorials.trainer import fine_tune
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_fine_tuning_goes_on_from_its_checkpoint_with_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that outlives the bar
-    options = argparse.Namespace(steps=10, seed=0, output=tmp_path, kill=False)
+    options = argparse.Namespace(steps=5, seed=0, output=tmp_path, kill=False)
 
     def go() -> Any:
         torch.manual_seed(0)
@@ -31,7 +42,7 @@ def test_fine_tuning_goes_on_from_its_checkpoint_with_the_same_losses(
 
     whole = beside_servers(go)
     assert losses(whole)[-1] < losses(whole)[0]
-    shutil.rmtree(tmp_path / "tuned" / "checkpoint-10")  # as if it had been killed after step 8
+    shutil.rmtree(tmp_path / "tuned" / "checkpoint-5")  # as if it had been killed after step 4
     resumed = beside_servers(go)
     assert losses(resumed) == losses(whole)
     assert "training resumes from" in capsys.readouterr().out
