@@ -41,21 +41,15 @@ def test_a_part_of_torchs_tests_passes(subject: str, tmp_path: Path):
     assert int(passed[1]) > 12
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "noticed"),
-    [
-        ("wrong-results", "None is not tensor"),
-        ("genuine-calls", "GENUINE TORCH RPC WAS USED: rpc_sync"),
-    ],
-)
-def test_a_broken_library_is_noticed(sabotage: str, noticed: str, tmp_path: Path):
-    done = _run(tmp_path, "tensorwire", "-k", r"RpcTest\.test_scalar_add$", "--sabotage", sabotage)
+def test_calls_that_reach_genuine_torch_are_noticed(tmp_path: Path):
+    options = ("-k", r"RpcTest\.test_scalar_add$", "--sabotage", "genuine-calls")
+    done = _run(tmp_path, "tensorwire", *options)
     assert done.returncode == 1
     assert "0 passed, 1 failed" in done.stdout
-    assert noticed in done.stdout
+    assert "GENUINE TORCH RPC WAS USED: rpc_sync" in done.stdout
 
 
-def test_spawned_workers_get_our_names_too(tmp_path: Path):
+def test_spawned_workers_get_our_names_too_and_wrong_results_are_noticed(tmp_path: Path):
     options = ("-k", r"RemoteModuleTest\.test_forward_sync$", "--start", "spawn")  # only two
     done = _run(tmp_path, "tensorwire", *options, "--sabotage", "wrong-results")
     assert done.returncode == 1

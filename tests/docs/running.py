@@ -23,6 +23,8 @@ from tests.free_ports import free_port
 from tests.processes import ready_made
 
 _SECONDS_FOR_A_PAGE = 110.0
+_FORKED = ("--run-path", "--start-method", "fork")
+"""Flags for workers that have torch imported, as their launcher has here."""
 Task = Callable[[], None]
 
 
@@ -121,7 +123,7 @@ def _run_command(file: Path, words: Sequence[str], output: Path) -> None:
         return
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)  # where its workers print, too
     main: Callable[[Sequence[str]], int] = importlib.import_module("tensorwire.launch.main").run
-    code = main(words[1:])
+    code = main([*_FORKED, *words[1:]])
     assert code == 0, f"exit code {code}"
 
 
