@@ -519,9 +519,7 @@ class Session:
         """
         pause = _PAUSE
         while True:
-            answer = Answer()
-            self._caller.call(self.view.coordinator, messages.Asking(what), answer.set)
-            reply = answer.wait()
+            reply = self._ask_now(what)
             if isinstance(reply, messages.Granted):
                 return reply.result
             if isinstance(reply, messages.Rejected) and reply.reason:
@@ -535,6 +533,15 @@ class Session:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
             self.refresh()
             self.spread()
+
+    def _ask_now(self, what: orders.Request) -> Any:
+        """Asks the coordinator of the view; one that is known to be lost is not even asked."""
+        coordinator = self.view.coordinator
+        if verdict_on(self.worker, coordinator) is Verdict.OVER:
+            return messages.Rejected("")
+        answer = Answer()
+        self._caller.call(coordinator, messages.Asking(what), answer.set)
+        return answer.wait()
 
     def _has_heard_of(self, server: Server) -> bool:
         """False if calls to that life may have met the one before it."""

@@ -290,6 +290,21 @@ def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path:
     assert 0 < whole[1] < IDS
 
 
+def test_a_snapshot_is_taken_by_whoever_coordinates_after_the_first_was_lost(
+    tmp_path: Path,
+) -> None:
+    hub = MemoryHub()
+
+    def go() -> None:
+        cluster = ps.connect(server_names(2), backups=1)
+        cluster.table("items", 8, ps.SGD(lr=0.1))
+        hub.cut(0)
+        assert cluster.snapshot(tmp_path / "one").wait(30).counts == {}
+
+    with local_group(*server_names(2), "observer", hub=hub) as agents:
+        run(agents[2:], [go])
+
+
 def test_servers_come_and_go_while_trainers_push() -> None:
     def go(resizes: bool) -> Callable[..., Tensor]:
         def run() -> Tensor:
