@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = QUICK if options.quick else FULL
     import transformers  # once, for all processes
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     print(report(case, compare(case, options.rounds, options.steps)), flush=True)
     return 0
 

@@ -69,7 +69,7 @@ def checkpoint_of(error: ps.RolledBack, output_dir: str) -> str | None:
     folder = Path(error.snapshot).parent
     if (folder / _STATE).exists():
         return str(folder)
-    last: Any = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None  # type: ignore[no-untyped-call]
+    last: Any = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     return None if last is None else str(last)
 
 

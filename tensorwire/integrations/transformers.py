@@ -310,7 +310,7 @@ def _take_number(args: TrainingArguments) -> None:
     number, known = int(os.environ.get("ROLE_RANK", "0")), args.distributed_state
     if number and known is not None:
         known.process_index = known.local_process_index = number
-        logging.set_verbosity(args.get_process_log_level())  # type: ignore[no-untyped-call]
+        logging.set_verbosity(args.get_process_log_level())
 
 
 def _mode(mode: Mode | str) -> Mode:

@@ -81,11 +81,11 @@ def prose() -> tuple[Text, Text]:
 
 def new_model() -> GPT2LMHeadModel:
     """A GPT that knows nothing."""
-    config = GPT2Config(  # type: ignore[no-untyped-call]
+    config = GPT2Config(
         vocab_size=len(ALPHABET), n_positions=_LENGTH, n_embd=64, n_layer=2, n_head=4,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    return GPT2LMHeadModel(config)
 
 
 def arguments(options: argparse.Namespace, folder: str, steps: int) -> TrainingArguments:
@@ -160,7 +160,7 @@ def fine_tune(options: argparse.Namespace, servers: list[str]) -> Trainer:
         callbacks=callbacks,
     )
     folder = str(trainer.args.output_dir)
-    checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
+    checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
     if checkpoint is None:
         print(f"bits per character before: {_bits(trainer.evaluate()['eval_loss']):.2f}")
     else:
