@@ -82,8 +82,10 @@ def test_the_pages_start_tutorials_with_roles_as_their_help_does() -> None:
     assert len(commands) >= 8
     for flags, module in commands:
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-        (asked,) = re.findall(r'"(\w+:\d+ \w+:\d+,service[^"]*)"', source)
-        assert [*map(_role, re.findall(r"--role (\S+)", flags))] == [*map(_role, asked.split())]
+        (asked,) = re.findall(r'"(\w+:\d+ \w+:\d+,service[^"]*|--role \w+:\d+,[^"]*)"', source)
+        assert [*map(_role, re.findall(r"--role (\S+)", flags))] == [
+            *map(_role, asked.replace("--role ", "").split())
+        ]
 
 
 @pytest.mark.slow

@@ -25,17 +25,20 @@ class Place:
     servers: list[str]
 
 
-def parser(description: str | None, module: str, output: str) -> argparse.ArgumentParser:
-    """A parser with the options that both programs here have.
+def parser(
+    description: str | None, module: str, output: str, roles: str = ROLES
+) -> argparse.ArgumentParser:
+    """A parser with the options that these programs share.
 
     Args:
         description: the program's docstring, whose first line ``--help`` shows.
         module: its name.
         output: folder in ``runs/`` for pictures.
+        roles: rpcrun's flags, for ``--help``.
     """
     made = argparse.ArgumentParser(
         description=(description or "").splitlines()[0],
-        usage=f"rpcrun --standalone {ROLES} -m {module} [options]",
+        usage=f"rpcrun --standalone {roles} -m {module} [options]",
     )
     made.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     made.add_argument(

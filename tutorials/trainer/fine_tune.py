@@ -39,6 +39,7 @@ from tensorwire.integrations.transformers import ParameterServerCallback, stand_
 from tutorials import pictures
 from tutorials.parameter_server import roles
 
+_ROLES = "--role ps:2,service=tensorwire.parameter_server --role trainer:1,max_restarts=1"
 _LENGTH = 64
 _BATCH = 16
 _HELD_OUT = 40
@@ -192,7 +193,7 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Trains, and shows what came of it; returns the exit status."""
-    parser = roles.parser(__doc__, "tutorials.trainer.fine_tune", "trainer")
+    parser = roles.parser(__doc__, "tutorials.trainer.fine_tune", "trainer", _ROLES)
     parser.add_argument("--steps", type=int, default=200, help="of each training (%(default)s)")
     parser.add_argument("--kill", action="store_true", help="kill the trainer on the way")
     options = parser.parse_args(given)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpc import extend
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.client.exchange import Gradients, Wanted
@@ -298,7 +299,9 @@ def test_a_snapshot_is_taken_by_whoever_coordinates_after_the_first_was_lost(
     def go() -> None:
         cluster = ps.connect(server_names(2), backups=1)
         cluster.table("items", 8, ps.SGD(lr=0.1))
+        coordinator = extend.worker().life_of(server_names(2)[0])
         hub.cut(0)
+        waiting.until(lambda: not extend.is_living(coordinator))
         assert cluster.snapshot(tmp_path / "one").wait(30).counts == {}
 
     with local_group(*server_names(2), "observer", hub=hub) as agents:

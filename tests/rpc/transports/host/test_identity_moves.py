@@ -84,5 +84,5 @@ def test_over_tensorpipe_torch_carries_what_moves(
     peer = Peer(WorkerInfo("bob", 1), 1, address)
     link = caller.link_to(peer, "alice", options, memory, Loopback("alice", lambda _: None))
     assert link.shared.place(LARGE) is LARGE
-    assert link.shared.has_offer is (device_map.get(HOST, HOST) == HOST)
+    assert (link.shared.untold is not None) is (device_map.get(HOST, HOST) == HOST)
     link.shared.close()
