@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,28 +30,32 @@ Begin = Callable[[int, str], Step | None]
 """Begins one process, given its rank and a file to meet at; None if others tell it what to do."""
 
 
-class SteppingGroup:
+Live = Callable[[int, str, Connection], None]
+"""A process's whole life, given its rank, a folder of the group and its end of a connection. It
+sends True if it drives, else False; then, for each number of steps it gets, what came of them."""
+
+
+class StoppedGroup:
     """The processes of one program; stopped unless it is their turn.
 
     Args:
-        begin: what each process begins with.
+        live: the life of each process, which ends when it is killed.
         size: how many there are.
-        threads: of torch, in each.
         warm_up: how many times they step at once; ``first`` has what came of each.
 
     Attributes:
         told: what came of the last step that was measured, in each process that drives.
     """
 
-    def __init__(self, begin: Begin, size: int, threads: int, warm_up: int) -> None:
+    def __init__(self, live: Live, size: int, warm_up: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
         self._ends: list[Connection] = []
         self._processes = []
         fork = multiprocessing.get_context("fork")
         for rank in range(size):
             near, far = fork.Pipe()
-            arguments = (begin, rank, f"{self._folder.name}/meeting", threads, far)
-            self._processes.append(fork.Process(target=_live, args=arguments, daemon=True))
+            arguments = (rank, self._folder.name, far)
+            self._processes.append(fork.Process(target=live, args=arguments, daemon=True))
             self._processes[-1].start()
             far.close()
             self._ends.append(near)
@@ -95,11 +100,25 @@ class SteppingGroup:
             os.kill(process.pid, number)
 
 
-def _live(begin: Begin, rank: int, meeting: str, threads: int, end: Connection) -> None:
+class SteppingGroup(StoppedGroup):
+    """A :class:`StoppedGroup` whose processes have a function for one step.
+
+    Args:
+        begin: what each process begins with.
+        size: how many there are.
+        threads: of torch, in each.
+        warm_up: how many times they step at once.
+    """
+
+    def __init__(self, begin: Begin, size: int, threads: int, warm_up: int) -> None:
+        super().__init__(partial(_live, begin, threads), size, warm_up)
+
+
+def _live(begin: Begin, threads: int, rank: int, folder: str, end: Connection) -> None:
     """Does the work of a process: steps, as many as it is told; it is killed when all is done."""
     die_with_parent()
     torch.set_num_threads(threads)
-    step = begin(rank, meeting)
+    step = begin(rank, f"{folder}/meeting")
     gc.collect()
     gc.freeze()  # or one full collection of all modules, 0.2 s long, falls into somebody's round
     end.send(step is not None)

@@ -17,17 +17,14 @@ is not are stopped.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,8 +34,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.member import die_with_parent
+from benchmarks.stepping import StoppedGroup
 
-_SECONDS_TO_ANSWER = 300.0
 _NAMES = ("trainer", "ps0", "ps1")
 _LR = 1e-4
 
@@ -230,60 +227,13 @@ COLUMNS: dict[str, Callable[[Case, int, str, Connection], None]] = {
 # --- measuring
 
 
-class Group:
-    """A Trainer and two servers; stopped unless it is their turn."""
-
-    def __init__(self, column: str, case: Case) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="benchmarks_")
-        fork = multiprocessing.get_context("fork")
-        self._end, far = fork.Pipe()
-        self._processes = [
-            fork.Process(
-                target=_live, args=(column, case, rank, self._folder.name, far), daemon=True
-            )
-            for rank in range(len(_NAMES))
-        ]
-        for process in self._processes:
-            process.start()
-        self._run(2)
-        self._signal(signal.SIGSTOP)
-
-    def measure(self, steps: int) -> float:
-        """Milliseconds per step."""
-        self._signal(signal.SIGCONT)
-        self._run(1)  # to get going again
-        began = time.perf_counter()
-        self._run(steps)
-        taken = time.perf_counter() - began
-        self._signal(signal.SIGSTOP)
-        return 1e3 * taken / steps
-
-    def _run(self, steps: int) -> None:
-        self._end.send(steps)
-        if not self._end.poll(_SECONDS_TO_ANSWER):
-            raise RuntimeError("a process of the benchmark does not answer")
-        self._end.recv()
-
-    def close(self) -> None:
-        """Ends the processes."""
-        self._signal(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
-        self._end.close()
-        self._folder.cleanup()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            assert process.pid is not None, "it was started"
-            os.kill(process.pid, number)
-
-
 def _live(column: str, case: Case, rank: int, folder: str, end: Connection) -> None:
     """A process, until it is killed; what libraries say goes into a file."""
     die_with_parent()
     with Path(folder, f"log{rank}").open("w") as log:
         os.dup2(log.fileno(), 1)
     torch.set_num_threads(case.threads)
+    end.send(rank == 0)
     COLUMNS[column](case, rank, folder, end)
     threading.Event().wait()
 
@@ -294,11 +244,12 @@ def compare(case: Case, rounds: int, steps: int) -> dict[str, list[float]]:
     with ExitStack() as stack:
         groups = {}
         for column in COLUMNS:
-            groups[column] = Group(column, case)
+            live = partial(_live, column, case)
+            groups[column] = StoppedGroup(live, len(_NAMES), warm_up=2)
             stack.callback(groups[column].close)
         for _ in tqdm(range(rounds), unit=" rounds", disable=None):
             for column, group in groups.items():
-                found[column].append(group.measure(steps))
+                found[column].append(1e3 * group.measure(steps))
     return found
 
 
