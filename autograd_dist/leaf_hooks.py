@@ -17,7 +17,7 @@ from autograd_dist.border import Hook, users_hooks
 from autograd_dist.recv_node import Node
 
 _world = torch.distributed.distributed_c10d._world if torch.distributed.is_available() else None
-"""What ``torch.distributed.is_initialized()`` asks, by way of three functions."""
+"""State that ``torch.distributed.is_initialized()`` looks at through three functions."""
 
 
 def accumulation_is_observed(leaves: Sequence[Node]) -> bool:

@@ -43,7 +43,7 @@ class Numbers:
 
 
 class _Server:
-    """What a server process keeps."""
+    """The state of a server process."""
 
     rows: Rows
     numbers: Numbers

@@ -1,6 +1,6 @@
 """Takes what a worker's transport delivers, each frame and each loss, to whom it concerns.
 
-What a request, a reply or a message means is decided where it is must_wait to.
+What a request, a reply or a message means is decided where it is taken to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Inbound:
         self._callee = callee
         self._losses = losses
         self._living = shared.group.living_now
-        # What every call passes is must_wait directly to whom it concerns.
+        # What every call passes is taken directly to whom it concerns.
         self.request = callee.request
         self.reply = caller.reply
         self.patience = caller.patience

@@ -286,7 +286,7 @@ class profile(profiler_legacy.profile):
 
     Takes what that takes. ``function_events`` has, besides the local ones, an event
     for each call (``node_id``: this worker) and those of what ran elsewhere
-    (``is_remote``, ``node_id``: where). CallingSide that are not over at the end of
+    (``is_remote``, ``node_id``: where). Calls that are not over at the end of
     the block, and those in handlers of other profiles, are not in it.
 
     Example::

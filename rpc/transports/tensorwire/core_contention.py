@@ -21,7 +21,7 @@ _LONGEST_PAUSE_SECONDS: Final = 1.0
 
 
 class ThreadTimes(NamedTuple):
-    """What the kernel counted of one thread so far.
+    """The kernel's counts of one thread so far.
 
     Args:
         thread: which one.

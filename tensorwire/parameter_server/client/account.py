@@ -13,7 +13,7 @@ from tensorwire.parameter_server.decisions.reads import AT_ONCE
 
 
 class Account:
-    """What one worker counts.
+    """The counts of one worker.
 
     Attributes:
         seconds: by stage: packing and sending, and waiting for answers.

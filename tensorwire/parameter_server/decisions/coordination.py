@@ -314,7 +314,7 @@ class Coordinator(Tasks):
             yield Edit(partial(views.with_left, left=Left(number, name, None, end)))
 
     def _settle(self, number: int) -> Generator[Wait, Any, int]:
-        """What all shards have of a trainer counts; returns how many pushes that are."""
+        """Counts the pushes of a trainer that all shards have, and returns how many these are."""
         haves = yield self._to_all(orders.Silence(number))
         end = keep = min((have for have in haves.values() if have is not None), default=0)
         if self.view.is_together and None in {haves.get(each, 0) for each in self.view.active}:
