@@ -5,7 +5,8 @@ Rooms: ``decisions`` is the protocol, without I/O; ``kernels`` and ``storage`` k
 """
 
 from tensorwire.parameter_server.cache import Cache
-from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving, connect
+from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving
+from tensorwire.parameter_server.client.connecting import connect
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
 from tensorwire.parameter_server.client.table import Table

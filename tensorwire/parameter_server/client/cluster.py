@@ -1,4 +1,4 @@
-"""A cluster of servers, as a trainer or reader holds it; ``connect``."""
+"""A cluster of servers, as a trainer or reader holds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextvars
 import enum
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import rpc
-from rpc import extend
-from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server import spec as specs
-from tensorwire.parameter_server.arguments import instance, whole
+from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.cache import Cache
 from tensorwire.parameter_server.client.account import Account
 from tensorwire.parameter_server.client.dense import DenseGroup
@@ -31,33 +27,30 @@ from tensorwire.parameter_server.client.exchange import (
     Wanted,
     Whole,
 )
+from tensorwire.parameter_server.client.finding import present_life, worker_names
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import WholeDense, WholeTable
 from tensorwire.parameter_server.client.table import Table
-from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import PushKind
 from tensorwire.parameter_server.decisions.consistency import (
-    BSP,
-    SSP,
-    Async,
     Consistency,
     staleness_of,
 )
 from tensorwire.parameter_server.decisions.lives import Verdict
-from tensorwire.parameter_server.decisions.views import Server, Snapshot, View
+from tensorwire.parameter_server.decisions.views import Server, Snapshot
 from tensorwire.parameter_server.dense_spec import describe, spread_of
 from tensorwire.parameter_server.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.rules import Rule
-from tensorwire.parameter_server.server.calling import LOST, own_incarnation, verdict_on
-from tensorwire.parameter_server.settings import Meeting, consistency_of, settings_of
+from tensorwire.parameter_server.server.calling import LOST, verdict_on
+from tensorwire.parameter_server.settings import Meeting, consistency_of
 from tensorwire.parameter_server.spec import Precision, TableSpec
 from tensorwire.parameter_server.storage.device_memory import to_host
 from tensorwire.parameter_server.wire import FLOAT32, Kind, Wire, both_ways
 
-_NAME: Final = "default"
-_PAUSE: Final = 0.05
-_SECONDS_TO_ANSWER: Final = 30.0
+_PAUSE_FOR_LOADER: Final = 0.25
+"""Before it is looked whether the loader lives; news of what it did comes at once."""
 
 
 class NanPolicy(enum.Enum):
@@ -204,7 +197,7 @@ class Cluster:
         return group
 
     def _declare(self, name: str, spec: Any, text: str) -> None:
-        found = specs.decode(self.session.ask_coordinator(orders.Announce(name, text)))
+        found = specs.decode(self.session.servers.ask_coordinator(orders.Announce(name, text)))
         differences = spec.differences(found)
         if differences:
             raise errors.DeclarationError(
@@ -214,28 +207,39 @@ class Cluster:
 
     def _load(self, group: DenseGroup) -> None:
         """Sets the values of a dense group, or gets them from whoever has."""
+        news, asked = self.session.news, set()
         while True:
+            seen = news.count
             values = self.exchange(None, Wanted(dense=(group.name,))).wait().dense[group.name]
             if values is not None:
                 group.accept(values)
                 return
-            if self._is_loader(group):
+            loader = self._loader(group)
+            if loader is None:
                 group.upload(keeps_state=False)
+                news.tell(())
+            elif loader not in asked:  # and looks once more, as it may have been done meanwhile
+                asked.add(loader)
+                news.listen_to(loader.name)
             else:
-                time.sleep(_PAUSE)
+                news.wait(seen, _PAUSE_FOR_LOADER)
 
-    def _is_loader(self, group: DenseGroup) -> bool:
-        """True if it is this worker that says how the group begins; another that died is none."""
+    def _loader(self, group: DenseGroup) -> Server | None:
+        """The worker that says how the group begins; None if it is this one.
+
+        Another that died is none.
+        """
         meeting, view = Meeting(self.session.worker), self.session.view
         key = f"{self.name}/{group.name}/{view.generation}"
         me = f"{self.session.client.name}\n{self.session.client.incarnation}"
         found = meeting.claim(key, None, me)
         if found == me or found is None:
-            return True
+            return None
         name, _, incarnation = found.partition("\n")
         loader = Server(name, int(incarnation))
-        is_over = verdict_on(self.session.worker, loader) is Verdict.OVER
-        return is_over and meeting.claim(key, found, me) == me
+        if verdict_on(self.session.worker, loader) is not Verdict.OVER:
+            return loader
+        return None if meeting.claim(key, found, me) == me else loader
 
     # --- training
 
@@ -377,7 +381,7 @@ class Cluster:
         """
         path = str(Path(folder).absolute())
         what = orders.TakeSnapshot(path, "", extra)
-        return Saving(lambda: self.session.ask_coordinator(what, patient=False))
+        return Saving(lambda: self.session.servers.ask_coordinator(what, patient=False))
 
     def resize(self, servers: Sequence[str]) -> None:
         """Has these servers keep everything from now on, while training goes on.
@@ -389,16 +393,16 @@ class Cluster:
             ParameterServerError: one of them is not there.
             TypeError: ``servers`` are no names.
         """
-        names = _names("resize", servers)
+        names = worker_names("resize", servers)
         worker = self.session.worker
-        lives = tuple(_server(worker, name) for name in names)
-        self.session.ask_coordinator(orders.Resize(lives))
+        lives = tuple(present_life(worker, name) for name in names)
+        self.session.servers.ask_coordinator(orders.Resize(lives))
         self.session.refresh()
 
     def stats(self) -> dict[str, Any]:
         """All that the servers and this worker can say of themselves, as plain data."""
         self.session.refresh()
-        answers = self.session.ask_servers(messages.Describe())
+        answers = self.session.servers.ask_all(messages.Describe())
         view = self.session.view
         return {
             "cluster": self.name,
@@ -430,166 +434,3 @@ def _is_finite(grad: Tensor) -> bool:
     if not grad.is_floating_point():
         return True
     return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
-
-
-# --- connecting
-
-
-class _Connected:
-    """The clusters that one worker is connected to."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.clusters: dict[str, Cluster] = {}
-        self.sessions: dict[str, int] = {}
-
-    def close(self) -> None:
-        for cluster in self.clusters.values():
-            cluster.session.close()
-
-
-def connect(
-    servers: Sequence[str],
-    *,
-    backups: int = 0,
-    consistency: Consistency | None = None,
-    trainers: int | None = None,
-    name: str = _NAME,
-    nans: NanPolicy = NanPolicy.RAISE,
-    restore: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
-) -> Cluster:
-    """Connects to the servers, which need nothing but to be in the group; the first one who
-    does says what the cluster is.
-
-    Args:
-        servers: names of the workers that keep the state, each its share.
-        backups: servers that have a copy of each share, and take over when its own is lost.
-        consistency: ``ps.BSP()``, which is the default, ``ps.SSP(steps)`` or ``ps.Async()``.
-        trainers: how many wait for each other to begin. Default: as many as the role of this
-            worker has under rpcrun, else 1. Others may join later.
-        name: of the cluster, if there are several in the group.
-        nans: what happens to gradients that are no numbers.
-        restore: folder of a snapshot to begin with.
-        timeout: seconds that servers have to come into the group.
-
-    Raises:
-        DeclarationError: there is such a cluster, and it is another.
-        TypeError: an argument is of a wrong kind.
-        ValueError: an argument is out of range.
-        TimeoutError: a server did not come.
-    """
-    consistency = BSP() if consistency is None else consistency
-    instance("connect", "consistency", consistency, (BSP, SSP, Async), "ps.BSP(), ps.SSP(n) or "
-             "ps.Async()")  # fmt: skip
-    instance("connect", "nans", nans, NanPolicy, "a ps.NanPolicy")
-    whole("connect", "backups", backups, least=0)
-    names = _names("connect", servers)
-    if backups >= len(names):
-        raise ValueError(f"connect: backups={backups} needs more than {len(names)} servers")
-    count = int(os.environ.get("ROLE_WORLD_SIZE", "1")) if trainers is None else trainers
-    whole("connect", "trainers", count)
-    settings = settings_of(consistency, names, count)
-    worker = extend.worker()
-    connected = extend.worker_state(_Connected, _Connected, _Connected.close)
-    with connected.lock:
-        known = connected.clusters.get(name)
-        if known is not None and not known.session.is_closed:
-            _require_same(known.session.view, settings, backups)
-            return known
-        view = _meet(worker, name, settings, backups, restore, timeout)
-        session = Session(worker, name, view, connected.sessions.get(name, 0))
-        connected.sessions[name] = connected.sessions.get(name, 0) + 1
-        cluster = connected.clusters[name] = Cluster(session, nans)
-    session.spread()
-    return cluster
-
-
-def _meet(
-    worker: extend.Worker,
-    name: str,
-    settings: Mapping[str, Any],
-    backups: int,
-    restore: str | os.PathLike[str] | None,
-    timeout: float,
-) -> View:
-    """The view of the cluster; makes the first one if there is none."""
-    meeting = Meeting(worker)
-    view = meeting.view(name)
-    if view is None:
-        deadline = time.monotonic() + timeout
-        lives = [_wait_for(each, deadline) for each in settings["servers"]]
-        first = views.first(lives, backups, settings)
-        if restore is not None:
-            first = _restored(first, restore)
-        meeting.enter(name)
-        view = meeting.replace(name, None, first)
-    _require_same(view, settings, backups)
-    return view
-
-
-def _restored(view: View, folder: str | os.PathLike[str]) -> View:
-    saved = Checkpoint.open(Path(folder))
-    meta = saved.meta
-    if "parameter_server" not in meta:
-        raise ValueError(f"connect: restore={str(folder)!r} is no snapshot of a parameter server")
-    snapshot = Snapshot(str(saved.path), dict(meta["counts"]), meta["time"])
-    return views.beginning_with(view, snapshot)
-
-
-def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None:
-    different = [
-        f"{key}={view.settings[key]!r}, not {settings[key]!r}"
-        for key in ("consistency", "trainers")
-        if list_of(view.settings[key]) != list_of(settings[key])
-    ]
-    if view.backups != backups:
-        different.append(f"backups={view.backups}, not {backups}")
-    current = [server.name for server in view.servers]
-    if settings["servers"] not in (list(view.settings["servers"]), current):
-        different.append(f"servers={current}, not {settings['servers']}")
-    if different:
-        raise errors.DeclarationError(
-            f"the cluster was set up otherwise before: {'; '.join(different)}"
-        )
-
-
-def list_of(value: Any) -> Any:
-    """A tuple as the list that it becomes in JSON."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _names(where: str, servers: Sequence[str]) -> list[str]:
-    if isinstance(servers, str) or not all(isinstance(each, str) for each in servers):
-        raise TypeError(f"{where}: servers={servers!r} must be a list of names of workers")
-    names = list(servers)
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"{where}: servers={names!r} must be at least one name, each once")
-    return names
-
-
-def _server(worker: extend.Worker, name: str) -> Server:
-    """The present life of a server, which it says itself."""
-    try:
-        worker.life_of(name)  # who was never there is not waited for
-        return _asked(name, _SECONDS_TO_ANSWER)
-    except rpc.RpcError as error:
-        raise errors.ParameterServerError(f"server {name!r} is not in the group") from error
-
-
-def _wait_for(name: str, deadline: float) -> Server:
-    """As :func:`_server`, for one that may be yet to come.
-
-    What this worker has heard of it may be about a former life of that name.
-    """
-    while True:
-        try:
-            return _asked(name, max(deadline - time.monotonic(), _PAUSE))
-        except (rpc.UnknownWorkerError, rpc.WorkerLostError, rpc.RpcTimeoutError) as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"server {name!r} did not come into the group") from error
-        time.sleep(_PAUSE)
-
-
-def _asked(name: str, timeout: float) -> Server:
-    return Server(name, rpc.rpc_sync(name, own_incarnation, timeout=timeout))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server import errors, messages
+from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.decisions.replica import Assign, NotHead
 from tensorwire.parameter_server.dense_spec import (
     DenseSpec,
@@ -27,7 +26,7 @@ from tensorwire.parameter_server.storage.dense import PieceData
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster
 
-_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 0.05
 
 
 class DenseGroup:
@@ -126,13 +125,11 @@ class DenseGroup:
         """Asks the head of every shard, again if the map changes meanwhile."""
         session = self.cluster.session
         while True:
-            epoch, shards = session.view.epoch, session.view.active
-            answers = [session.ask_shard(shard, message(shard)) for shard in shards]
+            seen, epoch, shards = session.news.count, session.view.epoch, session.view.active
+            answers = [session.servers.ask_head(shard, message(shard)) for shard in shards]
             if not any(answer is LOST or isinstance(answer, NotHead) for answer in answers):
                 session.refresh()
                 if session.view.epoch == epoch:
                     return answers
-            if session.is_closed:
-                raise errors.ParameterServerError("this worker has left its group")
-            time.sleep(_PAUSE)
+            session.news.wait(seen, _LONGEST_PAUSE)
             session.refresh()

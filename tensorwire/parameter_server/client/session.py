@@ -11,7 +11,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
@@ -24,21 +24,19 @@ from tensorwire.parameter_server import errors, messages
 from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
+from tensorwire.parameter_server.client.news import News
+from tensorwire.parameter_server.client.servers import LONGEST_PAUSE, PAUSE, Servers
 from tensorwire.parameter_server.client.undone import undone_of_others
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
-from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
-from tensorwire.parameter_server.server.calling import LOST, Caller, verdict_on
+from tensorwire.parameter_server.server.calling import Caller
 from tensorwire.parameter_server.server.coordinating import CHANNEL
-from tensorwire.parameter_server.server.waiting import Answer
 from tensorwire.parameter_server.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
-_PAUSE: Final = 0.02
-_LONGEST_PAUSE: Final = 0.5
 _UNDER_WAY: Final = 8
 """Pushes that may be unsafe at a time; the next one waits."""
 
@@ -79,9 +77,12 @@ class Session:
         self._outbox: list[Callable[[], object]] = []
         self._watch = Watch()
         self._depth = 0
-        self._pause = _PAUSE
+        self._pause = PAUSE
         self._condition = threading.Condition(threading.RLock())
-        self._forget = worker.subscribe(CHANNEL + cluster, self._hear)
+        channel = CHANNEL + cluster
+        self.news = News(worker, channel, self._condition, lambda: self._failure)
+        self.servers = Servers(worker, self._caller, self.news, lambda: self.view, self.refresh)
+        self._forget = worker.subscribe(channel, self._hear)
         self._context = contextvars.copy_context()
         self._tender = threading.Thread(target=self._tend, name="tensorwire-ps", daemon=True)
         self._tender.start()
@@ -320,13 +321,13 @@ class Session:
             if self._failure is not None:
                 return
             if isinstance(reply, messages.Rows):
-                self._pause = _PAUSE
+                self._pause = PAUSE
                 self._kept.safe(shard, reply.safe)
                 if asked is not None and asked.epoch == epoch:
                     asked.rows[shard] = reply
                     asked.missing.discard(shard)
             elif isinstance(reply, messages.Accepted):
-                self._pause = _PAUSE
+                self._pause = PAUSE
                 self._kept.safe(shard, reply.safe)
             elif isinstance(reply, messages.Broken):
                 self._fail(errors.ParameterServerError(f"shard {shard} is broken: {reply.text}"))
@@ -378,14 +379,15 @@ class Session:
             try:
                 if undone is not None:
                     self._meeting.undo(self.cluster, *undone)
+                    self.news.tell(each.client.name for each in self.view.trainers)
                     continue
                 with self._condition:
                     self._condition.wait_for(lambda: self._failure is not None, self._pause)
-                    self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
+                    self._pause = min(self._pause * 1.5, LONGEST_PAUSE)
                 tries += 1
                 self.refresh()
                 if tries % 8 == 0:
-                    self.spread()
+                    self.servers.spread()
                 self._try_again()
             except Exception as error:
                 self._fail(error)
@@ -432,6 +434,8 @@ class Session:
     # --- views
 
     def _hear(self, sender: extend.Life, body: bytes, tensors: list[Tensor]) -> None:
+        if self.news.hear(sender, body):
+            return
         with self._acting():
             self._see(View.decode(body.decode()))
 
@@ -441,12 +445,6 @@ class Session:
         if found is not None:
             with self._acting():
                 self._see(found)
-
-    def spread(self) -> None:
-        """Tells all servers of the view, lest none of them knows that it is to coordinate."""
-        text = self.view.encode()
-        for server in self.view.servers:
-            self._caller.call(server, messages.See(text), lambda _: None)
 
     def _see(self, view: View) -> None:
         old = self.view
@@ -464,7 +462,7 @@ class Session:
                 if before is not None and before.chain[:1] != shard.chain[:1]:
                     for number, _, _ in self._kept.again(shard.number):
                         self._again.add(("push", shard.number, number))
-        self._condition.notify_all()
+        self.news.note()
 
     def _roll_back(self, view: View) -> None:
         snapshot = view.snapshot
@@ -501,87 +499,30 @@ class Session:
             return self.view
 
         generation = self.view.generation
-        undone = undone_of_others(self._meeting, self.cluster, self.client, generation, latest)
+        undone = undone_of_others(
+            self._meeting, self.cluster, self.client, generation, latest, self.news
+        )
         undone.update(error.lost)
         return errors.RolledBack(error.step, undone, error.snapshot)
 
-    # --- the coordinator
-
-    def ask_coordinator(self, what: orders.Request, patient: bool = True) -> Any:
-        """Asks until the coordinator answers, whoever it is by then.
-
-        Args:
-            what: the request.
-            patient: asks again if the coordinator was lost in the middle.
-
-        Raises:
-            ParameterServerError: it cannot be done; or the coordinator was lost.
-        """
-        pause = _PAUSE
-        while True:
-            reply = self._ask_now(what)
-            if isinstance(reply, messages.Granted):
-                return reply.result
-            if isinstance(reply, messages.Rejected) and reply.reason:
-                raise errors.ParameterServerError(reply.reason)
-            if reply is LOST and not patient and self._has_heard_of(self.view.coordinator):
-                raise errors.ParameterServerError("the coordinator was lost meanwhile")
-            with self._condition:
-                self._condition.wait_for(lambda: self._failure is not None, pause)
-                if self._failure is not None:
-                    raise self._failure
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
-            self.refresh()
-            self.spread()
-
-    def _ask_now(self, what: orders.Request) -> Any:
-        """Asks the coordinator of the view; one that is known to be lost is not even asked."""
-        coordinator = self.view.coordinator
-        if verdict_on(self.worker, coordinator) is Verdict.OVER:
-            return messages.Rejected("")
-        answer = Answer()
-        self._caller.call(coordinator, messages.Asking(what), answer.set)
-        return answer.wait()
-
-    def _has_heard_of(self, server: Server) -> bool:
-        """False if calls to that life may have met the one before it."""
-        return verdict_on(self.worker, server) is not Verdict.UNHEARD
-
-    def ask_shard(self, shard: int, message: Any) -> Any:
-        """One call to the head of a shard; ``LOST`` if there is none."""
-        found = self.view.shard(shard)
-        if found is None or not found.chain:
-            return LOST
-        answer = Answer()
-        self._caller.call(found.head, message, answer.set)
-        return answer.wait()
-
-    def ask_servers(self, message: Any) -> Mapping[Server, Any]:
-        """One call to each server that keeps anything."""
-        answers = {}
-        for server in sorted({each for shard in self.view.shards for each in shard.chain}):
-            answers[server] = Answer()
-            self._caller.call(server, message, answers[server].set)
-        return {server: answer.wait() for server, answer in answers.items()}
+    # --- joining and leaving
 
     def join(self) -> None:
         """Becomes a trainer; returns when it may push."""
-        number = self.ask_coordinator(orders.Join(self.client))
-        pause = _PAUSE
+        number = self.servers.ask_coordinator(orders.Join(self.client))
+        pause = PAUSE
         while True:
+            seen = self.news.count
             self.refresh()
             for shard in self.view.active:
-                count = self.ask_shard(shard, messages.CountOf(number))
+                count = self.servers.ask_head(shard, messages.CountOf(number))
                 if isinstance(count, int):
                     with self._acting():
                         self.number = number
                         self.next = self._first = count
                     return
-            with self._condition:
-                self._condition.wait_for(lambda: self._failure is not None, pause)
-                if self._failure is not None:
-                    raise self._failure
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            self.news.wait(seen, pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE)
 
     def finish(self) -> None:
         """Pushes the last push, and leaves when it is safe everywhere."""
@@ -594,7 +535,7 @@ class Session:
             refused, self._errors = list(self._errors.values()), {}
         generation = self.view.generation
         try:
-            self.ask_coordinator(orders.Leave(self.number, generation, self._first, number))
+            self.servers.ask_coordinator(orders.Leave(self.number, generation, self._first, number))
         except errors.ParameterServerError:
             self.refresh()
             with self._naming_all_lost(), self._acting():

@@ -7,16 +7,23 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.decisions.views import Client, View
 from tensorwire.parameter_server.settings import Meeting
 
 _SECONDS: Final = 5.0
 """For which trainers are waited for to say it."""
-_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 0.5
+"""Before it is looked again without news, as of one whose loss nobody has told of."""
 
 
 def undone_of_others(
-    meeting: Meeting, cluster: str, me: Client, generation: int, latest: Callable[[], View]
+    meeting: Meeting,
+    cluster: str,
+    me: Client,
+    generation: int,
+    latest: Callable[[], View],
+    news: News,
 ) -> Counter[str]:
     """By name, how many pushes were undone of other trainers, present and former ones.
 
@@ -28,17 +35,19 @@ def undone_of_others(
         me: whom to leave out.
         generation: to which the cluster went back.
         latest: looks for the latest view.
+        news: tells when others may have said it.
     """
     view, deadline = latest(), time.monotonic() + _SECONDS
     undone = Counter(view.undone)
     waiting = {each for each in view.trainers if each.client != me}
     while waiting and view.generation == generation and time.monotonic() < deadline:
+        seen = news.count
         for trainer in list(waiting):
             pushes = meeting.undone(cluster, generation, trainer.number)
             undone[trainer.client.name] += pushes or 0
             if pushes is not None or trainer not in view.trainers:
                 waiting.discard(trainer)
         if waiting:
-            time.sleep(_PAUSE)
+            news.wait(seen, min(_LONGEST_PAUSE, max(0.0, deadline - time.monotonic())))
             view = latest()
     return undone

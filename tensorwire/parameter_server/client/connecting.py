@@ -1,0 +1,148 @@
+"""``connect``: meets the others who use a cluster, or is the first."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rpc import extend
+from tensorwire.checkpoint import Checkpoint
+from tensorwire.parameter_server import errors
+from tensorwire.parameter_server.arguments import instance, whole
+from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
+from tensorwire.parameter_server.client.finding import life_to_come, worker_names
+from tensorwire.parameter_server.client.session import Session
+from tensorwire.parameter_server.decisions import views
+from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
+from tensorwire.parameter_server.decisions.views import Snapshot, View
+from tensorwire.parameter_server.settings import Meeting, settings_of
+
+_NAME: Final = "default"
+
+
+class _Connected:
+    """The clusters that one worker is connected to."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.clusters: dict[str, Cluster] = {}
+        self.sessions: dict[str, int] = {}
+
+    def close(self) -> None:
+        for cluster in self.clusters.values():
+            cluster.session.close()
+
+
+def connect(
+    servers: Sequence[str],
+    *,
+    backups: int = 0,
+    consistency: Consistency | None = None,
+    trainers: int | None = None,
+    name: str = _NAME,
+    nans: NanPolicy = NanPolicy.RAISE,
+    restore: str | os.PathLike[str] | None = None,
+    timeout: float = 60.0,
+) -> Cluster:
+    """Connects to the servers, which need nothing but to be in the group; the first one who
+    does says what the cluster is.
+
+    Args:
+        servers: names of the workers that keep the state, each its share.
+        backups: servers that have a copy of each share, and take over when its own is lost.
+        consistency: ``ps.BSP()``, which is the default, ``ps.SSP(steps)`` or ``ps.Async()``.
+        trainers: how many wait for each other to begin. Default: as many as the role of this
+            worker has under rpcrun, else 1. Others may join later.
+        name: of the cluster, if there are several in the group.
+        nans: what happens to gradients that are no numbers.
+        restore: folder of a snapshot to begin with.
+        timeout: seconds that servers have to come into the group.
+
+    Raises:
+        DeclarationError: there is such a cluster, and it is another.
+        TypeError: an argument is of a wrong kind.
+        ValueError: an argument is out of range.
+        TimeoutError: a server did not come.
+    """
+    consistency = BSP() if consistency is None else consistency
+    instance("connect", "consistency", consistency, (BSP, SSP, Async), "ps.BSP(), ps.SSP(n) or "
+             "ps.Async()")  # fmt: skip
+    instance("connect", "nans", nans, NanPolicy, "a ps.NanPolicy")
+    whole("connect", "backups", backups, least=0)
+    names = worker_names("connect", servers)
+    if backups >= len(names):
+        raise ValueError(f"connect: backups={backups} needs more than {len(names)} servers")
+    count = int(os.environ.get("ROLE_WORLD_SIZE", "1")) if trainers is None else trainers
+    whole("connect", "trainers", count)
+    settings = settings_of(consistency, names, count)
+    worker = extend.worker()
+    connected = extend.worker_state(_Connected, _Connected, _Connected.close)
+    with connected.lock:
+        known = connected.clusters.get(name)
+        if known is not None and not known.session.is_closed:
+            _require_same(known.session.view, settings, backups)
+            return known
+        view = _meet(worker, name, settings, backups, restore, timeout)
+        session = Session(worker, name, view, connected.sessions.get(name, 0))
+        connected.sessions[name] = connected.sessions.get(name, 0) + 1
+        cluster = connected.clusters[name] = Cluster(session, nans)
+    session.servers.spread()
+    return cluster
+
+
+def _meet(
+    worker: extend.Worker,
+    name: str,
+    settings: Mapping[str, Any],
+    backups: int,
+    restore: str | os.PathLike[str] | None,
+    timeout: float,
+) -> View:
+    """The view of the cluster; makes the first one if there is none."""
+    meeting = Meeting(worker)
+    view = meeting.view(name)
+    if view is None:
+        deadline = time.monotonic() + timeout
+        lives = [life_to_come(worker, each, deadline) for each in settings["servers"]]
+        first = views.first(lives, backups, settings)
+        if restore is not None:
+            first = _restored(first, restore)
+        meeting.enter(name)
+        view = meeting.replace(name, None, first)
+    _require_same(view, settings, backups)
+    return view
+
+
+def _restored(view: View, folder: str | os.PathLike[str]) -> View:
+    saved = Checkpoint.open(Path(folder))
+    meta = saved.meta
+    if "parameter_server" not in meta:
+        raise ValueError(f"connect: restore={str(folder)!r} is no snapshot of a parameter server")
+    snapshot = Snapshot(str(saved.path), dict(meta["counts"]), meta["time"])
+    return views.beginning_with(view, snapshot)
+
+
+def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None:
+    different = [
+        f"{key}={view.settings[key]!r}, not {settings[key]!r}"
+        for key in ("consistency", "trainers")
+        if list_of(view.settings[key]) != list_of(settings[key])
+    ]
+    if view.backups != backups:
+        different.append(f"backups={view.backups}, not {backups}")
+    current = [server.name for server in view.servers]
+    if settings["servers"] not in (list(view.settings["servers"]), current):
+        different.append(f"servers={current}, not {settings['servers']}")
+    if different:
+        raise errors.DeclarationError(
+            f"the cluster was set up otherwise before: {'; '.join(different)}"
+        )
+
+
+def list_of(value: Any) -> Any:
+    """A tuple as the list that it becomes in JSON."""
+    return list(value) if isinstance(value, tuple) else value
