@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,16 +98,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say of each kind of kill how many there were, and how many found nothing."""
-    kills: dict[str, list[bool]] = {}
+    """Say of each kind of kill how many there were, and how many found nothing.
+
+    A test that does a thing several times says so: ``record_property("times", 50)``.
+    """
+    passed: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
             if report.when == "call" and "kills" in report.keywords:
                 name = report.nodeid.rpartition("::")[2].partition("[")[0]
-                kills.setdefault(name, []).append(outcome == "passed")
-    for name, found in sorted(kills.items()):
+                count = int(dict(report.user_properties).get("times", 1))
+                times[name] += count
+                passed[name] += count if outcome == "passed" else 0
+    if times:
+        terminalreporter.section("killed, or done at full length")
+    for name in sorted(times):
         words = name.removeprefix("test_").replace("_", " ")
-        terminalreporter.write_line(f"{sum(found)} of {len(found)} times, {words}")
+        terminalreporter.write_line(f"{passed[name]:6} of {times[name]:6}  {words}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from rpc import extend
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server import kernels
 from tensorwire.parameter_server.client.exchange import Gradients, Wanted
 from tensorwire.parameter_server.decisions import tasks
-from tensorwire.parameter_server.server.writing import Restored
+from tensorwire.parameter_server.spec import TableSpec
+from tensorwire.parameter_server.storage.table import Part, Table
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, server_names, train
 
@@ -35,65 +37,126 @@ def _batches(trainer: int, steps: int = 12) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _pushing(trainer: int, rule: ps.Rule) -> Callable[..., Tensor]:
-    def go(servers: int, trainers: int) -> Tensor:
-        cluster = ps.connect(server_names(servers), trainers=trainers)
-        table = cluster.table("items", 8, rule, init=ps.Uniform(0.1, seed=3))
-        for ids, grad in _batches(trainer):
-            table.push(ids, grad)
-        cluster.finish()
-        return table.pull(torch.arange(IDS))
-
-    return go
+RULES = {
+    "momentum": ps.SGD(lr=0.1, momentum=0.9),
+    "adagrad": ps.Adagrad(lr=0.1),
+    "rowwise": ps.RowwiseAdagrad(lr=0.1),
+    "adam": ps.Adam(lr=0.1),
+    "ftrl": ps.FTRL(lr=0.1, l1=0.01),
+}
+INIT = ps.Uniform(0.1, seed=3)
 
 
-RULES = (
-    ps.SGD(lr=0.1, momentum=0.9),
-    ps.Adagrad(lr=0.1),
-    ps.RowwiseAdagrad(lr=0.1),
-    ps.Adam(lr=0.1),
-    ps.FTRL(lr=0.1, l1=0.01),
-)
+def _columns_in_one_process(rule: ps.Rule) -> dict[str, Tensor]:
+    """The rows and their state after both trainers' batches, without servers or messages."""
+    table = Table(TableSpec("items", 8, rule, INIT), kernels.kernels())
+    steps = zip(_batches(0), _batches(1), strict=True)
+    for time, batches in enumerate(steps, 1):
+        parts = []
+        for ids, grad in batches:
+            unique, places = ids.unique(return_inverse=True)
+            sums = torch.zeros(len(unique), 8).index_add_(0, places, grad)
+            parts.append(Part(unique.numpy(), sums.numpy()))
+        table.apply(parts, time, share=2)  # the mean, as under BSP
+    order = torch.argsort(table.all()[0])
+    found = {name: torch.from_numpy(column.rows) for name, column in table.columns().items()}
+    return {name: rows[: len(table)][order] for name, rows in found.items() if name != "ids"}
 
 
-def test_bits_do_not_depend_on_how_many_servers_there_are() -> None:
-    def pushing(trainer: int) -> Callable[..., Tensor]:
-        def go(servers: int) -> Tensor:
+def test_rows_and_state_of_any_number_of_servers_are_those_of_one_process(tmp_path: Path) -> None:
+    def pushing(trainer: int) -> Callable[..., None]:
+        def go(servers: int) -> None:
             cluster = ps.connect(server_names(servers), trainers=2)
-            tables = [
-                cluster.table(str(place), 8, rule, init=ps.Uniform(0.1, seed=3))
-                for place, rule in enumerate(RULES)
-            ]
+            tables = [cluster.table(n, 8, rule, init=INIT) for n, rule in RULES.items()]
             for ids, grad in _batches(trainer):
                 cluster.push(dict.fromkeys(tables, (ids, grad)))
             cluster.finish()
-            return torch.stack([table.pull(torch.arange(IDS)) for table in tables])
+            if trainer == 0:
+                waiting.until(lambda: not cluster.stats()["trainers"])
+                cluster.snapshot(tmp_path / str(servers)).wait(30)
 
         return go
 
-    found = [train([pushing(0), pushing(1)], count, servers=count) for count in (1, 2, 3)]
-    assert torch.equal(found[0][0], found[0][1])
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][0], found[2][0])
+    expected = {name: _columns_in_one_process(rule) for name, rule in RULES.items()}
+    for servers in (1, 2, 3):
+        train([pushing(0), pushing(1)], servers, servers=servers)
+        for name, columns in expected.items():
+            for column, rows in columns.items():
+                found = ps.read(tmp_path / str(servers), name, column)[1]
+                assert torch.equal(found, rows), (servers, name, column)
 
 
-def test_a_table_of_one_trainer_is_an_embedding_of_torch_to_the_bit() -> None:
-    (rows,) = train([_pushing(0, ps.SGD(lr=0.1))], 2, 1, servers=2)
+TORCHS: dict[str, tuple[ps.Rule, Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (ps.SGD(lr=0.1), partial(torch.optim.SGD, lr=0.1)),
+    "adagrad": (ps.Adagrad(lr=0.1), partial(torch.optim.Adagrad, lr=0.1)),
+    "adam": (ps.Adam(lr=0.1), partial(torch.optim.SparseAdam, lr=0.1)),
+}
 
-    def begin(servers: int) -> Tensor:
+
+def test_tables_are_embeddings_under_torch_s_optimizers_to_the_bit() -> None:
+    every, batches = torch.arange(IDS), _batches(0, steps=200)
+
+    def go() -> dict[str, tuple[Tensor, Tensor]]:
+        cluster = ps.connect(server_names(2))
+        tables = {n: cluster.table(n, 8, rule, init=INIT) for n, (rule, _) in TORCHS.items()}
+        before = {name: table.pull(every) for name, table in tables.items()}
+        for ids, grad in batches:
+            cluster.push(dict.fromkeys(tables.values(), (ids, grad)))
+        return {name: (before[name], table.pull(every)) for name, table in tables.items()}
+
+    (found,) = train([go], servers=2)
+    for name, (before, after) in found.items():
+        embedding = nn.Embedding.from_pretrained(before, freeze=False)
+        optimizer = TORCHS[name][1](embedding.parameters())
+        for ids, grad in batches:
+            optimizer.zero_grad()
+            embedding(ids).backward(grad)
+            if name == "adam":  # which takes nothing but sparse gradients
+                slope, rows = embedding.weight.grad, ids.unique()
+                assert slope is not None
+                embedding.weight.grad = torch.sparse_coo_tensor(
+                    rows.unsqueeze(0), slope[rows], slope.shape
+                )
+            optimizer.step()
+        assert torch.equal(embedding.weight.data, after), name
+
+
+def test_rows_begin_alike_on_any_number_of_servers_in_any_order_and_again_after_eviction() -> None:
+    every = torch.arange(-100, 100)
+
+    def go(servers: int) -> tuple[Tensor, Tensor]:
         cluster = ps.connect(server_names(servers))
-        table = cluster.table("items", 8, ps.SGD(lr=0.1), init=ps.Uniform(0.1, seed=3))
-        return table.pull(torch.arange(IDS))
+        table = cluster.table("items", 8, ps.SGD(lr=1.0), init=INIT, evict=ps.UnusedFor(steps=2))
+        first = table.pull(every)
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(servers))
+        assert torch.equal(table.pull(every[order]), first[order])
+        table.push(every, torch.ones(200, 8))
+        assert torch.equal(table.pull(every), first - 1)
+        kept = _rows_and_bytes(cluster)
+        table.pull(torch.arange(1000, 2000))  # creates nothing
+        assert _rows_and_bytes(cluster) == kept
+        for _ in range(3):
+            table.push(torch.tensor([5000]), torch.ones(1, 8))
+        again = table.pull(every)
+        table.push(every, torch.ones(200, 8))
+        assert torch.equal(table.pull(every), first - 1)
+        return first, again
 
-    (weight,) = train([begin], 1)
-    embedding = nn.Embedding(IDS, 8)
-    embedding.weight.data.copy_(weight)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
-    for ids, grad in _batches(0):
-        optimizer.zero_grad()
-        embedding(ids).backward(grad)
-        optimizer.step()
-    assert torch.equal(embedding.weight.data, rows)
+    first, again = train([go], 1, servers=1)[0]
+    for servers in (2, 7):
+        for rows in train([go], servers, servers=servers)[0]:
+            assert torch.equal(rows, first)
+    assert torch.equal(again, first)
+
+
+def _rows_and_bytes(cluster: ps.Cluster) -> list[tuple[int, int]]:
+    tables = [shard["tables"]["items"] for shard in _shards(cluster)]
+    return [(each["rows"], each["bytes"]) for each in tables]
+
+
+def _shards(cluster: ps.Cluster) -> list[dict[str, Any]]:
+    servers = cluster.stats()["servers"].values()
+    return [shard for server in servers for shard in server["shards"].values()]
 
 
 # --- dense parameters
@@ -219,44 +282,44 @@ def test_a_snapshot_is_restored_into_another_number_of_servers(tmp_path: Path) -
         assert torch.equal(rows, again)
 
 
-def _updates(cluster: ps.Cluster) -> list[int]:
-    servers = cluster.stats()["servers"].values()
-    return [shard["updates"] for server in servers for shard in server["shards"].values()]
-
-
 @pytest.mark.kills
 def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]
 ) -> None:
     snapshots = request.config.getoption("--kills")
     done = threading.Event()
 
-    def push() -> int:
+    def connected() -> tuple[ps.Cluster, ps.Table, ps.Table]:
         cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
-        table = cluster.table("counts", 2, ps.Adam(lr=0.1))
+        counts = cluster.table("counts", 2, ps.SGD(lr=1.0))
+        return cluster, counts, cluster.table("moments", 2, ps.Adam(lr=0.1))
+
+    def push() -> None:
+        cluster, *tables = connected()
         ids = torch.arange(3000)
         while not done.is_set():
-            table.push(ids, torch.ones(3000, 2))
+            cluster.push(dict.fromkeys(tables, (ids, -torch.ones(3000, 2))))
         cluster.finish()
-        return cluster.step
 
     def save() -> None:
-        cluster = ps.connect(server_names(2), consistency=ps.Async(), trainers=4)
+        cluster = connected()[0]
         try:
-            while not any(_updates(cluster)):
-                pass
+            waiting.until(lambda: any(shard["updates"] for shard in _shards(cluster)))
             for number in range(snapshots):
-                cluster.snapshot(tmp_path / str(number)).wait(60)
-                parts = Restored.open(tmp_path / str(number))
-                found = [columns for _, columns in parts.pieces("counts")]
-                assert sum(len(each["ids"]) for each in found) == 3000
-                moved = torch.cat([each["weight"].reshape(-1) for each in found])
-                assert len(moved.unique()) == 1  # so every row has had as many updates
-                assert all(len(each["ids"]) == len(each["state.mean"]) for each in found)
+                folder = tmp_path / str(number)
+                cut = sum(cluster.snapshot(folder).wait(60).counts.values())
+                ids, rows = ps.read(folder, "counts")
+                assert len(ids) == (3000 if cut else 0)
+                assert bool((rows == cut).all())
+                for column in ("weight", "state.mean", "state.square"):
+                    others, values = ps.read(folder, "moments", column)
+                    assert torch.equal(others, ids)
+                    assert len(values.unique()) <= 1  # so every row has had as many updates
         finally:
             done.set()
 
     train([*[push] * 4, save], servers=2)
+    record_property("times", snapshots)
 
 
 def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path: Path) -> None:
@@ -274,10 +337,8 @@ def test_admission_and_eviction_go_on_at_a_backup_and_after_a_snapshot(tmp_path:
                 hub.cut(0)
             table.push(ids, grad)
         rows = table.pull(torch.arange(IDS))
-        shards = [
-            s for each in cluster.stats()["servers"].values() for s in each["shards"].values()
-        ]
-        return rows, sum(s["tables"]["items"]["rows"] for s in shards if s["head"])
+        heads = [shard for shard in _shards(cluster) if shard["head"]]
+        return rows, sum(head["tables"]["items"]["rows"] for head in heads)
 
     two, three = server_names(2), server_names(3)
     (whole,) = train([lambda: go(0, False, servers=two, backups=1)], servers=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -46,25 +47,47 @@ def test_a_pull_by_an_old_map_is_turned_away_and_one_by_a_new_map_waits() -> Non
     assert reads.due(clock) == [Answer(new)]
 
 
-def test_no_pull_sees_less_than_its_bound_over_random_schedules() -> None:
-    for seed in range(2000):
+class _Game:
+    """Trainers that push, and wait for the pull of each next step, on one shard."""
+
+    def __init__(self, consistency: BSP | SSP, trainers: int) -> None:
+        self.clock = Clock(0, consistency)
+        self.clock.prime(dict.fromkeys(range(trainers), 0), 0, 0)
+        self.reads = Reads(consistency.staleness if isinstance(consistency, SSP) else 0)
+        self.steps = dict.fromkeys(range(trainers), 0)
+        self.waiting: set[int] = set()
+
+    def step(self, trainer: int) -> list[Pull]:
+        """Pushes and pulls as one trainer; returns which pulls are answered by that."""
+        self.clock.push(Push(trainer, self.steps[trainer], 0))
+        self.steps[trainer] += 1
+        self.waiting.add(trainer)
+        pull = Pull(self.steps[trainer], 0, trainer)
+        effects = self.reads.due(self.clock) + self.reads.ask(pull, self.clock)
+        answered = [each.pull for each in effects if isinstance(each, Answer)]
+        assert len(answered) == len(effects)
+        self.waiting.difference_update(pull.ask for pull in answered)
+        return answered
+
+
+@pytest.mark.kills
+def test_no_pull_sees_less_than_its_bound_and_without_staleness_pulls_are_those_of_bsp(
+    request: pytest.FixtureRequest, record_property: Callable[[str, int], None]
+) -> None:
+    """Over 10 000 random schedules under ``make kills``."""
+    schedules = 200 * request.config.getoption("--kills")
+    for seed in range(schedules):
         r = random.Random(seed)
-        staleness = r.choice([0, 0, 1, 2])
-        clock = Clock(0, BSP() if staleness == 0 and r.random() < 0.5 else SSP(staleness))
-        trainers = r.randint(1, 4)
-        clock.prime(dict.fromkeys(range(trainers), 0), 0, 0)
-        reads, steps = Reads(staleness), dict.fromkeys(range(trainers), 0)
-        waiting: set[int] = set()
+        staleness, trainers = r.choice([0, 0, 1, 2]), r.randint(1, 4)
+        game, other = (_Game(kind, trainers) for kind in (SSP(staleness), BSP()))
         for _ in range(40):
-            free = [each for each in steps if each not in waiting]
+            free = [each for each in game.steps if each not in game.waiting]
             assert free, f"seed {seed}: everybody waits"
             trainer = r.choice(free)
-            clock.push(Push(trainer, steps[trainer], 0))
-            steps[trainer] += 1
-            waiting.add(trainer)
-            effects = reads.due(clock) + reads.ask(Pull(steps[trainer], 0, trainer), clock)
-            for effect in effects:
-                assert isinstance(effect, Answer)
-                assert clock.low is not None
-                assert clock.low >= effect.pull.step - staleness, f"seed {seed}"
-                waiting.discard(effect.pull.ask)
+            answered = game.step(trainer)
+            for pull in answered:
+                assert game.clock.low is not None
+                assert game.clock.low >= pull.step - staleness, f"seed {seed}"
+            if staleness == 0:
+                assert answered == other.step(trainer), f"seed {seed}"
+    record_property("times", schedules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -229,11 +230,12 @@ def test_an_index_takes_at_most_forty_bytes_a_row() -> None:
         assert table.bytes / len(table) - 4 <= 40
 
 
-def test_memory_comes_back_when_rows_go() -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * 4096
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
 
+
+def test_memory_comes_back_when_rows_go() -> None:
     table = counters(dim=64, evict=UnusedFor(2))
     before = resident()
     ids = np.arange(200_000)
@@ -243,6 +245,25 @@ def test_memory_comes_back_when_rows_go() -> None:
     push(table, [1], 6)
     assert len(table) == 1
     assert resident() - before < 0.4 * grown
+
+
+@pytest.mark.kills
+def test_ids_that_come_and_go_take_no_more_memory_than_those_that_are_there(
+    request: pytest.FixtureRequest, record_property: Callable[[str, int], None]
+) -> None:
+    """10 000 000 ids under ``make kills``, of which 500 000 are there at a time."""
+    pushes, batch = 2 * request.config.getoption("--kills"), 100_000
+    table = counters(dim=8, evict=UnusedFor(5))
+    grad = np.full((batch, 8), -1.0, np.float32)
+    most, before = 0, resident()
+    for time in range(1, pushes + 1):
+        ids = np.arange(time * batch, (time + 1) * batch) * 7919
+        table.apply([Part(ids, grad)], time)
+        most = max(most, len(table))
+        assert len(table) <= 7 * batch
+        assert resident() - before < 150e6  # all of them would take 900 MB
+    assert most >= 5 * batch
+    record_property("times", pushes * batch)
 
 
 def test_declarations_that_differ_say_in_what() -> None:
