@@ -194,7 +194,7 @@ class ContextTable:
         self, me: int, incarnation: int = 0, lives: Callable[[int], bool] = _always_lives
     ) -> None:
         self._me = me
-        self._lives = lives
+        self.lives = lives
         self._lock = threading.Lock()
         self._life = incarnation % _MOST_LIVES
         self._ids = itertools.count((me << _CREATOR_SHIFT) + (self._life << _LIFE_SHIFT))
@@ -231,7 +231,7 @@ class ContextTable:
             if context is not None or self._is_over(context_id):
                 return context
             context = self._contexts[context_id] = DistAutogradContext(context_id, self._life)
-        if self._lives(context_id):
+        if self.lives(context_id):
             return context
         self.release(context_id)  # of those of a lost worker, all that were here have been
         return None

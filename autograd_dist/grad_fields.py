@@ -37,7 +37,7 @@ class GradFields:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._user_of: dict[int, int] = {}
-        self._waiting = 0
+        self.waiting = 0
 
     def used(self, leaves: Iterable[torch.Tensor]) -> Use:
         """A ``with`` block in which no other thread uses the ``.grad`` of some leaves.
@@ -72,11 +72,11 @@ class GradFields:
 
         with self._lock:
             # All at once: who holds some never waits for the rest.
-            self._waiting += 1
+            self.waiting += 1
             try:
                 self._changed.wait_for(is_decided, patience)
             finally:
-                self._waiting -= 1
+                self.waiting -= 1
             if not self._are_free(use):
                 _give_up(use)
             self._note(use)
@@ -103,7 +103,7 @@ class GradFields:
             for leaf in taken:
                 if user_of.get(leaf) == me:
                     del user_of[leaf]
-            if self._waiting:
+            if self.waiting:
                 self._changed.notify_all()
 
     def _look_again(self) -> None:

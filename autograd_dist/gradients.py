@@ -65,15 +65,15 @@ def own_all(
     something bigger or are still referenced by a hook. Empties ``gradients`` as
     it goes, so that at most one gradient exists twice at a time.
     """
-    yardstick = _yardstick()
+    usual = yardstick()
     owned = []
     for position, leaf in enumerate(leaves):
         gradient = gradients[position]
         if gradient is None or not leaf.requires_grad:  # maybe not any more
             continue
         # One reference more than an object that is only in a list: the name above.
-        is_shared = sys.getrefcount(gradients[position]) > yardstick.listed + 1
-        if is_shared or yardstick.uses_of(gradient) not in yardstick.exclusive:
+        is_shared = sys.getrefcount(gradients[position]) > usual.listed + 1
+        if is_shared or usual.uses_of(gradient) not in usual.exclusive:
             gradient = _copy_like(leaf, gradient)
         elif gradient.layout is torch.sparse_coo:
             gradient = _with_own_indices(gradient)
@@ -84,7 +84,7 @@ def own_all(
     return owned
 
 
-class _Yardstick:
+class Yardstick:
     """Tells whether a tensor's memory is nobody else's, by counting references.
 
     How many references something exclusive shows differs between releases of
@@ -126,8 +126,9 @@ class _Yardstick:
 
 
 @functools.cache
-def _yardstick() -> _Yardstick:
-    return _Yardstick()
+def yardstick() -> Yardstick:
+    """The one of this process."""
+    return Yardstick()
 
 
 def _with_own_indices(gradient: torch.Tensor) -> torch.Tensor:

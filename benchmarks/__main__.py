@@ -39,8 +39,8 @@ _OUR_COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
 
 def main() -> int:
     """Measure, print, save; return the exit status."""
-    options = _parse()
-    columns = [_column(name, options) for name in options.columns]
+    options = parse()
+    columns = [column(name, options) for name in options.columns]
     if options.count:
         keys = ROWS_COUNTED if options.rows is DEFAULT_ROWS else options.rows
         print_counts(columns[-1], keys, options.functions)
@@ -73,7 +73,7 @@ def main() -> int:
     return 0
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     about = (benchmarks.__doc__ or "").splitlines()[0].replace("``", "")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     add = parser.add_argument
@@ -140,7 +140,7 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _column(name: str, options: argparse.Namespace) -> Column:
+def column(name: str, options: argparse.Namespace) -> Column:
     if name in _TORCH_COLUMNS:
         return _TORCH_COLUMNS[name]
     chosen = options.options | _OUR_COLUMNS[name].get(options.backend, {})

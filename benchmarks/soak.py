@@ -51,7 +51,7 @@ def do_nothing(*_: object) -> None:
 
 def main() -> int:
     """Runs the loads; returns 1 if a process grew."""
-    options = _parse()
+    options = parse()
     loads = [
         Load("small calls", options.small, 1, 0),
         Load("calls with 1 MiB", options.large, 4, _MEBIBYTE),
@@ -60,7 +60,7 @@ def main() -> int:
     return int(any(grown))
 
 
-def _parse() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=about)
     add = parser.add_argument

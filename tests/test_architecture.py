@@ -13,6 +13,36 @@ _FLOORS = ("rpc", "autograd_dist", "optim_dist", "remote_module", "tensorwire")
 _MAP = (_ROOT / "ARCHITECTURE.md").read_text()
 _PUBLIC = {"rpc", "rpc.extend", "rpc.errors"}
 """The modules of ``rpc`` that the floors above it may import."""
+_NAMES_OF_TORCH = {
+    "_actions",
+    "_backward_hooks",
+    "_build_rpc_profiling_key",
+    "_collect_all",
+    "_context_id",
+    "_current_context",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_deserialize",
+    "_disable_profiler",
+    "_fields",
+    "_get_current_rpc_agent",
+    "_get_future",
+    "_get_profiling_future",
+    "_get_type",
+    "_is_current_rpc_agent_set",
+    "_recv_functions",
+    "_RemoteModule",
+    "_rref_context_get_debug_info",
+    "_send_functions",
+    "_serialize",
+    "_set_rpc_timeout",
+    "_sleep",
+    "_thread_local_var",
+    "_use_rpc_pickler",
+    "_values",
+    "_version",
+    "_wait_all",
+}
+"""Private names that torch or Python have, too: programs use them, and ours keeps what they do."""
 _ASSEMBLY = {"agent", "bring_up", "builtin_backends", "backend_registry", "api", "serving"}
 """The modules that assemble a worker, or have it done."""
 
@@ -128,3 +158,31 @@ def test_threads_are_ours() -> None:
     modules = [path for package in packages for path in (_ROOT / package).rglob("*.py")]
     plain = [str(path) for path in modules if "threading.Thread(" in path.read_text()]
     assert plain == []
+
+
+_DEFINED = re.compile(
+    r"^ *(_[a-zA-Z]\w*) *[:=]|(?:def|class) (_[a-zA-Z]\w*)|self\.(_[a-zA-Z]\w*)", re.M
+)
+_REACHED_FOR = re.compile(r"(?<!\bself)\.(_[a-zA-Z]\w*)|setattr\([^\"]*\"(_[a-zA-Z]\w*)\"")
+_IMPORTED = re.compile(r"^from [\w.]+ import (\([^)]*\)|.*)$", re.M)
+
+
+def _names(pattern: re.Pattern[str], text: str) -> set[str]:
+    """What the groups of a pattern match."""
+    return {name for match in pattern.finditer(text) for name in match.groups() if name}
+
+
+def test_tests_reach_for_private_names_of_their_own_module_at_most() -> None:
+    ours = {path: _names(_DEFINED, path.read_text()) for path in _MODULES.values()}
+    all_ours = set().union(*ours.values())
+    wrong = []
+    for path in (_ROOT / "tests").rglob("test_*.py"):
+        if path.name == "test_mutants.py":  # which changes decisions from within
+            continue
+        text, place = path.read_text(), path.relative_to(_ROOT / "tests")
+        tested = _ROOT / place.with_name(place.name.removeprefix("test_"))
+        imported = " ".join(_IMPORTED.findall(text))
+        used = _names(_REACHED_FOR, text) | set(re.findall(r"\b_[a-zA-Z]\w*", imported))
+        mine = _names(_DEFINED, text) | ours.get(tested, set()) | _NAMES_OF_TORCH
+        wrong += [f"{place} uses {name}" for name in sorted(used & all_ours - mine)]
+    assert wrong == []

@@ -38,7 +38,7 @@ class SteadyClock(VirtualClock):
     def _wakes(self, alarm: Alarm, deadline: float | None) -> bool:
         with self._lock:
             due = deadline is not None and deadline <= self._now
-            if due or alarm._unset.acquire(blocking=False):
+            if due or alarm.unset.acquire(blocking=False):
                 del self._asleep[alarm]
                 self.awakenings += 1
                 return True
@@ -49,7 +49,7 @@ class SteadyClock(VirtualClock):
         with self._lock:
             awake = any(t.is_alive() and a not in self._asleep for a, t in self._threads.items())
             waking = any(
-                not alarm._unset.locked() or (deadline is not None and deadline <= self._now)
+                not alarm.unset.locked() or (deadline is not None and deadline <= self._now)
                 for alarm, deadline in self._asleep.items()
             )
             return len(self._threads) >= threads and not awake and not waking

@@ -269,6 +269,11 @@ class Callee:
         """Requests served so far."""
         return self._handled
 
+    def kept_outcomes(self) -> int:
+        """Outcomes of requests with a number that are kept for further attempts."""
+        with self._lock:
+            return len(self._once)
+
     def metrics(self) -> tuple[CallMetrics, ...]:
         """The requests served, by method and peer."""
         peer = self.shared.group.peer
@@ -287,6 +292,7 @@ class Callee:
                 "call": text_of(s.name),
                 "from": s.sender,
                 "age": now - since,
+                "cancelled": s.cancelled,
             }
             for s, since in rows
         ]

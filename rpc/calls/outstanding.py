@@ -118,7 +118,7 @@ class OutstandingCalls:
         """When the next call expires, as far as the pulse knows."""
         self._processing = 0
         self._sent = 0
-        self._closed: str | None = None
+        self.closed_because: str | None = None
 
     # --- Giving up
 
@@ -223,7 +223,7 @@ class OutstandingCalls:
     def close(self, reason: str) -> None:
         """Fails whatever is outstanding and refuses new calls."""
         with self._lock:
-            self._closed = reason
+            self.closed_because = reason
             destinations = {row.to for row in self._table.outstanding()}
             ended = [e for to in sorted(destinations) for e in self._table.lose(to)]
             open_calls = (e.call for e in ended if e.ending is Ending.LOST)

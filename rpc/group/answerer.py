@@ -33,18 +33,21 @@ class Answerer:
             waits in it.
         key: of the group's datagrams.
         token: this worker's.
+
+    Attributes:
+        process: that answers; None if there is none.
     """
 
     def __init__(self, name: str, datagrams: socket.socket, key: bytes, token: bytes) -> None:
         self._name = name
-        self._datagrams = datagrams
+        self.datagrams = datagrams
         self._secret = key + token
         self._here = Answering(key, token, lambda: True)
         self._owner = os.getpid()
         self._condemned: list[bytes] = []
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._note: str | None = None
         self._closed = False
         self._was_asked = False
@@ -62,7 +65,7 @@ class Answerer:
                 return
         if not (at_once or self._was_asked):
             return
-        if self._process is not None:
+        if self.process is not None:
             _logger.info("the process that gave signs of life for %s ended", self._name)
             self._end()
         try:
@@ -105,7 +108,7 @@ class Answerer:
             if self._control is not None:
                 self._control.close()
                 self._control = None
-        self._datagrams.close()
+        self.datagrams.close()
         self._end()
 
     def _take_note(self, text: bytes) -> None:
@@ -115,11 +118,11 @@ class Answerer:
         """Replies to what has come; needs the lock."""
         for _ in range(_MOST_AT_ONCE):
             try:
-                data, sender = self._datagrams.recvfrom(MOST_BYTES)
+                data, sender = self.datagrams.recvfrom(MOST_BYTES)
                 reply, note = self._here.reply(data)
                 self._was_asked = self._was_asked or bool(reply)
                 if reply:
-                    self._datagrams.sendto(reply, sender)
+                    self.datagrams.sendto(reply, sender)
             except OSError:
                 return
             if note:
@@ -140,7 +143,7 @@ class Answerer:
         try:
             ours.setblocking(False)
             ours.send(self._secret)
-            self._process = start_process(self._name, os.getpid(), self._datagrams, theirs)
+            self.process = start_process(self._name, os.getpid(), self.datagrams, theirs)
             with self._lock:
                 self._control = ours
                 for token in self._condemned:
@@ -152,7 +155,7 @@ class Answerer:
             theirs.close()
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is None:
             return
         if os.getpid() != self._owner:

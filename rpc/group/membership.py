@@ -35,7 +35,7 @@ from rpc.transports.base import Peer
 
 _logger = logging.getLogger("rpc")
 
-_LOOK_SECONDS: Final = 0.2
+LOOK_SECONDS: Final = 0.2
 _PRESSING_LOOK_SECONDS: Final = 0.05
 _FULL_LOOK_SECONDS, _FULL_LOOK_SECONDS_PER_MEMBER = 5.0, 0.1
 """Then everything is read again: a stranger may have put an old value of ``changes`` back."""
@@ -230,7 +230,7 @@ class Membership:
                     self._remove_lost()
                     self._look()
                 self._finish_look()
-                self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else _LOOK_SECONDS)
+                self._alarm.wait(_PRESSING_LOOK_SECONDS if self._waits else LOOK_SECONDS)
             with visit():
                 self._remove_lost()
                 self._table.leave(self._me)

@@ -128,6 +128,11 @@ class Slot:
                 self._waiting.remove(woken)
                 woken.release()
 
+    def waiters(self) -> int:
+        """Threads that wait for it."""
+        with self._lock:
+            return len(self._waiting)
+
     def when_done(self, callback: Callable[[Slot], None]) -> None:
         """Calls ``callback(self)`` on the filling thread, or now if done."""
         with self._lock:

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 from rpc.errors import FrameError
 
 MOST_MESSAGES = 1 << 18
-_MOST_IN_VAIN = 32
+MOST_IN_VAIN = 32
 """On how many connections in a row a message is sent again, if none gets further than it."""
 
 Message = TypeVar("Message")
@@ -93,7 +93,7 @@ class SentMessages(Generic[Message]):
         if not lacking or received != self._arrived:
             self._in_vain = 0
         self._arrived = received
-        if self._in_vain >= _MOST_IN_VAIN:
+        if self._in_vain >= MOST_IN_VAIN:
             raise CannotResumeError(
                 f"message {received} did not arrive on any of {self._in_vain} connections"
             )

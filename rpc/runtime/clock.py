@@ -15,23 +15,23 @@ class Alarm:
     the thread waits for itself.
     """
 
-    __slots__ = ("_unset",)
+    __slots__ = ("unset",)
 
     def __init__(self) -> None:
-        self._unset = threading.Lock()
-        self._unset.acquire()
+        self.unset = threading.Lock()
+        self.unset.acquire()
 
     def set(self) -> None:
         """Ends the current or the next wait."""
         try:
-            self._unset.release()
+            self.unset.release()
         except RuntimeError:  # it is set already
             return
 
     def wait(self, seconds: float | None) -> None:
         """Returns when set, which ends being set, or when the time is over; None is forever."""
         limit = threading.TIMEOUT_MAX
-        self._unset.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), limit))
+        self.unset.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), limit))
 
 
 class Clock(Protocol):

@@ -183,7 +183,7 @@ class Executor:
         self._idle: list[threading.Lock] = []  # a bell for each idle thread, latest last
         self._coming = 0
         self._guests = 0
-        self._waiting = 0
+        self.waiting = 0
         self._extra = 0
         self._busy = 0
         self._finished = 0
@@ -214,7 +214,7 @@ class Executor:
         """
         with self._lock:
             # As ``_active`` and ``_allowed`` say; every request comes here.
-            active = self._size + self._guests - len(self._idle) - self._waiting
+            active = self._size + self._guests - len(self._idle) - self.waiting
             admitted = (
                 self._guests < guests and not self._closed and active < self._limit + self._extra
             )
@@ -249,14 +249,14 @@ class Executor:
     def enter_wait(self) -> None:
         """See :class:`Place`."""
         with self._lock:
-            self._waiting += 1
+            self.waiting += 1
             missing = self._staff()
         self._start(missing)
 
     def leave_wait(self) -> None:
         """See :class:`Place`."""
         with self._lock:
-            self._waiting -= 1
+            self.waiting -= 1
 
     def try_again(self) -> None:
         """Starts the thread that could not be started, if it is still needed."""
@@ -308,7 +308,7 @@ class Executor:
     # --- Decisions; all with the lock held
 
     def _active(self) -> int:
-        return self._size + self._guests - len(self._idle) - self._waiting
+        return self._size + self._guests - len(self._idle) - self.waiting
 
     def _allowed(self) -> int:
         return self._limit + self._extra

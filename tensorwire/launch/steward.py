@@ -98,7 +98,7 @@ class Steward:
     """
 
     def __init__(self, node: Node, roles: tuple[Role, ...], grace: float, patience: float) -> None:
-        self._node, self._roles = node, roles
+        self.node, self._roles = node, roles
         self._grace, self._patience = grace, patience
         self._running: dict[int, _Running] = {}
         self._begun: dict[int, int] = {}
@@ -132,7 +132,7 @@ class Steward:
             silent: nodes that gave no sign of life for too long.
         """
         events: list[Event] = [self._exited(now, plan, each) for each in ended]
-        me = self._node.id
+        me = self.node.id
         events += [Left(node) for node in silent if node != me and plan.node(node) is not None]
         events += [
             Exited(me, seat.id, seat.life, 0, False, Failure(seat.name, ""))
@@ -141,13 +141,13 @@ class Steward:
         ]
         events += self._scarcity(now, plan)
         if plan.node(me) is None and not self._running and not plan.phase.is_over:
-            events.append(Joined(self._node, self._roles))
+            events.append(Joined(self.node, self._roles))
         return events
 
     def _exited(self, now: float, plan: Plan, ended: Ended) -> Event:
         run = self._running.pop(ended.seat)
         said = f"{run.why}\n{ended.said}".strip() if run.why else ended.said
-        node, code = self._node, ended.exit_code
+        node, code = self.node, ended.exit_code
         failure = Failure(run.name, said, ended.seat, node.host, ended.process, code, run.life)
         return Exited(node.id, ended.seat, run.life, code, now - run.since < SOON, failure)
 
@@ -177,8 +177,8 @@ class Steward:
             lost: names of workers that their group declared lost.
         """
         effects: list[Effect] = []
-        mine = {seat.id: seat for seat in plan.held_by(self._node.id)}
-        is_in = plan.node(self._node.id) is not None or plan.phase.is_over
+        mine = {seat.id: seat for seat in plan.held_by(self.node.id)}
+        is_in = plan.node(self.node.id) is not None or plan.phase.is_over
         declared = set(lost)
         for seat_id, run in list(self._running.items()):
             seat = mine.get(seat_id)

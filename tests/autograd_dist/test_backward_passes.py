@@ -7,7 +7,9 @@ under way, in an order that the seed chooses.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from autograd_dist.backward_passes import BackwardPasses, Driver, sendable
 from autograd_dist.contexts import ContextTable
 from autograd_dist.errors import BackwardError, UnknownContextError
 from autograd_dist.grad_fields import GradFields
+from autograd_dist.local_engine import LocalPass
 from autograd_dist.passes import Ack, Gradients, PassId, Settle, Survey
 from autograd_dist.wire import PassMessage, decode_message, encode_ack
 from rpc.errors import RpcError
@@ -128,7 +131,7 @@ def made(seed: int) -> tuple[object, list[object], Network]:
     for worker, recorded in zip(network.workers, builder.workers, strict=True):
         context = worker.contexts.join(CONTEXT)
         assert context is not None
-        context._sends.update(recorded.sends)
+        context.sends = recorded.sends.copy
         for other in recorded.known:
             context.add_worker(other)
     return builder, roots, network
@@ -400,8 +403,9 @@ def test_a_pass_lets_go_of_the_graph_with_its_context() -> None:
     passes = Network(0, 2).workers[1].passes
     passes.request_arrived(0, PassMessage(PassId(CONTEXT, 0, 1), 1, Survey(1)), [])
     (driver,) = passes._passes[CONTEXT].drivers.values()
+    (local,) = [weakref.ref(each) for each in gc.get_referents(driver) if type(each) is LocalPass]
     passes.drop(CONTEXT, RpcError("it was released"))
-    assert driver._local is None
+    assert local() is None
 
 
 def test_one_that_cannot_be_reached_fails_the_pass_and_is_named() -> None:

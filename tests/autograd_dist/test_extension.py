@@ -417,7 +417,7 @@ def test_a_call_inside_a_transform_of_torch_says_where_to_make_it(workers):
 
 def test_a_pass_does_not_depend_on_the_default_device(workers):
     x = leaf()
-    gradients._yardstick.cache_clear()
+    gradients.yardstick.cache_clear()
     with torch.device("meta"), autograd_dist.context() as context_id:
         autograd_dist.backward(context_id, [rpc.rpc_sync("bob", square, (x,)).sum()])
         assert autograd_dist.get_gradients(context_id)[x].tolist() == [2.0, 4.0]
@@ -425,16 +425,16 @@ def test_a_pass_does_not_depend_on_the_default_device(workers):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_whose_memory_is_whose_does_not_depend_on_the_mode_of_the_first_look(mode):
-    usual = gradients._yardstick().exclusive
-    gradients._yardstick.cache_clear()
+    usual = gradients.yardstick().exclusive
+    gradients.yardstick.cache_clear()
     with mode():
-        assert gradients._yardstick().exclusive == usual
+        assert gradients.yardstick().exclusive == usual
     view, plain = torch.ones(2).view(1, 2), torch.ones(2)
     alias = plain.detach()
-    assert gradients._yardstick().uses_of(view) in usual
-    assert gradients._yardstick().uses_of(plain) not in usual
+    assert gradients.yardstick().uses_of(view) in usual
+    assert gradients.yardstick().uses_of(plain) not in usual
     del alias
-    assert gradients._yardstick().uses_of(plain) in usual
+    assert gradients.yardstick().uses_of(plain) in usual
 
 
 def test_outside_a_context_a_tensor_arrives_as_a_leaf(workers):

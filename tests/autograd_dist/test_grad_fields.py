@@ -38,7 +38,7 @@ def test_who_shares_a_leaf_waits_until_it_is_free(fields: GradFields) -> None:
     with ThreadPoolExecutor(1) as other:
         with fields.used([A, B]):
             waiting = other.submit(_use, fields, [B, C], lambda: order.append("second"))
-            until(lambda: fields._waiting == 1)
+            until(lambda: fields.waiting == 1)
             order.append("first")
         waiting.result(timeout=20)
     assert order == ["first", "second"]
@@ -48,7 +48,7 @@ def test_who_waits_for_one_leaf_keeps_none_from_others(fields: GradFields) -> No
     with ThreadPoolExecutor(2) as others:
         with fields.used([A]):
             waiting = others.submit(_use, fields, [A, B])
-            until(lambda: fields._waiting == 1)
+            until(lambda: fields.waiting == 1)
             others.submit(_use, fields, [B]).result(timeout=20)
         waiting.result(timeout=20)
 
@@ -60,7 +60,7 @@ def test_blocks_nest_and_the_outermost_gives_back(fields: GradFields) -> None:
                 pass
             other.submit(_use, fields, [B]).result(timeout=20)
             waiting = other.submit(_use, fields, [A])
-            until(lambda: fields._waiting == 1)
+            until(lambda: fields.waiting == 1)
         waiting.result(timeout=20)
 
 
@@ -127,11 +127,11 @@ class Trainers:
             return autograd_dist.grad_fields()
 
     def somebody_waits(self) -> bool:
-        return self.fields._waiting == 1
+        return self.fields.waiting == 1
 
     def nobody_is_busy(self) -> bool:
         busy = self.bob.executor.busy() or self.bob.system_executor.busy()
-        return not (busy or self.fields._waiting)
+        return not (busy or self.fields.waiting)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_handler_that_waits_lets_others_run(
     with trainers.used_for_long():
         future = rpc.rpc_async("bob", handler)
         until(trainers.somebody_waits)
-        assert trainers.bob.executor._waiting == 1
+        assert trainers.bob.executor.waiting == 1
     future.wait()
 
 

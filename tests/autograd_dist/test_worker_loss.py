@@ -157,7 +157,7 @@ def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_worker_that_does_not_take_the_end_of_a_context_is_named_in_the_log(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(extension_of(group.agents[1]), "_released", out_of_memory)
+    monkeypatch.setattr(extension_of(group.agents[1]), "release", out_of_memory)
     with autograd_dist.context() as context_id:
         rpc.rpc_sync("bob", square, (leaf(),))
     until(lambda: bool(errors_in(caplog)), SECONDS)
@@ -169,7 +169,7 @@ def test_a_worker_that_does_not_say_which_contexts_are_over_is_named_in_the_log(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alice, _, carol = group.agents
-    monkeypatch.setattr(extension_of(alice), "_take_in", out_of_memory)
+    monkeypatch.setattr(extension_of(alice).contexts, "find", out_of_memory)
     with autograd_dist.context():
         rpc.rpc_sync("bob", square_at, ("carol", leaf()))
         group.hub.cut(1)
@@ -223,7 +223,7 @@ def test_a_call_in_a_context_of_a_lost_worker_is_refused_rather_than_left_out_of
     """She may live, and would miss its gradients."""
     context_id = begun_by_the_lost_carol(group)
     table = group.agents[0].extensions.load("autograd_dist").contexts  # type: ignore[attr-defined]
-    monkeypatch.setattr(table, "_lives", lambda _: True)  # alice has not heard of it
+    monkeypatch.setattr(table, "lives", lambda _: True)  # alice has not heard of it
     assert table.join(context_id) is not None
     with entered(context_id), pytest.raises(rpc.WorkerLostError, match="'carol'"):
         rpc.rpc_sync("bob", square, (leaf(),))

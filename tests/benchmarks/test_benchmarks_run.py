@@ -115,8 +115,8 @@ def test_more_starts_than_rounds_are_refused(refusal: Callable[..., str]) -> Non
 @pytest.mark.parametrize(
     ("parse", "about"),
     [
-        (__main__._parse, "Compares TensorWire with torch.distributed.rpc on one machine, "),
-        (soak._parse, "Does memory stay flat? Calls one worker very often, and watches "),
+        (__main__.parse, "Compares TensorWire with torch.distributed.rpc on one machine, "),
+        (soak.parse, "Does memory stay flat? Calls one worker very often, and watches "),
     ],
 )
 def test_help_says_what_is_measured(
@@ -137,8 +137,8 @@ def test_help_says_what_is_measured(
 @pytest.mark.parametrize("backend", ["TENSORPIPE", "TENSORWIRE"])
 def test_what_is_said_to_go_over_tcp_does(backend: str) -> None:
     options = argparse.Namespace(options={}, backend=backend)
-    assert _unix_sockets(__main__._column("ours", options))
-    assert not _unix_sockets(__main__._column("ours-tcp", options))
+    assert _unix_sockets(__main__.column("ours", options))
+    assert not _unix_sockets(__main__.column("ours-tcp", options))
 
 
 def _unix_sockets(column: Column) -> set[str]:

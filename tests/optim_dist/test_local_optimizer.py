@@ -361,7 +361,7 @@ def test_nobody_else_uses_the_gradients_of_its_parameters_during_a_step() -> Non
         def meanwhile(*_: object) -> None:
             threads.submit(other.step_with, {}).result(timeout=20)
             threads.submit(use)
-            until(lambda: fields._waiting == 1)
+            until(lambda: fields.waiting == 1)
             order.append("stepped")
 
         optimizer.optim.register_step_pre_hook(meanwhile)

@@ -12,6 +12,7 @@ from rpc import bring_up, builtin_backends
 from rpc._testing import FaultyTensorPipeRpcBackendOptions
 from rpc._testing import backend as faulty_backends
 from rpc.agent import Agent
+from rpc.backend_registry import BackendType
 from rpc.bring_up import address_towards, is_crowded
 from rpc.group.member_list import MemberTable
 from rpc.transports.tensorwire import TensorWireRpcBackendOptions
@@ -70,11 +71,18 @@ class _MadeError(Exception):
     """A transport was asked for."""
 
 
-@pytest.mark.parametrize("backends", [builtin_backends, faulty_backends])
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [("TENSORPIPE", builtin_backends), ("FAULTY_TENSORPIPE", faulty_backends)],
+)
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("world_size", [2, None])
 def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
-    crowded: bool, world_size: int | None, backends: Any, monkeypatch: pytest.MonkeyPatch
+    crowded: bool,
+    world_size: int | None,
+    backend: str,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[bool] = []
 
@@ -82,11 +90,13 @@ def test_torch_is_not_asked_to_look_out_where_cores_or_peers_are_scarce(
         taken.append(over_tcp)
         raise _MadeError
 
-    monkeypatch.setattr(backends, "TensorPipeTransport", make)
+    monkeypatch.setattr(module, "TensorPipeTransport", make)
     monkeypatch.setattr(bring_up, "is_crowded", lambda *_: crowded)
     options = FaultyTensorPipeRpcBackendOptions()
     with pytest.raises(_MadeError):
-        backends._init_tensorpipe(HashStore(), "alice", 0, world_size, options)
+        BackendType[backend].value.init_backend_handler(
+            HashStore(), "alice", 0, world_size, options
+        )
     assert taken == [crowded or world_size is None]
 
 
@@ -109,7 +119,8 @@ class TestDeviceMapsOfADynamicGroup:
                 init_method="tcp://127.0.0.1:1", device_maps=maps, liveness_timeout=0
             )
             rank = len(agents)
-            agents.append(builtin_backends._init_tensorwire(store, name, rank, None, options))
+            init = BackendType["TENSORWIRE"].value.init_backend_handler
+            agents.append(init(store, name, rank, None, options))
             return agents[-1]
 
         yield join

@@ -99,7 +99,7 @@ def test_one_that_waited_for_a_thread_has_no_outcome_for_its_successor(
         server.agent.inbound.deliver(server.former, late)
     server.replace_bob()
     waiting.pop()()
-    assert len(server.agent.callee._once) == 0
+    assert server.agent.callee.kept_outcomes() == 0
     assert _ran == []
 
 

@@ -111,7 +111,7 @@ def test_a_request_that_waited_leaves_nothing_to_the_collector(pair: list[Agent]
 
     def services() -> int:
         found = [each for each in gc.get_objects() if isinstance(each, Service)]
-        return sum(each._callee is bob.callee for each in found)
+        return sum(any(r is bob.callee for r in gc.get_referents(each)) for each in found)
 
     assert eventually(lambda: services() == 0)
 

@@ -42,7 +42,7 @@ def test_two_workers_learn_what_the_whole_model_would(schedule: str) -> None:
 def test_training_that_was_cut_short_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_SAVED_EVERY", 3)
+    monkeypatch.setattr(train, "SAVED_EVERY", 3)
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # else it starts a thread that stays
     text = torch.randint(0, 11, (200,))
     corpus = Corpus(text, text)

@@ -35,7 +35,7 @@ from tutorials.pipeline.model import beginnings, loss, transformer
 
 _STAGES_PER_WORKER = {"interleaved": 2, "looped_bfs": 2}
 _COMPARED = ("gpipe", "1f1b", "zb-h1", "interleaved")
-_SAVED_EVERY = 100
+SAVED_EVERY = 100
 _Batch = tuple[int, Tensor]
 """The number of a step, and its texts with what follows each character."""
 
@@ -91,10 +91,10 @@ def train(pipe: Pipeline, corpus: Corpus, options: argparse.Namespace) -> list[f
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if (done := step + 1) % _SAVED_EVERY == 0 or done == options.steps:
+        if (done := step + 1) % SAVED_EVERY == 0 or done == options.steps:
             checkpoint.save(options.output / "checkpoints" / str(done),
                             {**state, "step": done}, keep=2)  # fmt: skip
-            recent = bits[-_SAVED_EVERY:]
+            recent = bits[-SAVED_EVERY:]
             tqdm.write(f"step {done}: {statistics.fmean(recent):.2f} bits per character")
     return bits
 

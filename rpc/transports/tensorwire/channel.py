@@ -77,7 +77,7 @@ class Unsent:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._waiters = 0
+        self.waiters = 0
         self._moves = 0
         self.count = 0
 
@@ -85,23 +85,23 @@ class Unsent:
         """Counts bytes, or with a negative count forgets them."""
         with self._lock:
             self.count += count
-            if self._waiters and count < 0:
+            if self.waiters and count < 0:
                 self._moves += 1
                 self._changed.notify_all()
 
     def wait(self, at_most: int, timeout: float | None) -> bool:
         """Waits until no more than ``at_most`` bytes are left; False when time is up."""
         with self._changed:
-            self._waiters += 1
+            self.waiters += 1
             try:
                 return self._changed.wait_for(lambda: self.count <= at_most, timeout)
             finally:
-                self._waiters -= 1
+                self.waiters -= 1
 
     def wait_while_moving(self, at_most: int, patience: float) -> bool:
         """The same, as long as some leave; False if none have for ``patience`` seconds."""
         with self._changed:
-            self._waiters += 1
+            self.waiters += 1
             try:
                 while self.count > at_most:
                     if not self._changed.wait_for(
@@ -109,7 +109,7 @@ class Unsent:
                     ):
                         return False
             finally:
-                self._waiters -= 1
+                self.waiters -= 1
         return True
 
     def _moved_since(self, seen: int) -> bool:
@@ -148,7 +148,7 @@ class Sender:
         self._loaded = 0
         """Bytes of the counter that do not stand in the queue."""
         self._sent: SentMessages[bytes | _Sent] = SentMessages(remember)
-        self._sent_frames = self._sent.messages
+        self.unacknowledged = self._sent.messages
         self._remembers = remember > 0
         self._again: list[bytes | _Sent] = []
         self._generation = 0
@@ -192,7 +192,7 @@ class Sender:
                 sequence = self._sequence
                 data = pack_small(kind, correlation, sequence, header, table, inline)
                 after = sequence + 1  # before it is remembered: there may be no memory
-                self._sent_frames.append(data)
+                self.unacknowledged.append(data)
                 self._sequence = after
                 try:
                     sent = self.sock.send(data)
@@ -220,7 +220,7 @@ class Sender:
                     sequence = self._sequence
                     data = pack_small(kind, correlation, sequence, header, table, inline)
                     after = sequence + 1  # as above
-                    self._sent_frames.append(data)
+                    self.unacknowledged.append(data)
                     self._sequence = after
                     try:
                         self._keep(memoryview(data))
@@ -339,7 +339,7 @@ class Sender:
             buffers = (fixed, header, table, *parts)
             sent = _Sent(buffers, descriptor)
         views = [memoryview(part) for part in buffers if len(part)]
-        frames = self._sent_frames
+        frames = self.unacknowledged
         forgotten = [frames[0]] if self._remembers and len(frames) == frames.maxlen else None
         size = item.size()
         sequence, loaded = self._sequence + 1, self._loaded + size

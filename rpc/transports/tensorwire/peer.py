@@ -42,8 +42,6 @@ from rpc.wire.messages import Reply, Status
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 _KERNEL_POLL_SECONDS = 0.002
-_STUCK_SECONDS = 1.0
-"""A reply to a worker that has taken nothing for so long holds up its thread no more."""
 _MAIN_THREAD = threading.main_thread().ident
 _SMALL_BYTES = 1 << 14
 """A frame of fewer, header and payload, is sent in one piece."""
@@ -195,7 +193,8 @@ class RemotePeer:
         if threading.get_ident() == _MAIN_THREAD or is_shared_thread():
             return
         if self._shared.may_wait():
-            link.unsent.wait_while_moving(self._shared.max_bytes_in_flight // 2, _STUCK_SECONDS)
+            half = self._shared.max_bytes_in_flight // 2
+            link.unsent.wait_while_moving(half, self._shared.stuck_seconds)
 
     def _lost_error(self) -> WorkerLostError:
         reason = self._reason or "there is no connection to reply on"

@@ -44,6 +44,8 @@ class Settings:
         connect_seconds: bound on connecting to a peer, handshake included.
         resume_seconds: how long a connection that broke while both ends live may take to
             be replaced; after that the peer is lost. 0: at once.
+        stuck_seconds: a reply to a worker that has taken nothing for so long holds up its
+            thread no more.
         max_message_bytes: longer messages are refused by sender and receiver; at least 4096.
         busy_poll_seconds: how long, on average, a thread that waits for messages polls
             for them before it sleeps; 0 to sleep at once.
@@ -66,6 +68,7 @@ class Settings:
     bulk_connections: int = 2
     connect_seconds: float = 20.0
     resume_seconds: float = 5.0
+    stuck_seconds: float = 1.0
     max_message_bytes: int = 1 << 36
     busy_poll_seconds: float = DEFAULT_BUSY_POLL_SEC
     device_maps: Mapping[str, DeviceMap] = field(default_factory=dict)

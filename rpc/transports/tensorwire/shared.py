@@ -30,7 +30,8 @@ class Shared:
         bulk: reads bulk channels.
         receipts: acknowledges what arrives slowly.
         resume_seconds: how long a connection may be broken.
-        max_bytes_in_flight: see ``Settings``, like ``when_full``.
+        max_bytes_in_flight: see ``Settings``, like ``when_full`` and
+            ``stuck_seconds``.
         deliver: the receiver's, like ``patience``.
         lost: told once when a peer is lost.
     """
@@ -43,6 +44,7 @@ class Shared:
     resume_seconds: float
     max_bytes_in_flight: int
     when_full: WhenFull
+    stuck_seconds: float
     deliver: Callable[[Life, Frame], None]
     patience: Callable[[int], Patience]
     lost: Callable[[Life, str], None]

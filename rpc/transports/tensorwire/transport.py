@@ -58,7 +58,7 @@ _GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class Running:
     """The parts that exist between ``start`` and ``close``."""
 
     info: WorkerInfo
@@ -88,7 +88,7 @@ class TensorWireTransport:
         self._former: list[RemotePeer] = []
         self._past: dict[int, int] = {}
         self._closed = False
-        self._now: _Running | None = None
+        self._now: Running | None = None
         self.host_moves: set[tuple[int, bool]] = set()
 
     def start(self, info: WorkerInfo, incarnation: int, receiver: Receiver) -> bytes:
@@ -104,7 +104,7 @@ class TensorWireTransport:
 
     def _make(
         self, info: WorkerInfo, incarnation: int, receiver: Receiver, made: ExitStack
-    ) -> _Running:
+    ) -> Running:
         settings = self._settings
         certificates = None
         if settings.tls is not None:
@@ -143,11 +143,12 @@ class TensorWireTransport:
             settings.resume_seconds,
             settings.max_bytes_in_flight,
             settings.when_full,
+            settings.stuck_seconds,
             receiver.deliver,
             receiver.patience,
             self._lost,
         )
-        return _Running(info, identity, receiver, address, acceptor, shared, certificates)
+        return Running(info, identity, receiver, address, acceptor, shared, certificates)
 
     def _listen(self, made: ExitStack) -> tuple[list[socket.socket], TensorWireAddress]:
         listeners = listen_tcp(self._settings.bind_address)
@@ -174,7 +175,12 @@ class TensorWireTransport:
             tls=self._settings.tls is not None,
         )
 
-    def _running(self) -> _Running:
+    def running(self) -> Running:
+        """Its parts.
+
+        Raises:
+            AgentClosedError: it was not started.
+        """
         now = self._now
         if now is None:
             raise AgentClosedError("the transport was not started")
@@ -194,7 +200,7 @@ class TensorWireTransport:
             remote.note_host_moves(self.host_moves)
         if known is not None:
             known.remove()
-        for authenticated in self._running().acceptor.kept(remote.id):
+        for authenticated in self.running().acceptor.kept(remote.id):
             self._admit(authenticated)
 
     def _remember(self, peer: RemotePeer | None) -> None:
@@ -204,7 +210,7 @@ class TensorWireTransport:
             self._former.append(peer)
 
     def _make_peer(self, peer: Peer) -> RemotePeer:
-        now, settings = self._running(), self._settings
+        now, settings = self.running(), self._settings
         address = TensorWireAddress.decode(peer.address)
         near = bool(now.address.unix_name) and address.host == now.address.host
         target = Target(
@@ -247,7 +253,7 @@ class TensorWireTransport:
         elif initiator.incarnation <= self._past.get(initiator.worker_id, -1):
             authenticated.reject("this life of the worker is no member any more")
         elif peer is None or peer.incarnation < initiator.incarnation:
-            acceptor = self._running().acceptor
+            acceptor = self.running().acceptor
             acceptor.keep(authenticated)
             # The peer may have been added between the two looks.
             peer = self.peers.get(initiator.worker_id)
@@ -297,7 +303,7 @@ class TensorWireTransport:
 
     def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
         """See :meth:`rpc.transports.base.Transport.wait`."""
-        now = self._now or self._running()
+        now = self._now or self.running()
         shared = now.shared
         holder = shared.requests.holder
         if holder is not None and holder.ident == threading.get_ident():
@@ -317,7 +323,7 @@ class TensorWireTransport:
     def _lost(self, life: Life, reason: str) -> None:
         if self._closed:
             return
-        now = self._running()
+        now = self.running()
         try:
             now.receiver.peer_lost(life, reason)
         except Exception:
@@ -354,7 +360,7 @@ class TensorWireTransport:
             raise first
 
     def _steps_of_closing(
-        self, now: _Running, peers: list[RemotePeer], flush_seconds: float, handler_seconds: float
+        self, now: Running, peers: list[RemotePeer], flush_seconds: float, handler_seconds: float
     ) -> Iterator[Callable[[], object]]:
         yield partial(_flush, peers, time.monotonic() + flush_seconds)
         yield now.acceptor.close

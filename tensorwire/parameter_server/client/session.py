@@ -66,7 +66,7 @@ class Session:
         self._specs: dict[str, Any] = {}
         self._kept = Unacknowledged()
         self._asked: dict[int, Asked] = {}
-        self._pulls = 0
+        self.pulls = 0
         self._last_pull: dict[str, tuple[splitting.Plan, int]] = {}
         self._errors: dict[int, Exception] = {}
         self._rolled: errors.RolledBack | None = None
@@ -153,9 +153,9 @@ class Session:
         return number, asked
 
     def _ask(self, wanted: Wanted) -> Asked:
-        self._pulls += 1
+        self.pulls += 1
         step = self.next if self.number >= 0 and not self._finishing else AT_ONCE
-        asked = self._asked[self._pulls] = Asked(self._pulls, wanted, step)
+        asked = self._asked[self.pulls] = Asked(self.pulls, wanted, step)
         self._split(asked)
         return asked
 

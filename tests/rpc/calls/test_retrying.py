@@ -298,15 +298,14 @@ def test_builtins_cannot_be_declared_idempotent() -> None:
 def test_outcomes_are_not_kept_for_ever(pair: Pair) -> None:
     for number in range(50):
         rpc.rpc_sync("bob", double, (number,), retry=THREE)
-    assert len(pair.bob.callee._once) == 1
+    assert pair.bob.callee.kept_outcomes() == 1
 
 
 def test_outcomes_are_not_kept_longer_than_anybody_can_ask_for_them(pair: Pair) -> None:
     rpc.rpc_sync("bob", double, (1,), timeout=60, retry=THREE)
     rpc.rpc_sync("bob", double, (2,), timeout=3, retry=THREE)
-    once = pair.bob.callee._once
-    assert len(once) == 1
-    pair.until(lambda: not len(once))
+    assert pair.bob.callee.kept_outcomes() == 1
+    pair.until(lambda: pair.bob.callee.kept_outcomes() == 0)
     assert 3 <= pair.clock.now() < 20
 
 
@@ -476,7 +475,7 @@ class TestCreations:
     def test_outcomes_are_not_kept_for_ever(self, pair: Pair) -> None:
         for number in range(50):
             rpc.remote("bob", double, (number,), retry=THREE)._get_future().wait()
-        assert len(pair.bob.callee._once) == 1
+        assert pair.bob.callee.kept_outcomes() == 1
 
 
 # --- Attempts that end before the function does ---------------------------------------

@@ -65,7 +65,8 @@ def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
             with pytest.raises(RpcTimeoutError):
                 rref.to_here(timeout=0.01)
         assert all(future.cancel() for future in futures)
-        until(lambda: [s.cancelled for s in [*there.callee._serving]] == [False, True, True, True])
+        served = there.callee.serving
+        until(lambda: [row["cancelled"] for row in served()] == [False, True, True, True])
         for gate in (made, *asked):
             gate.open.set()
         until(lambda: there.callee.quiet() and here.caller.quiet())

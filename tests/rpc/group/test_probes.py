@@ -52,17 +52,17 @@ class Pair:
     def end_process_of_bob(self) -> None:
         answerer = self.bob._answerer
         assert answerer is not None
-        until(lambda: bool(self.answers(self.addresses[1]) and answerer._process))
-        assert answerer._process is not None
-        answerer._process.kill()
-        answerer._process.wait()
+        until(lambda: bool(self.answers(self.addresses[1]) and answerer.process))
+        assert answerer.process is not None
+        answerer.process.kill()
+        answerer.process.wait()
 
 
 def waiting_bytes(prober: DatagramProber) -> int:
     """The bytes that lie in the kernel's buffer, unread."""
     answerer = prober._answerer
     assert answerer is not None
-    room = answerer._datagrams.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 36)
+    room = answerer.datagrams.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, 36)
     return int.from_bytes(room[:4], sys.byteorder)
 
 
@@ -193,10 +193,10 @@ def test_its_process_is_silent_while_the_worker_is_stopped_and_ends_with_it(pair
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bob = pair.bob._answerer
     assert bob is not None
-    helper = start_process("bob", worker.pid, bob._datagrams, theirs)
+    helper = start_process("bob", worker.pid, bob.datagrams, theirs)
     theirs.close()
     try:
-        ours.send(bob._secret)
+        ours.send(pair.bob._key + pair.bob._token)
         until(pair.is_answered)
         worker.send_signal(signal.SIGSTOP)
         until(lambda: not pair.is_answered())

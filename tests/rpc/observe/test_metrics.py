@@ -184,7 +184,7 @@ class TestCounting:
             names = {each["call"] for each in bob.callee.serving()}
             assert names == {"wait_at_the_gate", "identity", "RRef.increment"}
             assert calls[0].cancel()
-            until(lambda: any(each.cancelled for each in bob.callee._serving))
+            until(lambda: any(each["cancelled"] for each in bob.callee.serving()))
             gate.set()
             with pytest.raises(CallCancelledError):
                 calls[0].wait()

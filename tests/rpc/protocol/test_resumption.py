@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import FrameError
 from rpc.protocol.resumption import (
-    _MOST_IN_VAIN,
+    MOST_IN_VAIN,
     CannotResumeError,
     Receipts,
     ReconnectEpoch,
@@ -145,18 +145,18 @@ def test_what_arrives_on_no_connection_is_not_sent_for_ever() -> None:
     memory: SentMessages[int] = SentMessages()
     memory.messages.extend(range(5))
     for received in (2, 3):
-        assert resumptions(memory, 5, received) == _MOST_IN_VAIN
+        assert resumptions(memory, 5, received) == MOST_IN_VAIN
     memory.missing(5, 4)
     memory.sent_again()
-    assert resumptions(memory, 5, 4) == _MOST_IN_VAIN - 1
+    assert resumptions(memory, 5, 4) == MOST_IN_VAIN - 1
 
 
 def test_connections_on_which_nothing_was_sent_are_not_counted() -> None:
     memory: SentMessages[int] = SentMessages()
     memory.messages.extend(range(5))
-    for _ in range(2 * _MOST_IN_VAIN):
+    for _ in range(2 * MOST_IN_VAIN):
         memory.missing(5, 2)
-    assert resumptions(memory, 5, 2) == _MOST_IN_VAIN
+    assert resumptions(memory, 5, 2) == MOST_IN_VAIN
 
 
 def test_who_gives_up_says_which_message_did_not_arrive_and_on_how_many_connections() -> None:

@@ -42,6 +42,13 @@ SECONDS = 10.0
 eventually = partial(waiting.eventually, meanwhile=gc.collect)
 
 
+def bury_the_dead(agent: Agent) -> None:
+    """Waits until the handles that were dropped so far are dealt with."""
+    done = threading.Event()
+    agent.references.do_later(done.set)
+    assert done.wait(SECONDS)
+
+
 def owned(agent: Agent) -> int:
     return agent.references.counts().num_owner_rrefs
 
@@ -511,7 +518,7 @@ def test_a_creation_that_failed_is_logged_once_if_its_reference_was_dropped_unre
         kept = alice.remote("bob", wait_at_the_gate, timeout=1)
         for owner in ("alice", "bob"):
             alice.remote(owner, wait_at_the_gate, timeout=1)  # dropped at once
-        assert eventually(alice.references._reaper.quiet)
+        bury_the_dead(alice)
         clock.advance(2)
         assert eventually(lambda: len(caplog.records) == 2)
         assert eventually(lambda: alice.references.creations_under_way() == 0)
@@ -545,7 +552,7 @@ def test_a_creation_that_failed_is_not_logged_if_somebody_looked(
         with pytest.raises(RuntimeError):
             look(rref)
         del rref
-        assert eventually(alice.references._reaper.quiet)
+        bury_the_dead(alice)
         _gate.set()
     assert caplog.text == ""
 
@@ -577,7 +584,7 @@ def test_what_waits_for_a_value_fails_when_its_creation_times_out(
         if place is None:
             assert eventually(lambda: len(alice.caller.outstanding()) == 4)
         else:
-            assert eventually(lambda: len(place._waiting) == 1)
+            assert eventually(lambda: place.waiters() == 1)
         # One that has not begun by then fails by itself, with another error.
         assert eventually(lambda: len(_at_the_gate) == 2)
         clock.advance(2)

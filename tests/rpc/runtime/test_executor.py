@@ -382,8 +382,8 @@ def test_a_guest_of_a_waiting_task_leaves_the_wait_as_it_was():
         def wait() -> None:
             with blocking():
                 executor.run_here(guest)
-                assert executor._waiting == 1
-            assert executor._waiting == 0
+                assert executor.waiting == 1
+            assert executor.waiting == 0
             done()
 
         executor.submit(wait)
@@ -396,8 +396,8 @@ def test_a_guest_of_another_executor_is_counted_there():
 
         def guest() -> None:
             with blocking():
-                assert away._waiting == 1
-                assert home._waiting == 0
+                assert away.waiting == 1
+                assert home.waiting == 0
             ran.set()
 
         home.submit(lambda: away.run_here(guest))
@@ -634,7 +634,7 @@ def scenario(seed: int) -> None:
     assert eventually(lambda: executor.busy() == 0)
     assert eventually(lambda: executor.thread_count() <= limit)
     executor.close()
-    assert (executor._guests, executor._waiting) == (0, 0)
+    assert (executor._guests, executor.waiting) == (0, 0)
     assert (executor._size, len(executor._idle), executor._coming) == (0, 0, 0)
 
 

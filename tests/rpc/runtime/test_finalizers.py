@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import operator
 import threading
+from _thread import LockType
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -82,9 +84,14 @@ def test_a_collection_whose_end_was_missed_is_over_all_the_same(
 def test_a_call_is_made_although_its_thread_holds_our_lock(pair: list[Agent]) -> None:
     alice, _ = pair
     made: list[Future[int]] = []
+    parts = (alice.caller, alice.references, alice.callee)
+    locks = [each for part in parts for each in vars(part).values() if type(each) is LockType]
+    assert len(locks) >= len(parts)
 
     def collect() -> None:
-        with alice.caller._lock, alice.references._lock, alice.callee._lock:
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             made.append(collected(lambda: alice.rpc_async("bob", operator.neg, (1,))))
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -160,7 +167,7 @@ def test_shutdown_ends_what_was_not_begun(pair: list[Agent]) -> None:
     with as_worker(alice):
         closing = threading.Thread(target=alice.shutdown, args=(False,))
     closing.start()
-    until(lambda: alice.caller._closed is not None)
+    until(lambda: alice.caller.closed_because is not None)
     may_go_on.set()
     closing.join(SECONDS)
     with pytest.raises(AgentClosedError):

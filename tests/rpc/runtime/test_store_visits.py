@@ -17,7 +17,7 @@ from tests.programs import run_program
 SECONDS = 30.0
 
 _WATCHES_THE_GROUP = """
-membership._LOOK_SECONDS = 0.0
+membership.LOOK_SECONDS = 0.0
 rpc.init_rpc("a", rank=0, rpc_backend_options=options)
 rpc.rpc_sync("a", abs, (-3,))
 """

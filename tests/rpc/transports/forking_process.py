@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import memmove
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rpc.transports.host.segments import BLOCK, Budget, ReceivedSegments, SendPo
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 LENGTH = 3 * BLOCK
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 while_forking: list[Callable[[], object]] = []
 early_in_parent: list[Callable[[], object]] = []
@@ -145,11 +147,14 @@ def dropped_early_in_child(segment: Segment) -> str:
 def locked_by_another_thread(segment: Segment) -> str:
     buffers = ReceiveBuffers(1 << 20)
     held = [segment.receive("old"), buffers.take(LENGTH)]
-    locks = [buffers._lock, *(array.region._lock for array in held)]
+    owners = (buffers, *(array.region for array in held))
+    locks = [each for owner in owners for each in vars(owner).values() if type(each) in LOCKS]
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with locks[0], locks[1], locks[2]:
+        with ExitStack() as all_held:
+            for lock in locks:
+                all_held.enter_context(lock)
             locked.set()
             done.wait()
 

@@ -250,7 +250,7 @@ class Game:
             self.perform(agent, effect, plan)
         agent.finished = agent.steward.is_finished(plan)
         if agent.finished:
-            yield from self.put(plan, [Left(str(agent.steward._node.id))])
+            yield from self.put(plan, [Left(str(agent.steward.node.id))])
 
     def put(self, seen: Plan, events: list) -> Iterator[None]:  # type: ignore[type-arg]
         """Compare-and-set, with others between reading and setting."""
@@ -270,7 +270,7 @@ class Game:
             self.strike_off(process)
             yield
         agent.processes.clear()
-        yield from self.put(self.plan, [Left(agent.steward._node.id)])
+        yield from self.put(self.plan, [Left(agent.steward.node.id)])
         agent.dead, agent.died_at = True, self.now
 
     def end(self, agent: GameAgent, process: Process) -> Ended:
@@ -293,7 +293,7 @@ class Game:
         beats = {
             other.number: other.beats
             for other in self.agents
-            if plan.node(other.steward._node.id) is not None and other is not agent
+            if plan.node(other.steward.node.id) is not None and other is not agent
         }
         return [f"node{number}" for number in agent.silence.hear(self.now, beats)]
 
@@ -331,7 +331,7 @@ class Game:
         assert seat.restarts.spent <= (state.role.max_restarts or 0)
 
     def is_fenced(self, agent: GameAgent) -> bool:
-        return agent.dead or agent.frozen or self.plan.node(agent.steward._node.id) is None
+        return agent.dead or agent.frozen or self.plan.node(agent.steward.node.id) is None
 
     # --- Workers
 

@@ -1266,18 +1266,14 @@ class Game:
             for n, replica in p.replicas.items():
                 lines.append(
                     f"{p.life} shard {n} head={replica.is_head} primed={replica.is_primed} "
-                    f"{replica.clock.dump()} log={replica._log.__dict__} control={replica._control}"
+                    f"{replica.clock.dump()} {vars(replica)}"
                 )
             if p.coordinator:
-                asks = [(a.shard, a.order, str(a.to)) for a in p.coordinator._asks.values()]
-                lines.append(
-                    f"{p.life} coordinates {p.coordinator.view.number} asks {asks} "
-                    f"edits {len(p.coordinator._edits)} {p.coordinator._storing is None}"
-                )
+                lines.append(f"{p.life} coordinates {vars(p.coordinator)}")
         for t in self.trainers:
             lines.append(
                 f"{t.life} {t.number} {t.phase} next={t.next} waiting={t.waiting} "
-                f"kept={t.kept._kept} view={t.view.number if t.view else None}"
+                f"kept={vars(t.kept)} view={t.view.number if t.view else None}"
             )
         return "\n".join(lines)
 

@@ -96,12 +96,12 @@ def test_a_model_on_servers_has_the_losses_and_weights_of_one_process(prefetched
         every = torch.arange(IDS)
         before = [table.pull(every) for table in tables]
         optimizer = ps.Optimizer(cluster, model, dense=torch.optim.SGD, lr=0.1)
-        pulls = cluster.session._pulls
+        pulls = cluster.session.pulls
         given: Iterable[Batch] = batches()
         if prefetched:
             given = ps.prefetch(given, model.users, model.items, ids=ids_of)
         losses = fit(model, optimizer, given)
-        pulls = cluster.session._pulls - pulls
+        pulls = cluster.session.pulls - pulls
         after = [*(table.pull(every) for table in tables), *model.top.parameters()]
         return before, losses, after, pulls
 

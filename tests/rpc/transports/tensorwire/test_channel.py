@@ -215,7 +215,7 @@ def test_waiting_while_bytes_leave_ends_when_few_are_left_or_none_leave() -> Non
     found: list[bool] = []
     waiter = threading.Thread(target=lambda: found.append(unsent.wait_while_moving(5, SECONDS)))
     waiter.start()
-    until(lambda: unsent._waiters > 0)
+    until(lambda: unsent.waiters > 0)
     for count in (-1, 3, -4, -3):
         unsent.add(count)
     waiter.join(SECONDS)

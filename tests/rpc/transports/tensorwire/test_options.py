@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from rpc.agent import Agent
-from rpc.builtin_backends import _init_tensorwire
+from rpc.backend_registry import BackendType
 from rpc.errors import BringUpError
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, WhenFull
 from rpc.transports.tensorwire import Settings, TensorWireRpcBackendOptions
@@ -121,7 +121,8 @@ def test_workers_with_different_keys_do_not_form_a_group(world_size: int | None)
 
     def bring_up(rank: int, key: bytes) -> Agent:
         options = TensorWireRpcBackendOptions(group_key=key, bring_up_timeout=0.5)
-        return _init_tensorwire(store, f"w{rank}", rank, world_size, options)
+        init = BackendType["TENSORWIRE"].value.init_backend_handler
+        return init(store, f"w{rank}", rank, world_size, options)
 
     agents: list[Agent] = []
     try:

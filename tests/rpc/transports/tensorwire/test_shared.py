@@ -20,7 +20,7 @@ def shared(told: list[str], *, reading: bool, moving: bool) -> Shared:
         flush_held=lambda: told.append("replies"),
     )
     return Shared(
-        unused, sides, sides, sides, unused, 0.0, 1, WhenFull.BLOCK, unused, unused, unused
+        unused, sides, sides, sides, unused, 0.0, 1, WhenFull.BLOCK, 1.0, unused, unused, unused
     )
 
 

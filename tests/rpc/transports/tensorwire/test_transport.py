@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,15 +31,15 @@ from rpc.errors import (
 from rpc.options import WhenFull
 from rpc.runtime import signals as interrupts
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
-from rpc.transports.host.frame_table import Look
+from rpc.transports.host.frame_table import Source
 from rpc.transports.host.segments import ReceivedSegments
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
-from rpc.transports.tensorwire.connector import Connector, Endpoint
+from rpc.transports.tensorwire.connector import Connector, configure
 from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
-from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Hello, Identity
+from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
@@ -443,14 +443,14 @@ def test_a_peer_is_not_lost_because_this_worker_has_no_descriptors_left(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = make(Settings(connect_seconds=0.5), Settings())
-    opened, tries = Connector._open_one, itertools.count()
+    tries = itertools.count()
 
-    def open_one(self: Connector, endpoint: Endpoint, hello: Hello) -> tuple[socket.socket, int]:
+    def lack(sock: socket.socket) -> None:
         if next(tries) < 3:
             raise OSError(errno.EMFILE, "Too many open files")
-        return opened(self, endpoint, hello)
+        configure(sock)
 
-    monkeypatch.setattr(Connector, "_open_one", open_one)
+    monkeypatch.setattr("rpc.transports.tensorwire.connector.configure", lack)
     assert a.call(b, b"h").header == b"h"
     assert a.lost == []
 
@@ -592,7 +592,7 @@ def test_a_worker_that_cannot_read_another_connection_is_reached_when_it_can(
     name: str,
 ) -> None:
     a, b = make(Settings(), Settings())
-    here = getattr(b.transport, "_running")().shared  # noqa: B009
+    here = b.transport.running().shared  # type: ignore[attr-defined]
     add, errors = getattr(owner, name), [OSError(errno.ENOSPC, "no watch is left")] * 2
 
     def scarce(side: object, *arguments: Any) -> None:
@@ -695,14 +695,14 @@ def test_a_first_frame_that_cannot_leave_fails_its_call_and_no_other(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = make(Settings(), Settings())
-    draft = Link._draft
+    send = Link.send
 
-    def refuse(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
+    def refuse(link: Link, frame: Frame, *more: Any) -> None:
         if frame.header == b"bad":
             raise MemoryError("nothing is left")
-        return draft(link, frame, looks)
+        send(link, frame, *more)
 
-    monkeypatch.setattr(Link, "_draft", refuse)
+    monkeypatch.setattr(Link, "send", refuse)
     connect_now = threading.Event()
     opened = Connector.connect
     monkeypatch.setattr(
@@ -744,17 +744,10 @@ def test_nothing_of_a_message_that_cannot_be_put_together_arrives(
     large = torch.ones(1 << 19)
     a.call(b, b"h")
     until(lambda: link_of(a) is not None)
-    draft = Link._draft
-
-    def spoil_one(link: Link, frame: Frame, looks: Sequence[Look]) -> Any:
-        made = draft(link, frame, looks)
-        if frame.header == b"bad":
-            made.parts.append(None)  # type: ignore[arg-type]
-        return made
-
-    monkeypatch.setattr(Link, "_draft", spoil_one)
+    view, bad = Source.view, bytearray(b"bad")
+    monkeypatch.setattr(Source, "view", lambda it: it.size if it.size == len(bad) else view(it))
     with pytest.raises(TypeError):
-        a.ask(b, b"bad", b"", large)
+        a.ask(b, b"h", bad, large)  # type: ignore[arg-type]
     a.call(b, b"h", b"", large)  # comes after what was sent before it
     incoming = b.transport.peers[0].incoming  # type: ignore[attr-defined]
     assert len(incoming.transfers) == 0
@@ -794,11 +787,10 @@ def test_a_notice_is_neither_refused_nor_waits_when_calls_are(make: Maker) -> No
 
 
 def replying_to_one_that_is_stuck(
-    make: Maker, monkeypatch: pytest.MonkeyPatch, patience: float
+    make: Maker, patience: float
 ) -> tuple[Callable[[], object], Unsent]:
     """A sender of replies to a worker that takes none, and where what it has not taken counts."""
-    monkeypatch.setattr("rpc.transports.tensorwire.peer._STUCK_SECONDS", patience)
-    a, b = make(Settings(), Settings(max_bytes_in_flight=64 << 10))
+    a, b = make(Settings(), Settings(max_bytes_in_flight=64 << 10, stuck_seconds=patience))
     b.answer = lambda *_: None
     asked = a.ask(b, b"h")
     b.until(lambda: len(b.received) == 1)
@@ -808,30 +800,25 @@ def replying_to_one_that_is_stuck(
     return lambda: b.transport.send(0, frame), unsent
 
 
-def test_a_reply_waits_until_others_have_left(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, SECONDS)
+def test_a_reply_waits_until_others_have_left(make: Maker) -> None:
+    reply, unsent = replying_to_one_that_is_stuck(make, SECONDS)
     sending = threading.Thread(target=reply)
     sending.start()
-    until(lambda: unsent._waiters > 0)
+    until(lambda: unsent.waiters > 0)
     unsent.add(-(1 << 20))
     sending.join(SECONDS)
     assert not sending.is_alive()
 
 
-def test_a_reply_to_a_worker_that_takes_none_holds_no_thread_for_good(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, 0.05)
+def test_a_reply_to_a_worker_that_takes_none_holds_no_thread_for_good(make: Maker) -> None:
+    reply, unsent = replying_to_one_that_is_stuck(make, 0.05)
     assert in_time(reply)
     unsent.add(-(1 << 20))
 
 
-def test_the_main_thread_does_not_wait_to_send_a_reply(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reply, unsent = replying_to_one_that_is_stuck(make, monkeypatch, SECONDS)
-    here = threading.get_ident()
-    monkeypatch.setattr("rpc.transports.tensorwire.peer._MAIN_THREAD", here)
+def test_the_main_thread_does_not_wait_to_send_a_reply(make: Maker) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    reply, unsent = replying_to_one_that_is_stuck(make, SECONDS)
     began = time.monotonic()
     reply()
     assert time.monotonic() - began < SECONDS / 2
