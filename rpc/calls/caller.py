@@ -33,9 +33,10 @@ from rpc.errors import (
 )
 from rpc.group.directory import Destination, Directory
 from rpc.ids import Life, new_tuple
-from rpc.observe import profiling, tracing
+from rpc.observe import tracing
 from rpc.observe.metrics import MOST_UNCOUNTED, ErrorKind, tensor_bytes
 from rpc.observe.names import MethodName, method_name, text_of
+from rpc.observe.profiling import collector as profiled_calls
 from rpc.observe.spans import WatchedSink, leads_to, profiler_enabled, traced, watching
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import (
@@ -129,8 +130,6 @@ class Caller(OutstandingCalls):
             return self.retries.sync(
                 RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
             )
-        if profiling.collector() is not None and profiling.wanted():
-            return profiling.rpc_sync(self, to, func, args, kwargs, timeout)
         sink = WaitingCaller()
         if type(to) is WorkerInfo:
             peer = self._reachable.get(to.id)
@@ -165,8 +164,6 @@ class Caller(OutstandingCalls):
             return self.retries.future(
                 RetriedCall(to, func, args or (), kwargs or {}), timeout, retry
             )
-        if profiling.collector() is not None and profiling.wanted():
-            return profiling.rpc_async(self, to, func, args, kwargs, timeout)
         whom = to.name if isinstance(to, WorkerInfo) else to
         future = self.future(f"the call of {method_name(func, args or ())} on {whom}")
         sink = FutureSink(future, self._shared.completions)
@@ -207,8 +204,6 @@ class Caller(OutstandingCalls):
         if retry is not None:
             tried = RetriedCall(to, func, args or (), kwargs or {})
             return self.retries.create(tried, timeout, retry)
-        if profiling.collector() is not None and profiling.wanted():
-            return profiling.remote(self, to, func, args, kwargs, timeout)
         owner = self.find(to, timeout)
         references = self._shared.references
         before = shut_out()
@@ -332,9 +327,13 @@ class Caller(OutstandingCalls):
         shared = self._shared
         extended = shared.extensions.used
         if (
-            profiler._is_profiler_enabled or profiler_enabled() or (extended and traced())
+            profiler._is_profiler_enabled
+            or profiler_enabled()
+            or profiled_calls() is not None
+            or (extended and traced())
         ) and type(sink) is not WatchedSink:
-            with watching(shared.me, operation, to, text_of(name), sink) as watched:
+            load = shared.extensions.load
+            with watching(shared.me, operation, to, text_of(name), sink, load) as watched:
                 return self.request(
                     operation, to, value, timeout, watched, target, name, function, through
                 )
@@ -400,7 +399,7 @@ class Caller(OutstandingCalls):
             streams.leave_tensors(slots)  # another thread may send, or send again
         to, timeout, sink, rearm = call.to, call.timeout, call.sink, False
         with self._lock:
-            if self._closed is None:
+            if self.closed_because is None:
                 call.opened_at = now = self._now()
                 call.number = number = self._table.open(call, to, now, timeout)
                 self._sent += 1
@@ -427,7 +426,7 @@ class Caller(OutstandingCalls):
         return True
 
     def _refusal(self, call: Call) -> AgentClosedError:
-        error = AgentClosedError(f"{call.description}: {self._closed}")
+        error = AgentClosedError(f"{call.description}: {self.closed_because}")
         self._shared.references.unsent(call.loan, str(error))
         return error
 
@@ -448,24 +447,6 @@ class Caller(OutstandingCalls):
         if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
             raise lost from None  # the transport was told to forget it
         return withdrawn or not isinstance(error, Exception)
-
-    # --- Recording
-
-    def name_of(self, to: Destination) -> str:
-        """The name of a worker, as far as it is known without waiting."""
-        try:
-            return self._shared.group.find(to).name
-        except (UnknownWorkerError, WorkerLostError):
-            return str(to)
-
-    def await_name(self, to: Destination, timeout: float) -> str:
-        """The name of a worker, waited for if it has not joined yet."""
-        return self.find(to, timeout).name
-
-    def follow(self, extension: str) -> WorkerInfo:
-        """Loads an extension; returns this worker."""
-        self._shared.extensions.load(extension)
-        return self._shared.me
 
     # --- Messages of extensions
 
@@ -501,7 +482,8 @@ class Caller(OutstandingCalls):
         """Sends an extension's own message; the answer's bytes go to ``sink``."""
         name, is_traced = f"{extension} message", traced() is not None
         if is_traced and extension != tracing.Tracing.name and type(sink) is not WatchedSink:
-            with watching(self._shared.me, _EXTENSION, to, name, sink) as watched:
+            shared = self._shared
+            with watching(shared.me, _EXTENSION, to, name, sink, shared.extensions.load) as watched:
                 self.message(to, extension, body, tensors, timeout, watched)
             return
         if timeout == UNSET_RPC_TIMEOUT:

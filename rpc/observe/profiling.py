@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import astuple, dataclass, field
@@ -25,9 +25,6 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from rpc.errors import FrameError
-from rpc.internal import RPCExecMode, _build_rpc_profiling_key
-from rpc.outcomes.futures import Future
-from rpc.rrefs.rref import RRef, call_method
 from rpc.wire import codec
 from rpc.worker_info import WorkerInfo
 
@@ -100,8 +97,7 @@ class ProfiledCall:
         key: the call's name.
         node_id: this worker.
         started: nanoseconds.
-        ended: nanoseconds; None while it is under way.
-        is_over: tells whether it still is.
+        over: nanoseconds; None while it is under way.
         remote: what ran elsewhere.
     """
 
@@ -110,34 +106,38 @@ class ProfiledCall:
     key: str
     node_id: int
     started: int
-    ended: int | None = None
-    is_over: Callable[[], bool] | None = None
+    over: int | None = None
     remote: list[RemoteEvent] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
-    def end(self, *_: object) -> None:
-        """The call is over."""
-        if self.ended is None:
-            self.ended = time.perf_counter_ns()
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A request sent in the block asks for what runs for it."""
+        token = _recording.set(self)
+        try:
+            yield
+        finally:
+            _recording.reset(token)
 
-    def until(self, future: Future[Any]) -> None:
-        """The call is over when ``future`` is done, even if that has not been told yet."""
-        self.is_over = future.done
-        future.add_done_callback(self.end)
+    def replied(self) -> None:
+        """The reply arrived; what it brings may still have to be decoded."""
+
+    def ended(self, failed: bool = False) -> None:
+        """The call is over."""
+        if self.over is None:
+            self.over = time.perf_counter_ns()
 
     def events(self, offset: float, numbers: Iterator[int]) -> Iterator[FunctionEvent]:
         """The events to show; ``offset`` turns this process's microseconds into the profile's."""
-        if self.ended is None and self.is_over is not None and self.is_over():
-            self.end()
         start = self.started / 1e3 + offset
-        if self.ended is not None:
+        if self.over is not None:
             yield FunctionEvent(  # type: ignore[no-untyped-call]
                 id=next(numbers),
                 name=self.key,
                 trace_name=self.key,
                 thread=self.thread,
                 start_us=start,
-                end_us=self.ended / 1e3 + offset,
+                end_us=self.over / 1e3 + offset,
                 node_id=self.node_id,
                 is_async=True,
                 is_legacy=True,
@@ -187,98 +187,9 @@ collector = _collector.get
 """Of the profile that is on here; None without one. Asked by every call."""
 
 
-def wanted() -> bool:
-    """True if a call made now is to be recorded."""
-    return _collector.get() is not None and _recording.get() is None
-
-
 def followed() -> bool:
-    """True if the call being made or served is recorded, and needs no other place in a profile."""
-    return _recording.get() is not None or _session.get() is not None
-
-
-class CallingSide(Protocol):
-    """The calling side of a worker, as far as its calls are recorded here."""
-
-    def name_of(self, to: Any) -> str:
-        """The name of a worker, as far as it is known without waiting."""
-
-    def await_name(self, to: Any, timeout: float) -> str:
-        """The name of a worker, waited for if it has not joined yet."""
-
-    def follow(self, extension: str) -> WorkerInfo:
-        """Loads an extension; returns the worker that calls."""
-
-    def rpc_sync(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
-        """Makes a call and waits for its result."""
-
-    def rpc_async(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
-        """Makes a call; returns a future of its result."""
-
-    def remote(self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
-        """Makes a call whose result stays there; returns a reference to it."""
-
-
-@contextmanager
-def recorded(
-    calls: CallingSide, mode: RPCExecMode, func: Callable[..., Any], args: Any, to: str
-) -> Iterator[ProfiledCall]:
-    """Records the call made in the block; whoever asked for it says when it is over."""
-    collector = _collector.get()
-    assert collector is not None
-    me = calls.follow(EXTENSION)
-    key = _build_rpc_profiling_key(mode, _name_of(func, args), me.name, to)
-    recording = collector.start(key, me.id)
-    token = _recording.set(recording)
-    try:
-        yield recording
-    finally:
-        _recording.reset(token)
-
-
-def rpc_sync(
-    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
-) -> Any:
-    """``calls.rpc_sync``, recorded."""
-    there = calls.await_name(to, timeout)
-    with recorded(calls, RPCExecMode.SYNC, func, args, there) as recording:
-        try:
-            return calls.rpc_sync(to, func, args, kwargs, timeout)
-        finally:
-            recording.end()
-
-
-def rpc_async(
-    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
-) -> Future[Any]:
-    """``calls.rpc_async``, recorded until its future is done."""
-    there = calls.name_of(to)
-    with recorded(calls, RPCExecMode.ASYNC, func, args, there) as recording:
-        future = calls.rpc_async(to, func, args, kwargs, timeout)
-    recording.until(future)
-    return future
-
-
-def remote(
-    calls: CallingSide, to: Any, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
-) -> RRef[Any]:
-    """``calls.remote``, recorded until the owner has made the value."""
-    there = calls.await_name(to, timeout)
-    with recorded(calls, RPCExecMode.REMOTE, func, args, there) as recording:
-        rref = calls.remote(to, func, args, kwargs, timeout)
-    recording.until(rref._get_future())
-    return rref
-
-
-def _name_of(func: Callable[..., Any], args: Any) -> str:
-    if func is call_method:
-        return f"RRef.{args[1]}"
-    builtin: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
-    if builtin is not None:
-        return builtin
-    if isinstance(func, torch.jit.ScriptFunction):
-        return str(func.qualified_name)
-    return getattr(func, "__qualname__", repr(func))
+    """True if the request being served is recorded, and needs no other place in a profile."""
+    return _session.get() is not None
 
 
 class profile(profiler_legacy.profile):
@@ -456,7 +367,7 @@ class ProfilingExtension:
         with self._lock:
             recording = self._under_way.pop((collector, number), None)
         if recording is not None:
-            recording.end()  # before anybody who waits for the call goes on
+            recording.ended()  # before anybody who waits for the call goes on
             recording.remote += [RemoteEvent(*event) for event in _decoded(metadata)]
         return tensors
 

@@ -9,6 +9,8 @@ until its result is decoded, and ``rpc_handler#func(...)`` at the callee.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import CoroutineType
 from typing import Any, Protocol
@@ -19,8 +21,7 @@ from torch.autograd import profiler
 
 from rpc.observe import tracing
 from rpc.observe.names import operator_name, span_name
-from rpc.observe.profiler_spans import ProfilerSpan
-from rpc.observe.profiling import followed
+from rpc.observe.profiling import EXTENSION, collector, followed
 from rpc.observe.trace_records import CallKind, CallRecord, HandlerRecord
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import Decode, FutureSink, Sink, Unpack, WaitingCaller
@@ -32,6 +33,8 @@ from rpc.worker_info import WorkerInfo
 __all__ = ["WatchedSink", "profiler_enabled", "profiling", "run_handler", "traced", "watching"]
 
 traced = tracing.active
+
+_RUN_A_FUNCTION = (CallKind.SYNC, CallKind.ASYNC, CallKind.REMOTE)
 
 
 def profiling() -> bool:
@@ -131,14 +134,34 @@ def _inside(sink: Sink) -> Sink:
 
 @contextlib.contextmanager
 def watching(
-    me: WorkerInfo, operation: Operation, to: WorkerInfo, name: str, sink: Sink
+    me: WorkerInfo,
+    operation: Operation,
+    to: WorkerInfo,
+    name: str,
+    sink: Sink,
+    load: Callable[[str], object],
 ) -> Iterator[WatchedSink]:
-    """Observes a request that ``me`` sends inside the block, and its outcome after it."""
+    """Observes a request that ``me`` sends inside the block, and its outcome after it.
+
+    Args:
+        me: the calling worker.
+        operation: of the request.
+        to: the worker that is asked.
+        name: of the function.
+        sink: takes the outcome.
+        load: loads an extension of calls.
+    """
     kind = _kind_of(operation, sink)
     observers: list[Observer] = []
     with contextlib.ExitStack() as scopes:
-        if profiling() and not followed() and kind is not CallKind.MESSAGE:
-            observers.append(_ProfiledCall(span_name(kind.value, name, me.name, to.name)))
+        key, calls = span_name(kind.value, name, me.name, to.name), collector()
+        if calls is not None and kind in _RUN_A_FUNCTION:
+            load(EXTENSION)
+            recorded = calls.start(key, me.id)
+            observers.append(recorded)
+            scopes.enter_context(recorded.asking())
+        elif profiling() and kind is not CallKind.MESSAGE:
+            observers.append(_ProfiledCall(key))
         place = tracing.active()
         if place is not None and place.recording.of(me):
             record = place.recording.begin_call(kind, operator_name(name), to.id)
@@ -210,6 +233,55 @@ async def _awaited(coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]
         return await coroutine
     finally:
         done()
+
+
+# While it is held no profile stops. Reentrant: a finaliser may end a span anywhere.
+_lock = threading.RLock()
+_open: set[ProfilerSpan] = set()
+
+
+class ProfilerSpan:
+    """A span in a profile of ``torch.profiler``, from now until ``end``, on any thread.
+
+    It is in the profile of the thread that makes it, and ends with that at the latest. torch
+    frees what it knows of a span when the profile stops, and the end of a span that is still
+    open writes there. So the first span puts a function of ours before the one that stops
+    profiles.
+    """
+
+    __slots__ = ("_ended",)
+
+    def __init__(self, key: str) -> None:
+        _stand_before_the_stop()
+        span = profiler.record_function(key)
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+        with _lock:
+            span.__enter__()  # type: ignore[no-untyped-call]
+            # torch runs the end of the span with the profiler state of this thread.
+            span._call_end_callbacks_on_future(self._ended)
+            span.__exit__(None, None, None)
+            _open.add(self)
+
+    def end(self) -> None:
+        """Ends the span; does nothing if it has ended, or its profile has."""
+        with _lock:
+            if self in _open:
+                _open.remove(self)
+                self._ended.set_result(None)
+
+
+@functools.cache
+def _stand_before_the_stop() -> None:
+    stop = profiler._disable_profiler  # type: ignore[attr-defined]
+
+    @functools.wraps(stop)
+    def end_all_and_stop() -> Any:
+        with _lock:
+            for span in list(_open):
+                span.end()
+            return stop()
+
+    profiler._disable_profiler = end_all_and_stop  # type: ignore[attr-defined]
 
 
 class _ProfiledCall:

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity
 import rpc
 from rpc.agent import Agent
 from rpc.calls import caller
-from rpc.observe import profiler_spans
 from rpc.observe import spans as observation
 from rpc.testing import as_worker, local_group
 from tests.rpc.gates import gate, wait_at_the_gate
@@ -153,7 +152,7 @@ def test_the_spans_of_calls_that_outlive_the_profile_end_with_it(
 
     def stop_and_look() -> Any:
         result = stop()
-        open_at_the_stop.append(len(profiler_spans._open))
+        open_at_the_stop.append(len(observation._open))
         return result
 
     monkeypatch.setattr(profiler, "_disable_profiler", stop_and_look)
