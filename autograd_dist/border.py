@@ -93,7 +93,7 @@ def _is_constant(leaf: torch.Tensor) -> bool:
 
 
 class _Constant(torch.autograd.Function):
-    """Where gradients end that nobody asked for."""
+    """A node at which gradients end that nobody asked for."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _user_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _edge_behind(owner: torch.Tensor) -> GradientEdge:
-    """Where gradients enter for what is used; torch asks for a view, which not all layouts have."""
+    """The edge by which gradients enter; torch asks for a view, which not all layouts have."""
     user: Node = owner.grad_fn
     return GradientEdge(*user.next_functions[0])
 

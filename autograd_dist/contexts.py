@@ -1,4 +1,4 @@
-"""Which autograd contexts exist on a worker, and what each has recorded there.
+"""The autograd contexts that exist on a worker, and what each has recorded there.
 
 A context is created by one worker and comes into being on others when a call
 carries its id there. Who sends what, and how backward runs, is not decided here.
@@ -94,7 +94,7 @@ class SendFunction:
 
     @property
     def next_functions(self) -> tuple[tuple[Node, int], ...]:
-        """Where gradients for the tensors enter the graph: node and number of its output."""
+        """The edges by which gradients for the tensors enter the graph."""
         return tuple((each.edge.node, each.edge.output_nr) for each in self._sent)
 
     def name(self) -> str:

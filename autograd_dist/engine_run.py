@@ -1,4 +1,4 @@
-"""Which engine run a piece of user-visible code is executing for.
+"""Tells for which engine run a piece of user-visible code executes.
 
 torch's engine calls hooks and Python functions on the thread that started the
 run or, for device work, on threads of its own. Something that belongs to one
@@ -138,7 +138,7 @@ _set = torch._C._stash_obj_in_tls if _slot_counts() else _set_counted
 _empty = getattr(torch._C, "_remove_obj_from_tls", None) or _set_none
 _empty(_SLOT)
 BEACON: Final = _make_beacon()
-"""Where a run begins that must know its number, and a gradient for there.
+"""The edge at which a run begins that must know its number, and a gradient for it.
 
 As the first of a run's roots, and an input, it is what the engine comes to first: of the nodes
 that are ready on the processor it takes a leaf's before all others, and of these the first.

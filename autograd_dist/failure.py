@@ -1,4 +1,4 @@
-"""Why a backward pass failed, as it travels from where that happened to the pass's root."""
+"""The failure of a backward pass, as it travels from where it happened to the pass's root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LostWorker:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where and why, for people; and the worker that was lost, if that is why."""
+    """Tells people where and why a pass failed, and names the worker that was lost, if one was."""
 
     text: str
     lost: LostWorker | None = None

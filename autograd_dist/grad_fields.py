@@ -130,7 +130,7 @@ class Use:
         self.is_given_up = False
 
     def give_up(self) -> None:
-        """Whoever waits to enter the block raises a ``BackwardError``; for other threads."""
+        """Has the thread that waits to enter the block raise a ``BackwardError``."""
         self.is_given_up = True
         self._fields._look_again()
 

@@ -1,4 +1,4 @@
-"""Where a context's leaf gradients live and how they add up.
+"""Keeps a context's leaf gradients and adds them up.
 
 Follows the rules of torch's AccumulateGrad: a stored gradient has memory of its
 own and the strides of its tensor, dense gradients add in place, and sparse ones

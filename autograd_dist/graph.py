@@ -103,7 +103,7 @@ def explore(start: Iterable[Node], must_stop: Callable[[Node], bool] | None = No
 
 
 def successors(node: Node) -> list[Node]:
-    """Where gradients go from a node on this worker, once for each edge."""
+    """The nodes to which gradients go from a node on this worker, once for each edge."""
     if _ends(node):
         return []
     return [successor for successor, _ in node.next_functions if successor is not None]

@@ -1,4 +1,4 @@
-"""Which leaves must have their gradients accumulated by torch itself.
+"""Finds the leaves whose gradients torch itself must accumulate.
 
 Reading a leaf's gradient off the engine is enough unless something hangs on the
 accumulation: a post-accumulate hook, a hook on the AccumulateGrad node, a reducer

@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which process of a group a member is.
+    """The process of a group that a member is.
 
     Args:
         column: what it measures.

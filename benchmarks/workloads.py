@@ -34,7 +34,7 @@ _LEARNING_RATE = 1e-4  # the rows that step an optimizer do so a million times
 
 
 class Measure(enum.Enum):
-    """Which number a row shows."""
+    """The number that a row shows."""
 
     TIME = "time of one"
     RATE = "per second"

@@ -1,4 +1,4 @@
-"""Where a remote module lives: what ``"worker/device"`` means.
+"""Reads ``"worker/device"``, the place where a remote module lives.
 
 Decides the syntax only. Whether there is such a worker is the group's business,
 whether there is such a device shows where the module is made.

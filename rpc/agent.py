@@ -93,7 +93,7 @@ class AgentOptions:
     liveness_timeout: float = 0.0
 
 
-class Agent(process_forks.Member):
+class Agent(process_forks.ForkAware):
     """One worker of a group.
 
     Args:
@@ -414,7 +414,7 @@ class Agent(process_forks.Member):
         return self.group.living()
 
     def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
-        """Where tensors on this worker's devices arrive at ``to``; empty without a map."""
+        """Maps this worker's devices to those of ``to`` on which tensors arrive; maybe empty."""
         worker = self.find(to)
         transport = self.transport
         return transport.device_map(worker.id) if isinstance(transport, MapsDevices) else {}
@@ -502,7 +502,7 @@ class Agent(process_forks.Member):
         self.pulse.wake()
 
     def why_expelled(self) -> str | None:
-        """Why the others declared this worker lost; None if they did not, as far as it knows."""
+        """The reason why others declared this worker lost; None if none did, as far as it knows."""
         return None if self.watch is None else self.watch.verdict()
 
     def watches(self) -> bool:

@@ -17,7 +17,7 @@ DEFAULT_NUM_WORKER_THREADS: Final = 16
 """Handlers that run at the same time, besides those that wait."""
 
 DEFAULT_INIT_METHOD: Final = "env://"
-"""Where to find the store: the environment variables that torchrun sets."""
+"""Finds the store by the environment variables that torchrun sets."""
 
 DEFAULT_BRING_UP_TIMEOUT_SEC: Final = 300.0
 """Seconds to wait for the other workers when a group forms."""

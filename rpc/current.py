@@ -89,7 +89,7 @@ def forked_from(agent: Any) -> None:
         Process.agent, Process.parent = None, agent.info.name
 
 
-class _KeptStore(process_forks.Member):
+class _KeptStore(process_forks.ForkAware):
     """The kept store, whose threads a forked child does not have, but would join."""
 
     def after_fork_in_child(self) -> None:

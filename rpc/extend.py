@@ -322,7 +322,7 @@ class Worker:
         return self._shared.timeouts.of(timeout)
 
     def device_map(self, to: Destination) -> Mapping[torch.device, torch.device]:
-        """Where tensors on this worker's devices arrive at another; empty without a map."""
+        """Maps this worker's devices to another's on which tensors arrive; maybe empty."""
         transport = self._shared.transport
         if not isinstance(transport, MapsDevices):
             return {}

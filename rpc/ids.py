@@ -54,7 +54,7 @@ class GlobalId(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Which value an RRef stands for, as every worker that holds it knows it.
+    """The identity of the value that an RRef stands for, the same on every worker that holds it.
 
     Args:
         rref: the RRef's id; its creator is the worker that called ``remote()`` or ``RRef()``.

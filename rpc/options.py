@@ -78,7 +78,7 @@ class RpcBackendOptions:
 
     @property
     def bind_address(self) -> str | None:
-        """Where this worker listens, if the program says so; a backend may let it."""
+        """The address at which this worker listens, for backends that let the program choose it."""
         return None
 
     @property

@@ -168,7 +168,7 @@ _IMPORTED = re.compile(r"^from [\w.]+ import (\([^)]*\)|.*)$", re.M)
 
 
 def _names(pattern: re.Pattern[str], text: str) -> set[str]:
-    """What the groups of a pattern match."""
+    """The texts that the groups of a pattern match."""
     return {name for match in pattern.finditer(text) for name in match.groups() if name}
 
 

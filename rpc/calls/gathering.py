@@ -46,7 +46,7 @@ Members = tuple[tuple[str, Life], ...]
 
 @dataclass(frozen=True, slots=True)
 class GatheringId:
-    """Which gathering is meant: of whom, and the how manieth of theirs."""
+    """Names a gathering: by its workers, and its number among theirs."""
 
     members: Members
     number: int

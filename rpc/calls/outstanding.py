@@ -115,7 +115,7 @@ class OutstandingCalls:
         self.replies_to_come: Callable[[], int] = self._table.open_calls
         self._book = Book()
         self._armed: float | None = None
-        """When the next call expires, as far as the pulse knows."""
+        """The time when the next call expires, as far as the pulse knows."""
         self._processing = 0
         self._sent = 0
         self.closed_because: str | None = None

@@ -283,7 +283,7 @@ class RetriedSink:
         self._give_up_if_cancelled()
 
     def _give_up_if_cancelled(self) -> None:
-        """That may come while a request is encoded, when there is nothing to give up yet."""
+        """Gives up a call that was cancelled while its request was encoded."""
         if self._cancelled:
             self._retries.caller.cancel_where(lambda sink: leads_to(sink, self))
 
@@ -347,7 +347,7 @@ class RetriedSink:
         return not isinstance(sink, _Nobody)
 
     def _last(self) -> Sink:
-        """Whoever takes the outcome, which may refer to this and is let go of, as is what does."""
+        """The sink that takes the outcome; let go of here, as it may refer back."""
         self.goes_on = False
         self.expired = None
         if not self._retries.over(self._number):

@@ -230,7 +230,7 @@ class Service:
             )
 
     def _report(self, tell: Callable[[BaseException], None], error: BaseException) -> None:
-        """Whatever becomes of telling an error, the caller gets a reply and this ends."""
+        """Replies with an error and ends, even if the error cannot be told."""
         try:
             tell(error)
         except BaseException:
@@ -359,7 +359,7 @@ class Service:
         self._suspend(future.add_done_callback, settle)
 
     def _place(self) -> Slot:
-        """Where the value is, or will be, that the request asks for or a method of."""
+        """The place of the value that the request asks for, or whose method it calls."""
         return self._callee.shared.references.place_of(self.request.target)
 
     def _later(self, go_on: Callable[[Any], None]) -> Callable[[Any], object]:

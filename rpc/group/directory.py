@@ -67,7 +67,7 @@ class Directory:
         return self._group.find(to)
 
     def membership_of(self, to: Destination) -> Membership | None:
-        """Where to wait for a worker that may be yet to join; None for any other."""
+        """The membership that tells of a worker that may be yet to join; None for any other."""
         return self.membership if self.membership is not None and self._may_join(to) else None
 
     def _may_join(self, to: Destination) -> TypeGuard[str | int]:

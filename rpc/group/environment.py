@@ -1,4 +1,4 @@
-"""Which worker a launcher started this process as, read from its environment variables.
+"""Reads from a launcher's environment variables as which worker it started this process.
 
 Decides the name, the id, the number of workers and the meeting place under rpcrun, torchrun,
 Open MPI, MPICH (or another PMI) and Slurm. Opens nothing. The launchers are asked in that

@@ -95,7 +95,7 @@ class Departure:
         return self.record == record.digest()
 
     def told(self) -> str:
-        """Why, by whom and when, for people."""
+        """Tells people why a membership ended, by whom and when."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
         if self.end is End.LEFT:
             return f"it left the group at {when}{': ' if self.reason else ''}{self.reason}"

@@ -39,7 +39,7 @@ _SECONDS_TO_CONCLUDE: Final = 0.7
 
 
 class Meeting(NamedTuple):
-    """Where a group meets, and as which of its workers this process does.
+    """The place where a group meets, and the worker as which this process does.
 
     Args:
         store: the group's.
@@ -126,7 +126,7 @@ def trust_members(store: Store, group_key: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a ``TCPStore`` is, and as which worker this process meets there."""
+    """The address of a ``TCPStore``, and the worker as which this process meets there."""
 
     host: str
     port: int

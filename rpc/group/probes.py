@@ -93,7 +93,7 @@ class Prober(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a worker is asked for signs of life, the worker's token, and its process."""
+    """The address at which a worker is asked for signs of life, its token, and its process."""
 
     host: str
     port: int

@@ -15,7 +15,7 @@ from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
 
 _NAMESPACE = "rpcrun"
-"""Where ``tensorwire.launch`` notes it, under ``life/NAME``."""
+"""The prefix under which ``tensorwire.launch`` notes it, as ``life/NAME``."""
 
 
 def refuse_former_life(store: Store, group_key: bytes, name: str, life: int) -> None:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from rpc.errors import BringUpError
-from rpc.group.store_process import (
+from rpc.group.store_values import (
     CODE_DIGITS,
     END_OF_HEAD,
     HEAD_BYTES,

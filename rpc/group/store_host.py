@@ -308,7 +308,7 @@ def _listen(host: str, port: int, bind_address: str | None) -> socket.socket | N
 
 
 def _addresses(host: str, bind_address: str | None) -> Iterator[str]:
-    """Where to listen, best first.
+    """The addresses to listen at, best first.
 
     An address in the URL is where the others will connect to, if it is one of this host's.
     A name may mean another address to them than to this host.

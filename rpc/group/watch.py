@@ -98,7 +98,7 @@ class Watch:
             self._agent.hurry()
 
     def verdict(self) -> str | None:
-        """Why this worker was declared lost, if others say that it was."""
+        """The reason why this worker was declared lost, if others say that it was."""
         note = self._prober.verdict()
         if note is None:
             return None

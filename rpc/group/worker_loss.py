@@ -52,7 +52,7 @@ class LosingWorker(Protocol):
         """Tells the other workers."""
 
     def why_expelled(self) -> str | None:
-        """Why the others declared it lost; None if they did not, as far as it knows."""
+        """The reason why the others declared it lost; None if they did not, as far as it knows."""
 
     def expects_departures(self) -> bool:
         """True when workers that go are nothing to warn of."""
@@ -62,7 +62,7 @@ class LosingWorker(Protocol):
 
 
 class WorkerLoss:
-    """Carries out that lives are over."""
+    """Removes lost workers from this worker's tables."""
 
     def __init__(self, agent: LosingWorker) -> None:
         self._agent = agent

@@ -29,7 +29,7 @@ OVERFLOW_METHOD: Final = "(other)"
 
 
 class ErrorKind(Enum):
-    """Why a call failed."""
+    """The kinds of reasons why calls fail."""
 
     REMOTE = "remote"
     """The function raised, or its request or result could not be decoded or encoded."""

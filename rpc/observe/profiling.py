@@ -275,7 +275,7 @@ def _mark() -> tuple[int, int]:
         return before, time.perf_counter_ns()
 
 
-class _Session:
+class _ProfiledHandler:
     """Profiles one handler, for a caller that profiles."""
 
     def __init__(self, settings: ProfileSettings, here: int) -> None:
@@ -286,11 +286,11 @@ class _Session:
             with_stack=settings.with_stack,
         )
         self._here = here
-        self._token: Token[_Session | None] | None = None
+        self._token: Token[_ProfiledHandler | None] | None = None
         self._thread = 0
         self._left = threading.Event()
 
-    def __enter__(self) -> _Session:
+    def __enter__(self) -> _ProfiledHandler:
         self._thread = threading.get_ident()
         self._profile.__enter__()
         self._token = _session.set(self)
@@ -311,7 +311,7 @@ class _Session:
         return [RemoteEvent.of(event, self._here) for event in self._profile.all_events()]
 
 
-_session: ContextVar[_Session | None] = ContextVar("rpc_profiled_handler", default=None)
+_session: ContextVar[_ProfiledHandler | None] = ContextVar("rpc_profiled_handler", default=None)
 
 
 class Observed(Protocol):
@@ -345,10 +345,10 @@ class ProfilingExtension:
 
     def incoming_request(
         self, sender: int, metadata: bytes, tensors: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], _Session]:
+    ) -> tuple[list[torch.Tensor], _ProfiledHandler]:
         """Profiles the handler."""
         _, _, settings = _decoded(metadata)
-        return tensors, _Session(ProfileSettings(*settings), self._here)
+        return tensors, _ProfiledHandler(ProfileSettings(*settings), self._here)
 
     def outgoing_reply(
         self, to: int, request_metadata: bytes, tensors: Sequence[torch.Tensor]

@@ -90,7 +90,7 @@ class HandlerRecord:
 
     @property
     def left(self) -> float:
-        """When the reply was ready to be sent; later, a peer may have it already."""
+        """The time when the reply was ready to be sent; later, a peer may have it already."""
         return self.replied if self.failed else self.encoded or self.ran or self.replied
 
 

@@ -55,7 +55,7 @@ _METADATA = struct.Struct("<QIQ")
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """Where the running code is: in which trace, and in which handler, if any."""
+    """The trace, and the handler if any, in which code runs."""
 
     recording: TraceRecording
     handler: HandlerRecord | None
@@ -338,7 +338,7 @@ class Trace:
         self.offsets: Mapping[int, Offset] = {}
         """The offsets of the workers' clocks, by id."""
         self.problems: tuple[str, ...] = ()
-        """Which workers could not be asked, or could not do what they were asked, and why."""
+        """The workers that could not be asked, or could not do what they were asked, and why."""
 
     def chrome_trace(self) -> dict[str, Any]:
         """The finished trace in Chrome's JSON object format."""

@@ -1,4 +1,4 @@
-"""Where futures are completed: on threads that their callbacks may block."""
+"""Completes futures on threads that their callbacks may block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Completion:
             _logger.exception("a callback of a future raised an error that nobody handles")
 
 
-class _Here(threading.local):
+class _CallbackState(threading.local):
     """The state of the running thread while it delivers."""
 
     must_not_block: bool = False
@@ -65,7 +65,7 @@ class Completions:
         self._changed = changed
         self._lock = threading.Lock()
         self._left = 0
-        self._here = _Here()
+        self._here = _CallbackState()
         self.lends_delivery = transport.delivers_while_waiting
 
     def submit(self, task: Callable[[], None]) -> None:

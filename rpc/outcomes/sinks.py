@@ -1,4 +1,4 @@
-"""Where the outcome of an outgoing request goes: to a waiting thread or a future.
+"""Takes the outcome of an outgoing request to a waiting thread or a future.
 
 A sink is told once, by whatever thread learns of it, that the reply arrived or
 that the call failed. Unpacking a reply may run user code (``__setstate__``,

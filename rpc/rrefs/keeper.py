@@ -459,7 +459,7 @@ class ReferenceKeeper:
         return self.local_value(holding)
 
     def owner_of(self, holding: Holding) -> WorkerInfo:
-        """Where the value lives."""
+        """The worker on which the value lives."""
         worker = holding.handle.reference.owner.worker
         return self._group.reachable.get(worker) or self._group.peer(worker).info
 

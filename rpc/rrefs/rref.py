@@ -177,7 +177,7 @@ class RRef(Handle, Generic[T]):
         )
 
     def _not_for(self, sender: WorkerInfo) -> RRefError:
-        """Why another worker of this process, ``sender``, cannot pass the handle on."""
+        """The error for another worker of this process, ``sender``, that passes the handle on."""
         me, life = self._keeper.me, self._keeper.life
         whose = f"worker {me.name!r} (incarnation {life.incarnation})"
         if self._keeper.stopped:

@@ -51,7 +51,7 @@ class Holding:
     called_through: bool = False
 
     def unread(self) -> BaseException | None:
-        """Why ``remote()`` failed if nobody can learn of it any more; once."""
+        """The reason why ``remote()`` failed, once, if nobody can learn of it any more."""
         if not self.dropped or self.looked_at or self.creation is None:
             return None
         error = self.creation.error()
@@ -60,7 +60,7 @@ class Holding:
 
     @property
     def reference(self) -> Reference:
-        """Which value is meant."""
+        """The value that is meant."""
         return self.handle.reference
 
     @property

@@ -19,7 +19,7 @@ class Scope(Protocol):
     """The request that the running code serves."""
 
     deadline: float
-    """When nobody waits for its result any more, on the agent's clock; 0 for never."""
+    """The time on the agent's clock when nobody waits for its result any more; 0 for never."""
     cancelled: bool
     """Nobody waits for its result any more."""
 

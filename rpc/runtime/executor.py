@@ -54,7 +54,7 @@ class _Role(enum.Enum):
 
 
 class Place(Protocol):
-    """Where handlers run; it has others go on elsewhere while one of them waits."""
+    """A place where handlers run; it has others go on elsewhere while one of them waits."""
 
     def enter_wait(self) -> None:
         """The running thread, which serves this place, begins to wait."""
@@ -64,7 +64,7 @@ class Place(Protocol):
 
 
 class _CurrentThread(threading.local):
-    """Which place, if any, the running thread serves, and whether it waits."""
+    """The place that the running thread serves, if any, and whether it waits."""
 
     place: Place | None = None
     waiting: bool = False

@@ -18,7 +18,7 @@ from typing import Final
 _logger = logging.getLogger("rpc")
 
 
-class Member:
+class ForkAware:
     """Something that hears of forks, on the thread that forks."""
 
     def before_fork(self) -> None:
@@ -38,11 +38,11 @@ class _Forks:
     """The members, and the threads that are between the hooks."""
 
     def __init__(self) -> None:
-        self._members: dict[int, Member] = {}  # changed in single steps, so without a lock
-        self.forking: dict[int, list[Member]] = {}
+        self._members: dict[int, ForkAware] = {}  # changed in single steps, so without a lock
+        self.forking: dict[int, list[ForkAware]] = {}
         self._hooked = False
 
-    def join(self, member: Member) -> None:
+    def join(self, member: ForkAware) -> None:
         if not self._hooked:
             self._hooked = True
             os.register_at_fork(
@@ -52,7 +52,7 @@ class _Forks:
             )
         self._members[id(member)] = member
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: ForkAware) -> None:
         self._members.pop(id(member), None)
 
     def _before(self) -> None:
@@ -85,12 +85,12 @@ FORKING: Final = _forks.forking
 Not a function, as it is asked for every tensor that arrives."""
 
 
-def join(member: Member) -> None:
+def join(member: ForkAware) -> None:
     """From now on, ``member`` hears of forks, until it leaves."""
     _forks.join(member)
 
 
-def leave(member: Member) -> None:
+def leave(member: ForkAware) -> None:
     """``member`` hears of no more."""
     _forks.leave(member)
 

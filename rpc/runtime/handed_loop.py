@@ -51,7 +51,7 @@ class _Left:
     callbacks: int
 
 
-class _Here(threading.local):
+class _LoopState(threading.local):
     """The state that the running thread left."""
 
     left: _Left | None = None
@@ -97,7 +97,7 @@ class HandedLoop:
         self._count = 0
         self._ended = False
         self._all_out = threading.Event()
-        self._here = _Here()
+        self._here = _LoopState()
 
     def start(self) -> None:
         """Starts the first thread.
@@ -189,7 +189,7 @@ class HandedLoop:
     # --- Handing on
 
     def _hand_on(self) -> None:
-        """Whoever has waited comes first; without anybody, a new thread takes the loop."""
+        """Hands the loop to the thread that has waited, to an idle one, or to a new one."""
         with self._lock:
             bell = None
             if self._returning:

@@ -24,7 +24,7 @@ DEAF_SECONDS: Final = 0.1
 """Seconds that an interrupt may have to wait for a wait that must not be cut off."""
 
 
-class _Here(threading.local):
+class _InterruptState(threading.local):
     """The running thread's own state; only the main thread's ever matters."""
 
     held: bool = False
@@ -33,7 +33,7 @@ class _Here(threading.local):
     """One came meanwhile."""
 
 
-here: Final = _Here()
+here: Final = _InterruptState()
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -374,7 +374,7 @@ def decode_passed(data: bytes | bytearray | memoryview) -> list[Passed]:
 
 
 def borrowed_value(entry: bytes | bytearray | memoryview) -> GlobalId | None:
-    """Which value an entry of such a table names, if it is a borrowed reference.
+    """The value that an entry of such a table names, if it is a borrowed reference.
 
     Raises:
         FrameError: ``entry`` is not one entry.

@@ -222,7 +222,7 @@ BARE_REPLY: Final = Reply(Status.OK)
 BARE_REPLY_HEADER: Final = BARE_REPLY.encode()
 REQUEST_FIXED_BYTES: Final = _REQUEST.size
 FUNCTION_LENGTH_AT: Final = struct.calcsize("<BBBBd")
-"""Where a request's header tells, in two bytes, how long the name of its function is."""
+"""The position in a request's header of two bytes that tell how long its function's name is."""
 
 
 def _wrong_version(version: int) -> FrameError:
@@ -232,7 +232,7 @@ def _wrong_version(version: int) -> FrameError:
 
 
 def _too_short(data: bytes, end: int) -> FrameError:
-    """Why sections that run past the end of their header are refused: the last ends there."""
+    """The error for sections that run past the end of their header: the last ends there."""
     return FrameError(f"the sections of a header of {len(data)} bytes end after {end}")
 
 

@@ -19,7 +19,7 @@ import torch
 from rpc.wire.strides import is_dense, reach, shown_once
 
 Window = tuple[int, int, int]
-"""Where a tensor lies in its storage, from the first byte to behind the last, and its number."""
+"""The place of a tensor in its storage, from the first byte to behind the last; its number."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ _MOVED: Final = (
     ("torch.distributed.rpc", "torch.distributed.rpc", "rpc"),
     ("torch.distributed.nn.api", "torch.distributed.nn", "remote_module"),
 )
-"""Where torch's class is defined, where programs import it from, and where they find ours."""
+"""The places where torch defines its class, programs import it from, and they find ours."""
 
 _PUBLIC: Final = {"PyRRef": "RRef", "_RemoteModule": "RemoteModule"}
 _BOUND_TO_TORCHS_AGENT: Final = ("RRef", "RemoteModule")

@@ -187,7 +187,7 @@ class _Saving:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint will be."""
+        """The folder of the checkpoint to come."""
         return self._draft.path
 
     def write_parts(self) -> None:

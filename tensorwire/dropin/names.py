@@ -57,4 +57,4 @@ C_NAMES: Mapping[str, str] = {
 """Its names, and where ours are, as ``module`` or ``module:name``."""
 
 DEFINED_IN = (*MODULES, *ROOTS, C_MODULE, "torch.distributed.optim.optimizer")
-"""Where torch defines what it is known by in other modules."""
+"""The modules in which torch defines what others show under their own name."""

@@ -41,7 +41,7 @@ _MODULES = {
     "Streams": "flags",
     "TensorWireRendezvous": "rendezvous",
 }
-"""Where names are that are loaded when somebody asks for them.
+"""The modules of names that are loaded when somebody asks for them.
 
 Torch imports this package for the rendezvous' entry point, in the middle of its own import, when
 what these modules import of torch is not there yet.

@@ -210,7 +210,7 @@ class RoleAgent(SimpleElasticAgent):
         return {}
 
     def _meeting(self, worker_group: WorkerGroup) -> tuple[str, int]:
-        """Where the workers' store is; under a rendezvous that has none, the first node's."""
+        """The address of the workers' store; under a rendezvous that has none, the first node's."""
         host, port = worker_group.master_addr or "", int(worker_group.master_port or 0)
         if self._handler.use_agent_store:
             return host, port

@@ -1,4 +1,4 @@
-"""Where the plan lies: one key of the rendezvous' store, in which whole plans replace each other.
+"""Keeps the plan under one key of the rendezvous' store, where whole plans replace each other.
 
 Keys: ``plan`` is the plan as JSON, ``changes`` counts how often it was replaced.
 """

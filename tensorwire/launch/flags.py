@@ -33,7 +33,7 @@ class FlagError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Which of its output streams each worker writes to files.
+    """The output streams that each worker writes to files.
 
     Args:
         everyone: of the workers that the others do not name.

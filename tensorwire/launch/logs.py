@@ -1,4 +1,4 @@
-"""Where the output of each worker goes: a folder for each of its lives.
+"""Keeps the output of each worker: a folder for each of its lives.
 
 ``LOG_DIR/RUN_ID_xxxx/ROLE/NUMBER/attempt_LIFE/`` holds ``stdout.log``, ``stderr.log`` and
 ``error.json`` of one life of one worker, as far as they are asked for. Nothing is overwritten.
@@ -23,7 +23,7 @@ _TO_TERMINAL = ""
 
 
 class WorkerLogs(LogsSpecs):
-    """Where one life of one worker writes.
+    """The files that one life of one worker writes.
 
     Args:
         folder: of this life; made if it is not there.
@@ -97,7 +97,7 @@ class Logs:
         self._filtered: dict[str, TextIO] = {}
 
     def of(self, seat: Seat, local_rank: int) -> WorkerLogs:
-        """Where the present life of a worker writes."""
+        """The files that the present life of a worker writes."""
         return WorkerLogs(
             self.folder / seat.role / str(seat.number) / f"attempt_{seat.life - 1}",
             self._redirects.of(seat.role, local_rank),

@@ -151,7 +151,7 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a job failed.
+    """The reason why a job failed.
 
     Args:
         who: the worker that failed first, or empty.

@@ -155,7 +155,7 @@ class TensorWireRendezvous(RendezvousHandler):
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """The address at which the store listens."""
         port: int = self._tcp.port
         return port
 

@@ -31,7 +31,7 @@ def describe_exit(code: int) -> str:
 
 
 def describe_failure(failure: Failure) -> str:
-    """Why a job failed, over several lines."""
+    """Tells why a job failed, over several lines."""
     if not failure.who:
         return f"the job failed: {failure.said}"
     restarts = failure.life - 1

@@ -99,7 +99,7 @@ class Inbox:
             return self._changed.wait_for(lambda: not self._is_running, seconds)
 
     def arrived(self, step: int) -> frozenset[Address]:
-        """Which letters have come for a step that did not end well."""
+        """The letters that have come for a step that did not end well."""
         with self._changed:
             return frozenset(each for each in self._arrived if each.step == step)
 

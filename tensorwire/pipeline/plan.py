@@ -102,7 +102,7 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a worker did an action, in nanoseconds of its monotonic clock.
+    """The times when a worker did an action, in nanoseconds of its monotonic clock.
 
     Args:
         action: what.

@@ -135,7 +135,7 @@ def abort(session: str, step: int, last: int, reason: str) -> Progress | None:
 
 
 def spans(session: str) -> list[Span]:
-    """When this worker did each action of its last step."""
+    """The times when this worker did each action of its last step."""
     return Sessions.here().find(session).spans
 
 

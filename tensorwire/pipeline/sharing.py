@@ -19,7 +19,7 @@ def plan_sharing(
     owners: Sequence[Sequence[str]],
     ties: Sequence[Tie],
 ) -> tuple[Sharing, ...]:
-    """Which gradients are summed: those of tied parameters, and those of replicas.
+    """The gradients that are summed: those of tied parameters, and those of replicas.
 
     Raises:
         ValueError: a tie names a parameter that is not there, or one that another tie names.

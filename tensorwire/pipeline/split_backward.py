@@ -117,7 +117,7 @@ def _with_gradient(
 def _find_cuts(
     outputs: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> list[_Cut] | None:
-    """Where the pass is cut; None if it cannot be."""
+    """The nodes at which the pass is cut; None if it cannot be."""
     order = _in_order(edge.node for edge in outputs)
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in order):
         return None
@@ -138,7 +138,7 @@ def _find_cuts(
 
 
 def _used_inputs(order: list[Node], outputs: Sequence[GradientEdge]) -> dict[Node, set[int]]:
-    """Which of its gradient inputs each node gets something at."""
+    """The gradient inputs at which each node gets something."""
     used: dict[Node, set[int]] = {}
     for edge in outputs:
         used.setdefault(edge.node, set()).add(edge.output_nr)

@@ -134,7 +134,7 @@ def _traced(model: nn.Module, at: Sequence[str], arguments: tuple[Any, ...]) -> 
 
 
 def _inputs(graph: Any) -> dict[int, list[Told]]:
-    """Which outputs and arguments each stage takes, read from the graph that joins the stages."""
+    """The outputs and arguments that each stage takes, read from the graph that joins them."""
     meant: dict[Any, Told] = {}
     inputs: dict[int, list[Told]] = {}
     positional = 0

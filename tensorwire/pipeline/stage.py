@@ -240,7 +240,7 @@ class Stage:
     def _roots(
         self, held: _Held, gradients: Mapping[int, Gradients]
     ) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
-        """Where gradients go in, and their sums."""
+        """The tensors at which gradients go in, and their sums."""
         edges = held.edges if held.again is None else held.again()
         sums: list[torch.Tensor | None] = [None] * len(edges)
         # The latest consumer first, as a backward pass in one process comes to them.

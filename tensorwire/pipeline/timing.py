@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a table begins and ends, from 0 on.
+    """The times when each action of a table begins and ends, from 0 on.
 
     Args:
         spans: beginning and end, in the table's order.

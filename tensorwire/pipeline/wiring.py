@@ -1,4 +1,4 @@
-"""Which stage's outputs go where: the connections of a pipeline, skip connections among them.
+"""The connections between the stages of a pipeline, skip connections among them.
 
 Without further word each stage takes the outputs of the one before. ``inputs={3: [2, 0]}``
 gives stage 3 the outputs of stage 2 and then those of stage 0; ``(0, 1)`` in place of ``0``

@@ -1,4 +1,4 @@
-"""Which contexts exist on a worker, and for how long."""
+"""The contexts that exist on a worker, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run code executes for, and that its slot keeps no more and no less than it says."""
+"""Code knows for which run it executes, and its slot keeps no more and no less than it says."""
 
 from __future__ import annotations
 

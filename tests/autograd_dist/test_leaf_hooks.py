@@ -1,4 +1,4 @@
-"""Whatever hangs on the accumulation of a leaf's gradient is found, and left as it was."""
+"""All hooks on the accumulation of a leaf's gradient are found, and left as they were."""
 
 from __future__ import annotations
 

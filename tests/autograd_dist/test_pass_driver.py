@@ -1,4 +1,4 @@
-"""Whatever a worker's share of a pass raises, the pass ends and its caller learns why."""
+"""A pass ends whatever a worker's share of it raises, and its caller learns why."""
 
 from __future__ import annotations
 

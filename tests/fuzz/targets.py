@@ -21,7 +21,7 @@ from rpc.group.liveness_process import ANSWER, QUESTION, Answering, Datagram
 from rpc.group.member_list import Departure, End
 from rpc.group.records import Record
 from rpc.group.signed_store import SignedStore, signing_key
-from rpc.group.store_process import RefusedError, Room, Store
+from rpc.group.store_values import RefusedError, Room, Store
 from rpc.group.tcp_store import StoreLostError, TcpStoreClient
 from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.framing import (
@@ -151,7 +151,7 @@ def store_requests(draw: Draw) -> None:
 
 
 def records(draw: Draw) -> None:
-    """Where a group has no key, anybody may write what a member would."""
+    """A group without a key lets anybody write what a member would."""
     record = Record("w0", 0, 2, 3, "TENSORWIRE", b"address")
     departure = Departure("w0", 0, 3, End.LOST, "w1", 1.5, "silent", record.digest())
     data = changed(draw, [record.encode(), departure.encode(), b"[" * 3000])

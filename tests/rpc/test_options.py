@@ -1,4 +1,4 @@
-"""Which options are taken, and what is said about the others."""
+"""Options that fit are taken; the others are refused in clear words."""
 
 from __future__ import annotations
 

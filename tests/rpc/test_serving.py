@@ -1,4 +1,4 @@
-"""When a worker that only answers calls is done, and that it leaves then."""
+"""A worker that only answers calls leaves when it is done."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def serves(name: str) -> bool:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """Where a group's store is, which is in this process."""
+    """The URL of a group's store, which is in this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield f"tcp://127.0.0.1:{store.port}"
     del store

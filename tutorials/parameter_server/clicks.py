@@ -43,7 +43,7 @@ class Batch:
 
 
 class World:
-    """Where impressions come from.
+    """The source of impressions.
 
     Args:
         seed: of everything in it.

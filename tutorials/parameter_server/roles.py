@@ -12,7 +12,7 @@ ROLES = "--role ps:2,service=tensorwire.parameter_server --role trainer:2"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this trainer stands among the others.
+    """The place of this trainer among the others.
 
     Args:
         trainer: its number.

@@ -89,7 +89,7 @@ class _RegionArray(_ENDLESS):  # type: ignore[misc, valid-type]
         self.region._array_died(self)
 
 
-class Region(process_forks.Member):
+class Region(process_forks.ForkAware):
     """A mapping of ``size`` bytes.
 
     Args:
@@ -229,7 +229,7 @@ class Region(process_forks.Member):
             self._libc.munmap(self.address, self.size)
             self.size = 0
 
-    # Forks; see ``process_forks.Member``.
+    # Forks; see ``process_forks.ForkAware``.
 
     def before_fork(self) -> None:
         """Copies what is lent, for the child."""

@@ -83,7 +83,7 @@ class PeerLink:
     readiness: Readiness = field(default_factory=Readiness)
     """True if its devices can take the tensors of our requests."""
     lost: str | None = None
-    """Why nothing can be sent to it; None while it can."""
+    """The reason why nothing can be sent to it; None while it can."""
     reported: bool = False
     """The receiver was told of its loss."""
     broken: bool = False

@@ -1,4 +1,4 @@
-"""Where a group's key is read from, and what is refused."""
+"""A group's key is read from the environment; what is no key is refused."""
 
 from __future__ import annotations
 

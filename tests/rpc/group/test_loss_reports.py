@@ -53,7 +53,7 @@ class Agent:
         self.removed.append(life)
 
     def did(self) -> tuple[list[Life], list[Life], list[Life]]:
-        """Whom it took off the list, whom it told, for whom it left a note."""
+        """The lives that it took off the list, told, and left a note for."""
         return self.removed, [to for to, _ in self.told], self.noted
 
 

@@ -395,7 +395,7 @@ def test_an_old_value_of_changes_hides_nothing_for_long(
 
 
 def refuse_carol(records: list[Record]) -> None:
-    """Whoever is called so does not fit together with alice."""
+    """The name of a worker that does not fit together with alice."""
     if {"alice", "carol"} <= {record.name for record in records}:
         raise ValueError("carol's map leads to a device that alice lacks")
 

@@ -1,4 +1,4 @@
-"""Where a group meets: what a URL and the environment say, and who hosts the store."""
+"""The place where a group meets: what a URL and the environment say, and who hosts the store."""
 
 import errno
 import socket

@@ -14,14 +14,14 @@ from torch.distributed import HashStore, TCPStore
 
 from rpc.group.signed_store import SignedStore, signing_key
 from rpc.group.store_host import StoreServer, open_server
-from rpc.group.store_process import (
+from rpc.group.store_process import Server
+from rpc.group.store_values import (
     KEY_BYTES,
     MOST_KEYS,
     MOST_VALUE,
     Client,
     RefusedError,
     Room,
-    Server,
     Store,
 )
 from rpc.group.tcp_store import TcpStoreClient

@@ -19,7 +19,7 @@ from tests.waiting import until
 
 @pytest.fixture(params=[True, False], ids=["libuv", "poll"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Where one of torch's servers listens."""
+    """The port of one of torch's servers."""
     host = serving(use_libuv=request.param)
     yield host.port
     del host

@@ -14,7 +14,7 @@ import rpc
 from rpc.agent import Agent
 from rpc.functions import async_execution
 from rpc.observe import profiling
-from rpc.observe.profiling import ProfileSettings, _Session, profile
+from rpc.observe.profiling import ProfileSettings, _ProfiledHandler, profile
 from rpc.testing import as_worker, local_group
 
 
@@ -125,7 +125,7 @@ def test_calls_made_by_handlers_are_followed_even_when_they_outlast_them(alice: 
 
 
 def test_a_reply_that_leaves_before_its_handler_has_returned_waits_for_it():
-    session = _Session(ProfileSettings(False, False, False, False), 0)
+    session = _ProfiledHandler(ProfileSettings(False, False, False, False), 0)
     found: list[list[Any]] = []
     replying = threading.Thread(target=lambda: found.append(session.events()))
     with session:

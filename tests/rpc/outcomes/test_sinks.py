@@ -1,4 +1,4 @@
-"""Where the outcome of a request goes, and on which thread user code may run meanwhile."""
+"""The outcome of a request reaches its sink; user code runs on the threads that it may block."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class TestTensorsOf:
 
 
 class TestBorders:
-    """Where values pass from users to this library, and back."""
+    """Values that pass from users to this library, and back."""
 
     def test_the_value_of_a_reference(self, gpus: Gpus) -> None:
         slot = Slot()

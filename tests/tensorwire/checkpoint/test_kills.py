@@ -1,4 +1,4 @@
-"""Whoever is killed while a checkpoint is saved, and when, the last complete one loads."""
+"""The last complete checkpoint loads, whichever process is killed while one is saved."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Job:
         self.happens(Exited(seat.holder, seat.id, which, code, soon, failure))
 
     def all_end(self, role: str) -> None:
-        """Whatever of a role has to stop does so."""
+        """Stops all of a role that has to stop."""
         for seat in list(self.plan.seats_of(role)):
             if seat.order is Order.STOP:
                 self.ends(seat.name, -15)

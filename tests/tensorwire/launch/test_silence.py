@@ -1,4 +1,4 @@
-"""Which nodes give no sign of life."""
+"""Nodes that give no sign of life are found."""
 
 from __future__ import annotations
 

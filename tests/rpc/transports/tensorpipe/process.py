@@ -268,7 +268,7 @@ class _Bench:
             link.shared.close()
 
     def take_host_memory_for_devices(self) -> None:
-        """Whatever tensors arrive on, it has to be made ready."""
+        """A device is made ready before tensors arrive on it."""
         self.patches.setattr(tensorpipe_sending, "lands_on_device", lambda *_: True)
 
     def have_no_devices(self, questions: int) -> None:

@@ -48,7 +48,7 @@ NOWHERE: Moves = {}
 TO_DEVICE: Moves = {torch.device("cpu"): torch.device("meta")}
 CALL_TAIL = b"\x85R."
 OFTEN = 20
-"""That many slots of what is ``LARGE`` are more than there are."""
+"""More slots of the size of ``LARGE`` than there are."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ class _Crowd:
     def __init__(self) -> None:
         self.now = 100.0
         self.places: Iterator[str] | None = None
-        """Where those that connect come from; from this process if None."""
+        """The process from which clients connect; this one if None."""
         self.requests = _Told()
         self.listeners = [_listener(), _listener()]
         self.authenticated: list[AuthenticatedConnection] = []
@@ -151,7 +151,7 @@ class _Crowd:
             handler(0)
 
     def inside(self) -> list[bool]:
-        """Which clients have not been sent away."""
+        """The clients that have not been sent away."""
         return [not _is_over(client) for client in self.clients]
 
     def close(self) -> None:

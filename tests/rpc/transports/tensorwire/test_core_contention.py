@@ -1,4 +1,4 @@
-"""Whoever polls stops while others wait for its core, and tries again ever more rarely."""
+"""A thread that polls stops while others wait for its core, and tries again ever more rarely."""
 
 from __future__ import annotations
 
