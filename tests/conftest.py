@@ -39,6 +39,7 @@ settings.load_profile("tensorwire")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+_USUAL_KILLS = 3
 _SECONDS_TO_SETTLE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SHARED_MEMORY = Path("/dev/shm")
@@ -81,7 +82,7 @@ class Holdings:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``make kills`` repeats tests that kill processes at random moments more often."""
     parser.addoption(
-        "--kills", type=int, default=3, help="how often such a test kills (%(default)s)"
+        "--kills", type=int, default=_USUAL_KILLS, help="how often such a test kills (%(default)s)"
     )
 
 
@@ -100,22 +101,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say of each kind of kill how many there were, and how many found nothing.
 
-    A test that does a thing several times says so: ``record_property("times", 50)``.
+    A test that does a thing several times says so, ``record_property("times", 50)``, and by any
+    other name what it has measured, of which the largest is told.
     """
     passed: Counter[str] = Counter()
     times: Counter[str] = Counter()
+    largest: dict[str, dict[str, float]] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
             if report.when == "call" and "kills" in report.keywords:
                 name = report.nodeid.rpartition("::")[2].partition("[")[0]
-                count = int(dict(report.user_properties).get("times", 1))
-                times[name] += count
-                passed[name] += count if outcome == "passed" else 0
+                found = {"times": 1, **dict(report.user_properties)}
+                times[name] += found["times"]
+                passed[name] += found["times"] if outcome == "passed" else 0
+                del found["times"]
+                told = largest.setdefault(name, {})
+                for what, value in found.items():
+                    told[what] = max(value, told.get(what, value))
     if times:
         terminalreporter.section("killed, or done at full length")
     for name in sorted(times):
         words = name.removeprefix("test_").replace("_", " ")
-        terminalreporter.write_line(f"{passed[name]:6} of {times[name]:6}  {words}")
+        numbers = "".join(f"; {what}: {value:.2f}" for what, value in largest[name].items())
+        terminalreporter.write_line(f"{passed[name]:6} of {times[name]:6}  {words}{numbers}")
+
+
+@pytest.fixture
+def full_length(request: pytest.FixtureRequest) -> bool:
+    """True under ``make kills``, where the machine is quiet enough for measuring time, too."""
+    return bool(request.config.getoption("--kills") > _USUAL_KILLS)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ pytestmark = [
     pytest.mark.usefixtures("process_server"),
     pytest.mark.xdist_group("parameter_server"),
 ]
+
+Record = Callable[[str, Any], None]
 
 _IDS = 300
 _STEPS = 40
@@ -119,10 +122,25 @@ def _connect(name: str, trainers: int, backups: int, consistency: Any) -> ps.Clu
     )
 
 
+@dataclass
+class Trained:
+    """A trainer's account.
+
+    Attributes:
+        rows: once all have finished.
+        rollbacks: steps, and the pushes that were lost.
+        longest: seconds of the longest step.
+    """
+
+    rows: Tensor
+    rollbacks: list[tuple[int, dict[str, int]]]
+    longest: float
+
+
 def _train(
     trainer: int, name: str, trainers: int, backups: int, consistency: Any, progress: str
-) -> tuple[Tensor, list[tuple[int, dict[str, int]]]]:
-    """Pushes and pulls; returns what the rows are once all have finished, and roll-backs."""
+) -> Trained:
+    """Pushes and pulls."""
     cluster = _connect(name, trainers, backups, consistency)
     table = cluster.table("items", 8, ps.Adam(lr=0.05), init=ps.Uniform(0.1, seed=3))
     generator = torch.Generator().manual_seed(trainer)
@@ -135,7 +153,9 @@ def _train(
     ]
     cluster.join()
     rollbacks = []
+    longest = 0.0
     while cluster.step < _STEPS:
+        begin = time.monotonic()
         try:
             ids, grad = batches[cluster.step]
             rows = table.pull(ids)
@@ -144,9 +164,11 @@ def _train(
                 Path(progress).write_text(str(cluster.step))
         except ps.RolledBack as error:
             rollbacks.append((error.step, error.lost))
+        if cluster.step > 1:  # the first one waits for all trainers to come
+            longest = max(longest, time.monotonic() - begin)
     cluster.finish()
     _wait_until_all_have_finished(cluster)
-    return table.pull(torch.arange(_IDS)), rollbacks
+    return Trained(table.pull(torch.arange(_IDS)), rollbacks, longest)
 
 
 def _wait_until_all_have_finished(cluster: ps.Cluster) -> None:
@@ -161,7 +183,7 @@ def _undisturbed() -> Tensor:
     """The rows after two trainers in this process, on servers with nothing special."""
     if not _expected:
         functions = [lambda n=n: _train(n, "undisturbed", 2, 0, ps.BSP(), "") for n in range(2)]
-        _expected.append(train(functions, servers=2)[0][0])
+        _expected.append(train(functions, servers=2)[0].rows)
     return _expected[0]
 
 
@@ -176,7 +198,8 @@ def _begin_to_train(group: Processes, name: str, backups: int, progress: Path) -
         group.begin(f"trainer{n}", _train, *args)
 
 
-def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> None:
+def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> float:
+    """Returns how many seconds the longest step took."""
     dice = random.Random(seed)
     name, progress = group.new_cluster(), tmp_path / "progress"
     _begin_to_train(group, name, 1, progress)
@@ -187,10 +210,11 @@ def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> None:
     group.kill(victim)
     if dice.random() < 0.5:
         group.start(victim)
-    for n in range(2):
-        rows, rollbacks = group.result(f"trainer{n}")
-        assert rollbacks == []
-        assert torch.equal(rows, _undisturbed())
+    results: list[Trained] = [group.result(f"trainer{n}") for n in range(2)]
+    for each in results:
+        assert each.rollbacks == []
+        assert torch.equal(each.rows, _undisturbed())
+    return max(each.longest for each in results)
 
 
 def _snapshot(name: str, backups: int, folder: str) -> set[int]:
@@ -213,10 +237,10 @@ def _kill_what_has_no_backup(group: Processes, tmp_path: Path, seed: int) -> Non
         group.kill(victim)
     group.start(*victims)
     results = [group.result(f"trainer{n}") for n in range(2)]
-    for rows, rollbacks in results:
-        assert torch.equal(rows, _undisturbed())
-        assert {step for step, _ in rollbacks} == steps
-        assert {name for _, lost in rollbacks for name in lost} == {"trainer0", "trainer1"}
+    for each in results:
+        assert torch.equal(each.rows, _undisturbed())
+        assert {step for step, _ in each.rollbacks} == steps
+        assert {name for _, lost in each.rollbacks for name in lost} == {"trainer0", "trainer1"}
 
 
 def _kill_a_trainer(group: Processes, tmp_path: Path) -> None:
@@ -226,7 +250,7 @@ def _kill_a_trainer(group: Processes, tmp_path: Path) -> None:
     group.kill("trainer1")
     group.start("trainer1")
     group.begin("trainer1", _train, 1, name, 2, 0, ps.BSP(), "")
-    one, other = (group.result(f"trainer{n}")[0] for n in range(2))
+    one, other = (group.result(f"trainer{n}").rows for n in range(2))
     assert torch.equal(one, other)
 
 
@@ -245,25 +269,61 @@ def _counts(name: str, consistency: Any) -> Tensor:
     return table.pull(torch.arange(1000))
 
 
-def _resize(name: str, names: list[str], consistency: Any) -> None:
+def _resize(name: str, consistency: Any, *sizes: int) -> None:
+    """Waits for a trainer; then resizes the cluster to each of these numbers of servers."""
     cluster = _connect(name, 2, 1, consistency)
     while not cluster.stats()["trainers"]:
         time.sleep(0.01)
-    cluster.resize(names)
+    for size in sizes:
+        cluster.resize(server_names(size))
 
 
-def _kill_while_servers_come_and_go(group: Processes, seed: int) -> None:
+def _kill_while_counting(group: Processes, seed: int, *sizes: int) -> None:
+    """Kills a server while pushes are counted, and while servers come and go."""
     dice = random.Random(seed)
     consistency = dice.choice([ps.Async(), ps.SSP(2)])
     name, observer = group.new_cluster(), group.workers["observer"]
     for n in range(2):
         group.begin(f"trainer{n}", _count, name, 100, consistency)
-    observer.do(_resize, name, ["ps0", "ps1", "ps2"], consistency)
+    observer.do(_resize, name, consistency, *sizes)
     time.sleep(dice.uniform(0, 0.2))  # no synchronisation: the moment is to be any
-    group.kill(dice.choice(["ps0", "ps1", "ps2"]))
+    group.kill(dice.choice(server_names(max([2, *sizes]))))
     for n in range(2):
         group.result(f"trainer{n}")
     assert observer.do(_counts, name, consistency).unique().tolist() == [200.0]
+
+
+# --- servers that come and go
+
+_COUNTERS = ("trainer0", "trainer1", "trainer2", "trainer3")
+
+
+def _count_until(name: str, stop: str) -> list[float]:
+    """Pushes until there is a file; returns how long each push took."""
+    cluster = _connect(name, 2, 1, ps.Async())
+    table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+    took = []
+    while not Path(stop).exists():
+        begin = time.monotonic()
+        table.push(torch.arange(1000), -torch.ones(1000, 2))
+        took.append(time.monotonic() - begin)
+    cluster.finish()
+    return took
+
+
+def _resize_under_load(group: Processes, stop: Path) -> float:
+    """Two servers, three, two again; returns the longest push in medians."""
+    name, observer = group.new_cluster(), group.workers["observer"]
+    group.start(*(each for each in _COUNTERS if each not in group.workers))
+    for each in _COUNTERS:
+        group.begin(each, _count_until, name, str(stop))
+    observer.do(_resize, name, ps.Async(), 3, 2)
+    stop.touch()
+    found = [group.result(each) for each in _COUNTERS]
+    pushes = sum(map(len, found))
+    assert observer.do(_counts, name, ps.Async()).unique().tolist() == [pushes]
+    took = sorted(seconds for each in found for seconds in each[1:])  # the first sets up
+    return took[-1] / took[len(took) // 2]
 
 
 # --- snapshots whose writers are killed
@@ -329,10 +389,18 @@ def groups(
 
 @pytest.mark.kills(30)
 def test_a_killed_head_with_a_backup_disturbs_no_bit(
-    groups: Groups, tmp_path: Path, kill_seed: int
+    groups: Groups, tmp_path: Path, kill_seed: int, full_length: bool, record_property: Record
 ) -> None:
     with groups.one() as group:
-        _kill_a_head(group, tmp_path, kill_seed)
+        longest = _kill_a_head(group, tmp_path, kill_seed)
+    record_property("longest step, s", longest)
+    assert longest < 1 or not full_length
+
+
+@pytest.mark.kills(30)
+def test_every_push_counts_once_when_a_head_is_killed(groups: Groups, kill_seed: int) -> None:
+    with groups.one() as group:
+        _kill_while_counting(group, kill_seed)
 
 
 @pytest.mark.kills(20)
@@ -348,7 +416,7 @@ def test_every_push_counts_once_when_a_server_is_killed_during_a_resize(
     groups: Groups, kill_seed: int
 ) -> None:
     with groups.one() as group:
-        _kill_while_servers_come_and_go(group, kill_seed)
+        _kill_while_counting(group, kill_seed, 3)
 
 
 @pytest.mark.kills(20)
@@ -357,6 +425,18 @@ def test_snapshots_are_whole_or_not_there_when_a_writer_is_killed(
 ) -> None:
     with groups.one() as group:
         _kill_a_writer(group, tmp_path, kill_seed)
+
+
+@pytest.mark.kills
+def test_every_push_counts_once_and_none_takes_long_while_servers_come_and_go(
+    groups: Groups, tmp_path: Path, full_length: bool, record_property: Record
+) -> None:
+    times = 10 if full_length else 1
+    with groups.one() as group:
+        longest = [_resize_under_load(group, tmp_path / f"stop{n}") for n in range(times)]
+    record_property("times", times)
+    record_property("longest push, medians", max(longest))
+    assert max(longest) < 10 or not full_length
 
 
 def test_others_go_on_when_a_trainer_or_a_head_is_killed_on_tensorpipe_too(tmp_path: Path) -> None:
