@@ -21,6 +21,8 @@ from tensorwire.parameter_server.lookup import spread
 from tensorwire.parameter_server.storage.device_memory import to_device
 
 _MODES: Final = ("sum", "mean", "max")
+_PLANS: Final = 3
+"""Batches that may be known before they are looked up: this one, and two more."""
 
 
 class Rows(Protocol):
@@ -73,7 +75,7 @@ class _Lookup(nn.Module):
         self.table = table
         self.padding_idx = padding_idx
         self.rows = table.gradient.parameter
-        self._plan: _Plan | None = None
+        self._plans: list[_Plan] = []
 
     @property
     def embedding_dim(self) -> int:
@@ -87,8 +89,9 @@ class _Lookup(nn.Module):
             ids: as they will be given to :meth:`forward`. The work is not done again there.
         """
         ids = self._checked(ids)
-        self._plan = _plan(ids, self.padding_idx, self._is_ordered)
-        return self._plan.unique
+        plan = _plan(ids, self.padding_idx, self._is_ordered)
+        self._plans = [*self._plans[1 - _PLANS :], plan]
+        return plan.unique
 
     def _checked(self, ids: Tensor) -> Tensor:
         """The ids as one strided tensor.
@@ -103,9 +106,7 @@ class _Lookup(nn.Module):
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, the place of each id among them, and the place of padding."""
-        plan, self._plan = self._plan, None
-        if plan is None or not plan.is_of(ids):
-            plan = _plan(ids, self.padding_idx, self._is_ordered)
+        plan = self._take_plan(ids)
         rows = to_device(self.table.fetch(plan.unique), ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
@@ -116,6 +117,14 @@ class _Lookup(nn.Module):
             return rows, places, None
         zeros = rows.new_zeros(1, rows.shape[1])
         return torch.cat((rows[:where], zeros, rows[where:])), places, where
+
+    def _take_plan(self, ids: Tensor) -> _Plan:
+        """The plan that was made for just these ids, or else a new one."""
+        for place, plan in enumerate(self._plans):
+            if plan.is_of(ids):
+                self._plans = self._plans[place + 1 :]
+                return plan
+        return _plan(ids, self.padding_idx, self._is_ordered)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Saves nothing: rows are saved by ``cluster.snapshot``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.sharing import divide, share_out, shares_of
 
 
 def spread(rows: Tensor, places: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ class _Spread(torch.autograd.Function):
         """See :func:`spread`."""
         ctx.save_for_backward(places)
         ctx.count = len(rows)
-        return functional.embedding(places, rows)
+        return _looked_up(rows, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -46,6 +48,18 @@ class _Spread(torch.autograd.Function):
             backward = torch.ops.aten.embedding_dense_backward
             return backward(grad, places, ctx.count, -1, False), None
         return summed(grad, places, ctx.count), None
+
+
+def _looked_up(rows: Tensor, places: Tensor) -> Tensor:
+    """Returns ``rows[places]``."""
+    dim, k = rows.shape[1], kernels()
+    if k.NAME != "numba" or not dim:
+        return functional.embedding(places, rows)
+    found = torch.empty(*places.shape, dim)
+    source, where = rows.detach().numpy(), np.ascontiguousarray(places.reshape(-1).numpy())
+    out = found.view(-1, dim).numpy()
+    divide(len(where), out.nbytes, lambda a, b: k.gather(source, where[a:b], out[a:b]))
+    return found
 
 
 def summed(grad: Tensor, places: Tensor, count: int) -> Tensor:
@@ -60,5 +74,15 @@ def summed(grad: Tensor, places: Tensor, count: int) -> Tensor:
     total = torch.empty(count, dim)
     flat = np.ascontiguousarray(grad.detach().reshape(-1, dim).numpy())
     where = np.ascontiguousarray(places.reshape(-1).numpy())
-    kernels().segment_sum(flat, where, np.zeros(count, np.uint8), total.numpy())
+    k, seen, out = kernels(), np.zeros(count, np.uint8), total.numpy()
+    shares = shares_of(flat.nbytes) if k.NAME == "numba" else 1
+    parts = 1 << (shares.bit_length() - 1)
+    if parts == 1:
+        k.segment_sum(flat, where, seen, out)
+    else:
+        share_out([_sums(k, (flat, where, seen, out), part, parts) for part in range(parts)])
     return total
+
+
+def _sums(k: Any, arrays: tuple[Any, ...], part: int, parts: int) -> Callable[[], None]:
+    return lambda: k.share_of_sums(*arrays, part, parts)

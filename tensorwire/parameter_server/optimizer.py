@@ -224,6 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         if before is not None:
             before.wait()
         exchanging = self.cluster.exchange(push, wanted, skip=is_step)
+        self.cluster.use_the_wait()
         if wanted is None and self.cluster.is_stale:
             self._under_way = exchanging
             return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +24,7 @@ Ids = Callable[[Any], "Tensor | Sequence[Tensor]"]
 def prefetch(
     loader: Iterable[Batch], *modules: Embedding | EmbeddingBag, ids: Ids
 ) -> Iterator[Batch]:
-    """Yields the batches of a loader, one behind what it reads, and fetches rows beforehand.
+    """Yields the batches of a loader, two behind what it reads, and fetches rows beforehand.
 
     With ``ps.BSP()`` the rows of the next batch come with the answer to this step's push: one
     message a server and step, and the same results as without. With ``ps.SSP`` and
@@ -47,16 +50,42 @@ def prefetch(
     if not modules:
         raise ValueError("prefetch: give the modules whose rows it is to fetch")
     batches = iter(loader)
-    missing: Any = object()
-    batch: Any = next(batches, missing)
-    if batch is not missing:
-        _fetch(_wanted(modules, ids, batch), 0)
-    while batch is not missing:
-        following: Any = next(batches, missing)
-        if following is not missing:
-            _announce(_wanted(modules, ids, following))
-        yield batch
-        batch = following
+    ahead = _Ahead(modules, ids)
+    known = deque(itertools.islice(batches, 1))
+    if known:
+        _fetch(ahead.wanted(known[0]), 0)
+    while known:
+        known.extend(itertools.islice(batches, 3 - len(known)))
+        if len(known) > 1:
+            _announce(ahead.wanted(known[1]))
+        if len(known) > 2:
+            ahead.look_later(known[2])
+        yield known.popleft()
+
+
+class _Ahead:
+    """Finds the different ids of a batch, while a step waits for servers if it does."""
+
+    def __init__(self, modules: Sequence[Embedding | EmbeddingBag], ids: Ids) -> None:
+        self._modules = modules
+        self._ids = ids
+        self._found: tuple[Any, dict[Table, Tensor]] | None = None
+
+    def look_later(self, batch: Any) -> None:
+        """Has the next step look at a batch."""
+        table: Any = self._modules[0].table
+        table.cluster.meanwhile = partial(self._look, batch)
+
+    def _look(self, batch: Any) -> None:
+        with suppress(Exception):  # it is raised where the batch is to be fetched
+            self._found = batch, _wanted(self._modules, self._ids, batch)
+
+    def wanted(self, batch: Any) -> dict[Table, Tensor]:
+        """The different ids of a batch by table."""
+        found, self._found = self._found, None
+        if found is not None and found[0] is batch:
+            return found[1]
+        return _wanted(self._modules, self._ids, batch)
 
 
 def _wanted(

@@ -6,10 +6,11 @@ import contextvars
 import enum
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,6 +42,8 @@ from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot
 from tensorwire.parameter_server.dense_spec import describe, spread_of
 from tensorwire.parameter_server.initialisers import Constant, Initialiser
+from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.server.calling import LOST, verdict_on
@@ -117,6 +120,7 @@ class Cluster:
         name: of the cluster.
         consistency: between trainers.
         nans: what happens to gradients that are no numbers.
+        meanwhile: done once, while the next step waits for servers; None for nothing.
     """
 
     def __init__(self, session: Session, nans: NanPolicy) -> None:
@@ -125,6 +129,7 @@ class Cluster:
         self.consistency: Consistency = consistency_of(session.view.settings)
         self.nans = nans
         self.bad_steps = 0
+        self.meanwhile: Callable[[], object] | None = None
         self._account = Account()
         self._tables: dict[str, Table] = {}
         self._dense: dict[str, DenseGroup] = {}
@@ -329,6 +334,12 @@ class Cluster:
 
         return Exchanging(finish)
 
+    def use_the_wait(self) -> None:
+        """Does what was left for a time at which this trainer waits."""
+        what, self.meanwhile = self.meanwhile, None
+        if what is not None:
+            what()
+
     def _whole(self, push: Gradients | None) -> Whole:
         if push is None:
             return Whole(PushKind.SKIP)
@@ -433,4 +444,14 @@ def _not_finite(push: Gradients) -> str:
 def _is_finite(grad: Tensor) -> bool:
     if not grad.is_floating_point():
         return True
+    if grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous():
+        return _are_finite(grad)
     return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
+
+
+def _are_finite(grad: Tensor) -> bool:
+    bits = grad.detach().view(-1).numpy().view(np.int32)
+    found: list[bool] = []
+    finite = kernels().finite
+    divide(len(bits), bits.nbytes, lambda begin, end: found.append(finite(bits[begin:end])))
+    return all(found)

@@ -19,6 +19,7 @@ from tensorwire.parameter_server.dense_spec import (
     split_state,
     whole_state,
 )
+from tensorwire.parameter_server.kernels.copying import copied
 from tensorwire.parameter_server.server.calling import LOST
 from tensorwire.parameter_server.server.state import Values
 from tensorwire.parameter_server.storage.dense import PieceData
@@ -63,7 +64,7 @@ class DenseGroup:
     def accept(self, values: Sequence[Tensor]) -> None:
         """Sets the parameters to what came from the servers."""
         for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value.view(parameter.shape))
+            copied(value, parameter)
         self._versions = self._current()
 
     # --- what servers have, and what is set here

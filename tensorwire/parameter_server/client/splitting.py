@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.dense_spec import DenseSpec
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.kernels.copying import joined
 from tensorwire.parameter_server.messages import DensePush, Packed, TablePush
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.wire import Float32
@@ -88,7 +89,7 @@ def table_push(
 
 def _gather(source: Tensor, places: Any, out: Tensor) -> None:
     if places is None:
-        out.copy_(source)
+        joined([source.reshape(-1)], out.view(-1))
     else:
         kernels().gather(source.numpy(), places, out.numpy())
 
@@ -148,7 +149,8 @@ def dense_push(whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buf
     packed = {}
     for dtype, slices in parts.items():
         out = buffers((sum(len(each) for each in slices),), dtype)
-        packed[dtype] = (torch.cat(slices, out=out),)
+        joined(slices, out)
+        packed[dtype] = (out,)
     absent = frozenset(n for n, grad in enumerate(whole.grads) if grad is None)
     return DensePush(packed, absent, whole.hyper)
 

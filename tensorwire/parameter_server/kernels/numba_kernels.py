@@ -306,6 +306,15 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
     return count
 
 
+@_compiled
+def finite(bits: Any) -> bool:
+    """True if none of these float32, as their bits, is infinite or not a number."""
+    exponent, found = np.int32(0x7F800000), np.int32(0)
+    for k in range(len(bits)):
+        found |= np.int32((bits[k] & exponent) == exponent)
+    return bool(found == 0)
+
+
 # --- rows
 
 
@@ -344,12 +353,32 @@ def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None
         seen: for each row of ``out`` a zero; becomes all ones.
         out: gets the sums, whatever it held.
     """
-    width = values.shape[1]
+    share_of_sums(values, inverse, seen, out, 0, 1)
+
+
+@_compiled
+def share_of_sums(
+    values: Floats, inverse: Ints, seen: Bytes, out: Floats, part: int, parts: int
+) -> None:
+    """The same for one part of the rows of ``out``: each so many-th run of 64.
+
+    Args:
+        values: as above, as are the next three.
+        inverse: see there.
+        seen: see there.
+        out: see there.
+        part: which, from 0.
+        parts: how many there are; a power of two.
+    """
+    width, mask = values.shape[1], parts - 1
     for k in range(len(inverse)):
-        if k + _AHEAD < len(inverse):
+        if k + _AHEAD < len(inverse) and (inverse[k + _AHEAD] >> 6) & mask == part:
             for j in range(0, width, _LINE):
                 _prefetch(out, inverse[k + _AHEAD], j)
+                _prefetch(values, k + _AHEAD, j)
         place = inverse[k]
+        if (place >> 6) & mask != part:
+            continue
         to, row = out[place], values[k]
         if seen[place] == 0:
             seen[place] = 1

@@ -160,6 +160,11 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
 # --- rows
 
 
+def finite(bits: Any) -> bool:
+    """True if none of these float32, as their bits, is infinite or not a number."""
+    return bool(np.isfinite(bits.view(np.float32)).all())
+
+
 def gather(source: Floats, rows: Ints, out: Floats) -> None:
     """Copies rows; those whose number is negative are left out."""
     there = rows >= 0

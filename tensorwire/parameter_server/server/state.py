@@ -6,10 +6,11 @@ several threads at a time (``lane``).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reache
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
 from tensorwire.parameter_server.dense_spec import DenseSpec
+from tensorwire.parameter_server.kernels.copying import joined
 from tensorwire.parameter_server.messages import Ask, DensePush, Load, Packed, TablePush
 from tensorwire.parameter_server.server.writing import Restored
 from tensorwire.parameter_server.spec import TableSpec
@@ -28,6 +30,9 @@ from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, Pie
 from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.table import Part, Places, Rows, Table
 from tensorwire.parameter_server.wire import Float32
+
+_MEMOS: Final = 3
+"""Pulls of each trainer that are remembered; it may have asked for more before it pushes."""
 
 Buffers = Callable[[str, Sequence[int], torch.dtype], Tensor]
 """Makes a tensor to be sent to a worker: its name, shape and dtype."""
@@ -120,7 +125,7 @@ class Copied:
 
 @dataclass(slots=True)
 class Memo:
-    """The findings of the last pull of a trainer, so that its push need not look again."""
+    """The findings of a pull of a trainer, so that its push need not look again."""
 
     pull: int
     places: dict[str, Places] = field(default_factory=dict)
@@ -157,7 +162,7 @@ class ShardState:
         self._kernels = kernels
         self._buffers = buffers
         self._device = device
-        self._memos: dict[int, Memo] = {}
+        self._memos: dict[int, deque[Memo]] = {}
         self._restored: Restored | None = None
         self._folder = ""
 
@@ -207,10 +212,8 @@ class ShardState:
 
     def _part(self, table: Table, push: Push, part: TablePush) -> Part:
         grad = table.spec.wire.push.unpack(part.grad, table.spec.dim)
-        memo = self._memos.get(push.trainer)
-        places = None
-        if memo is not None and memo.pull == part.pulled:
-            places = memo.places.get(table.spec.name)
+        memos = [m for m in self._memos.get(push.trainer, ()) if m.pull == part.pulled]
+        places = memos[0].places.get(table.spec.name) if memos else None
         return Part(part.ids.numpy(), grad.numpy(), places)
 
     def _dense_part(self, part: DensePush) -> DensePart:
@@ -369,7 +372,7 @@ class ShardState:
         for name, ids in ask.tables.items():
             tables[name] = self._read_table(self.tables[name], ask.worker, ids, time, memo)
         if ask.tables and ask.trainer >= 0:
-            self._memos[ask.trainer] = memo
+            self._memos.setdefault(ask.trainer, deque(maxlen=_MEMOS)).append(memo)
         return tables, {name: self._read_dense(ask.worker, name) for name in ask.dense}
 
     def _read_table(self, table: Table, to: str, ids: Tensor, time: int, memo: Memo) -> Packed:
@@ -387,7 +390,7 @@ class ShardState:
         answer = {}
         for dtype, flat in group.values().items():
             answer[dtype] = self._buffers(to, flat.shape, dtype)
-            answer[dtype].copy_(flat)
+            joined([flat], answer[dtype])
         return answer
 
     def rows_wanted(self, load: Load) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tensorwire.parameter_server.dense_spec import DenseSpec, Spread
+from tensorwire.parameter_server.kernels.sharing import MOST_SHARES, share_out, shares_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ class DenseShard:
         self.is_loaded = False
         self.loader = -1
         self._shard = shard
-        self._optimizer = _build(spec)
+        count = MOST_SHARES if spec.spread is Spread.ELEMENTS else 1
+        self._optimizers = [_build(spec) for _ in range(count)]
+        self._state = self._optimizers[0].state
+        for each in self._optimizers:
+            each.state = self._state
         self._parameters: dict[int, nn.Parameter] = {}
         self._flat: dict[torch.dtype, Tensor] = {}
         self.pieces: list[int] = []
@@ -70,7 +75,7 @@ class DenseShard:
         """The bytes that values and state take."""
         state = sum(
             value.nbytes
-            for each in self._optimizer.state.values()
+            for each in self._state.values()
             for value in each.values()
             if isinstance(value, Tensor)
         )
@@ -88,13 +93,16 @@ class DenseShard:
                 size = len(self.spec.pieces[place])
                 self._parameters[place] = self._parameter(place, self._flat[dtype], begin, size)
                 begin += size
-        self._optimizer.state.clear()
+        self._state.clear()
         for place in self.pieces:
             if data[place].state:
-                self._optimizer.state[self._parameters[place]] = dict(data[place].state)
-        for number, group in enumerate(self._optimizer.param_groups):
-            mine = [p for p in self.pieces if self.spec.pieces[p].group == number]
-            group["params"] = [self._parameters[place] for place in mine]
+                self._state[self._parameters[place]] = dict(data[place].state)
+        count = len(self._optimizers)
+        for share, optimizer in enumerate(self._optimizers):
+            begin, end = (len(self.pieces) * n // count for n in (share, share + 1))
+            for number, group in enumerate(optimizer.param_groups):
+                mine = [p for p in self.pieces[begin:end] if self.spec.pieces[p].group == number]
+                group["params"] = [self._parameters[place] for place in mine]
 
     def _parameter(self, place: int, flat: Tensor, begin: int, size: int) -> nn.Parameter:
         values = flat[begin : begin + size]
@@ -113,7 +121,7 @@ class DenseShard:
         found = {}
         for place in places:
             parameter = self._parameters[place]
-            state = self._optimizer.state.get(parameter, {})
+            state = self._state.get(parameter, {})
             copied = {key: _copy(value) for key, value in state.items()}
             found[place] = PieceData(parameter.detach().clone(), copied)
         return found
@@ -126,8 +134,9 @@ class DenseShard:
         The hyper-parameters are those of the first part. The parts stay as they are.
         """
         self.steps += 1
-        for group, hyper in zip(self._optimizer.param_groups, parts[0].hyper, strict=True):
-            group.update(hyper)
+        for optimizer in self._optimizers:
+            for group, hyper in zip(optimizer.param_groups, parts[0].hyper, strict=True):
+                group.update(hyper)
         for parameter in self._parameters.values():
             parameter.grad = None
         for part in parts:
@@ -136,9 +145,19 @@ class DenseShard:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / share
-        self._optimizer.step()
+        self._step()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _step(self) -> None:
+        """Each optimizer moves its pieces, on several cores unless torch itself uses those."""
+        works = [each.step for each in self._optimizers]
+        size = sum(flat.nbytes for flat in self._flat.values())
+        if torch.get_num_threads() == 1 and shares_of(size) > 1:
+            share_out(works)
+            return
+        for work in works:
+            work()
 
     def _add_grads(self, part: DensePart) -> None:
         begins = dict.fromkeys(part.grads, 0)

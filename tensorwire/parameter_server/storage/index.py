@@ -8,10 +8,13 @@ from typing import Final
 import numpy as np
 
 from tensorwire.parameter_server.kernels.arrays import Ints, Slots
+from tensorwire.parameter_server.kernels.sharing import divide
 
 _FIRST: Final = 1024
 _GROWTH: Final = 1.5
 _FULL: Final = 0.75
+_LOOK: Final = 64
+"""Bytes of memory that looking one id up takes."""
 
 
 class Index:
@@ -34,7 +37,8 @@ class Index:
     def find(self, ids: Ints) -> Ints:
         """The row of each id; -1 where there is none."""
         rows = np.empty(len(ids), np.int64)
-        self._kernels.find(self._table, ids, rows)
+        k, table = self._kernels, self._table
+        divide(len(ids), _LOOK * len(ids), lambda a, b: k.find(table, ids[a:b], rows[a:b]))
         return rows
 
     def upsert(self, ids: Ints) -> Ints:

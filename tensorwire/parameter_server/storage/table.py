@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
+from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.rules import Per, Rule
 from tensorwire.parameter_server.spec import Precision, TableSpec
 from tensorwire.parameter_server.storage import updates
@@ -155,7 +156,8 @@ class Table:
 
     def _read(self, rows: Ints, out: Floats) -> None:
         if self._weight.dtype == np.float32 and self._device is None:
-            self._k.gather(self._weight.rows, rows, out)
+            k, source = self._k, self._weight.rows
+            divide(len(rows), out.nbytes, lambda a, b: k.gather(source, rows[a:b], out[a:b]))
             return
         there = rows >= 0
         if self._device is not None:

@@ -11,6 +11,7 @@ import torch
 
 from tensorwire.parameter_server import rules
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
+from tensorwire.parameter_server.kernels.sharing import divide
 from tensorwire.parameter_server.storage.device_memory import DeviceColumn, to_device
 
 State = Mapping[str, Floats]
@@ -38,7 +39,11 @@ def apply(
     """
     compiled = _COMPILED.get(type(rule)) if hasattr(kernels, "sgd") else None
     if compiled is not None:
-        compiled(kernels, rule, weight, state, rows, grad, step)
+        divide(
+            len(rows),
+            (2 + len(state)) * grad.nbytes,
+            lambda a, b: compiled(kernels, rule, weight, state, rows[a:b], grad[a:b], step),
+        )
     else:
         _apply_torch(kernels, rule, weight, state, rows, grad, step)
 

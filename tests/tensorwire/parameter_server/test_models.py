@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.decisions.consistency import Consistency
 from tensorwire.parameter_server.feedback import Feedback
+from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.server.host import host
+from tensorwire.parameter_server.storage.index import Index
 from tests.tensorwire.parameter_server.clusters import server_names, train
 
 IDS, DIM, STEPS = 60, 8, 6
@@ -133,6 +136,43 @@ def test_prefetching_changes_no_bit_for_two_trainers_in_step() -> None:
     ahead = train([go(0, True), go(1, True)], servers=2)
     for one, other in zip(plain[0][:2], ahead[1][:2], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("consistency", [ps.BSP(), ps.SSP(1)], ids=str)
+def test_ids_are_searched_for_once_where_they_are_prefetched(
+    consistency: Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    looked_through: list[int] = []
+
+    def upsert(index: Index, ids: Any) -> Any:
+        searched.append(len(ids))
+        return old_upsert(index, ids)
+
+    def dedup(*arrays: Any) -> int:
+        looked_through.append(1)
+        return int(old_dedup(*arrays))
+
+    def go() -> None:
+        cluster = ps.connect(server_names(1), consistency=consistency)
+        table = cluster.table("t", DIM, ps.SGD(lr=0.5))
+        table.push(torch.arange(IDS), torch.ones(IDS, DIM))  # the rows that there are
+        module = ps.Embedding(table)
+        optimizer = ps.Optimizer(cluster, module)
+        searched.clear()
+        looked_through.clear()
+        for users, _, _ in ps.prefetch(batches(), module, ids=lambda batch: batch[0]):
+            module(users).sum().backward()
+            optimizer.step()
+        table.pull(torch.arange(IDS))
+        cluster.finish()
+
+    old_upsert, old_dedup = Index.upsert, kernels().dedup
+    monkeypatch.setattr(Index, "upsert", upsert)
+    monkeypatch.setattr(kernels(), "dedup", dedup)
+    train([go])
+    assert not searched
+    assert len(looked_through) == STEPS + 1  # the last pull's, too
 
 
 def test_rows_are_pulled_ahead_where_staleness_is_allowed() -> None:

@@ -96,6 +96,16 @@ def test_a_split_groups_and_keeps_the_order_within_groups(k: ModuleType) -> None
 
 
 @both
+def test_numbers_that_are_none_are_found_anywhere(k: ModuleType) -> None:
+    values = drawn(4, 100)
+    assert k.finite(values.view(np.int32))
+    for place, bad in ((0, np.nan), (57, np.inf), (99, -np.inf)):
+        spoilt = values.copy()
+        spoilt[place] = bad
+        assert not k.finite(spoilt.view(np.int32))
+
+
+@both
 @pytest.mark.parametrize("width", [1, 7, 64])
 def test_sums_of_rows_are_those_of_an_embedding_s_backward_pass(k: ModuleType, width: int) -> None:
     inverse = np.random.default_rng(2).integers(0, 20, 300)
