@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -101,12 +101,23 @@ def _files(calls: Mapping[str, float], least: float) -> set[str]:
     return {name for name in names if not name.startswith(("/", "<", "benchmarks/"))}
 
 
-def count(row: Row, column: Column, tries: int = _TRIES) -> Counted:
-    """Counts a row's operation; of several tries, the one with the fewest calls."""
-    with Group(column, row.group_size, Launch.FORKED, counts=True) as group, group.awake():
-        group.prepare(row)
-        found = [_count_once(row, group) for _ in range(tries)]
-        group.forget(row)
+def count(rows: Sequence[Row], column: Column, tries: int = _TRIES) -> list[Counted]:
+    """Counts the operations of rows; of several tries of one, that with the fewest calls.
+
+    Args:
+        rows: which. The same processes do all of them.
+        column: whose.
+        tries: of each.
+    """
+    size = max(row.group_size for row in rows)
+    with Group(column, size, Launch.FORKED, counts=True) as group, group.awake():
+        return [_least(row, group, tries) for row in rows]
+
+
+def _least(row: Row, group: Group, tries: int) -> Counted:
+    group.prepare(row)
+    found = [_count_once(row, group) for _ in range(tries)]
+    group.forget(row)
     return min(found, key=lambda each: sum(each.totals))
 
 
@@ -133,7 +144,7 @@ def report(counted: Iterable[Counted], functions: bool) -> str:
 
 def main(column: Column, keys: Iterable[str], functions: bool) -> None:
     """Counts rows and prints the table."""
-    print(report([count(ROWS[key], column) for key in keys], functions))
+    print(report(count([ROWS[key] for key in keys], column), functions))
 
 
 __all__ = ["Counted", "begin", "count", "main", "report", "take"]
