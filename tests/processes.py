@@ -3,6 +3,7 @@
 One process imports them, once, and forks the others; a process that imported torch for
 itself would spend seconds on it. It has neither threads nor workers of its own, so that
 its children know of nothing that a process which was started alone would not know of.
+A package that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from multiprocessing.context import ForkServerContext
 
 IMPORTED = ["torch", "torch.distributed.optim"]
 IMPORTED += ["rpc", "autograd_dist", "optim_dist", "remote_module"]
+# Optimizers import the first with their first step; tutorials read data and draw with the others.
+IMPORTED += ["torch._dynamo", "sklearn.datasets", "matplotlib.figure", "tensorwire.launch.main"]
 
 
 @functools.cache
