@@ -10,7 +10,8 @@ The rules:
   agents that are dead, frozen, or struck out.
 * Once a successor has joined, nobody who looked at the list since calls a former life; and
   nobody who called a later life ever calls an earlier one.
-* Processes of one process group are of one attempt.
+* Processes of one process group are of one attempt, but for those of such agents: one that was
+  struck out while it was frozen may still begin a worker of an attempt whose store is gone.
 * No worker starts again more often than it may.
 * When nothing happens any more, the job ends, and nothing is left running.
 """
@@ -320,8 +321,8 @@ class Game:
         for other in self.all:
             if other.lives and not self.is_fenced(other.agent):
                 assert other.seat != seat.id, f"{seat.name} is held twice: {self.describe()}"
-                if state.role.process_group and other.role.name == seat.role and agent.acts:
-                    assert other.attempt == state.attempt, self.describe()
+                if state.role.process_group and other.role.name == seat.role:
+                    assert other.attempt == state.attempt or self.is_fenced(agent), self.describe()
         record = self.members.lookup(seat.name)
         if record is not None:
             self.members.strike_off(record, "its agent", "it ended")
