@@ -214,7 +214,15 @@ class BackwardPasses:
                 if not gradient.is_cpu:
                     tensors = sendable(tensors, self._worker.device_map(to))
                     break
-            self._worker.ask(to, EXTENSION_NAME, message, tensors, partial(self._answered, driver))
+            home = driver.home
+            self._worker.ask(
+                to,
+                EXTENSION_NAME,
+                message,
+                tensors,
+                partial(self._answered, driver),
+                awaited=home is not None and home.thread == threading.get_ident(),
+            )
         except BaseException as error:  # whoever waits for the pass need not be on this thread
             driver.raised(error, f"gradients for worker {to} cannot be sent: ")
 

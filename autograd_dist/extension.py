@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -275,9 +275,11 @@ class AutogradExtension:
     def _tell(self, worker: int, context_ids: Sequence[int]) -> None:
         """Tells a worker that contexts are over; raises RpcError if it does not get to know."""
         body = Release(tuple(context_ids)).encode()
-        with suppress(*_GONE):  # and the contexts with it
-            noted = partial(_note_refusal, worker, context_ids)
+        noted = partial(_note_refusal, worker, context_ids)
+        try:
             self._worker.ask(worker, self.name, body, (), noted)
+        except _GONE as error:  # and the contexts with it
+            noted(None, error)
 
 
 def _record_sent(

@@ -120,7 +120,8 @@ class PassDriver(Generic[T]):
         """A request sent from here was acknowledged; does nothing that takes long."""
         with self._participant_lock:
             effects = self._participant.acknowledged(ack, returned)
-        self._carry_out(effects, self._wire.later)
+        if effects:
+            self._carry_out(effects, self._wire.later)
 
     def failed(self, error: Failure) -> None:
         """A request sent from here was not delivered or not answered."""

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rpc.calls.call_parts import CallParts
 from rpc.calls.callee import Callee
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels
 from rpc.calls.control_channel import ControlChannel
 from rpc.calls.early_frames import EarlyFrames
+from rpc.calls.extension_messages import ExtensionMessages
 from rpc.calls.extension_set import ExtensionSet
 from rpc.calls.gathering import Gatherings
 from rpc.calls.inbound import Inbound
-from rpc.calls.shared import Shared
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from rpc.current import context_of, forked_from
 from rpc.debug import gil_wait_seconds
@@ -158,7 +159,7 @@ class Agent(process_forks.ForkAware):
         self.extensions = ExtensionSet(self.info.name, lambda kind: kind(self.worker))
         self.group_shutdown = GroupShutdown(self)
         self.worker_loss: WorkerLoss = WorkerLoss(self)
-        self._shared = shared = Shared(
+        self._shared = shared = CallParts(
             self.info,
             self.group,
             self.clock,
@@ -171,8 +172,9 @@ class Agent(process_forks.ForkAware):
             self.completions,
             self.timers,
             self.group_shutdown,
+            EarlyFrames(),
+            self.worker_loss.refused,
         )
-        early = EarlyFrames()
         self.caller = Caller(shared, self.directory, self.pulse.wake)
         self.references.calls = self.caller
         self.callee = Callee(
@@ -180,17 +182,15 @@ class Agent(process_forks.ForkAware):
             self.executor,
             self.system_executor,
             self.event_loop,
-            early,
-            self.worker_loss.refused,
         )
         self.channels = Channels(shared, self.executor)
-        self.inbound = Inbound(
-            shared, early, self.caller, self.callee, self.channels, self.worker_loss
-        )
+        self.inbound = Inbound(shared, self.caller, self.callee, self.channels, self.worker_loss)
+        self.messages = ExtensionMessages(shared, self.caller)
         self.worker = Worker(
             self.life,
             shared,
             self.caller,
+            self.messages,
             self.channels,
             self.events,
             self.states,
@@ -198,17 +198,12 @@ class Agent(process_forks.ForkAware):
         )
         self.retries = self.caller.retries
         self.gatherings = Gatherings(
-            self.info,
-            self.group,
-            self.completions,
-            self.caller,
-            self.directory,
-            self.timeouts,
+            self.info, self.group, self.completions, self.caller, self.directory, self.timeouts
         )
         # What users call is the caller's own; there is no need to pass here.
         self.rpc_sync, self.rpc_async = self.caller.rpc_sync, self.caller.rpc_async
         self.remote, self.later = self.caller.remote, self.caller.later
-        self.send_extension_message = self.caller.send_extension_message
+        self.send_extension_message = self.messages.send
 
     @property
     def transport(self) -> Transport:

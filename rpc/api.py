@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -55,7 +54,7 @@ from rpc.internal import (
     serialize_call,
 )
 from rpc.observe.metrics import Snapshot
-from rpc.options import RpcBackendOptions
+from rpc.options import RpcBackendOptions, require_shutdown_timeout, whole_number
 from rpc.outcomes import collecting
 from rpc.outcomes.futures import Future
 from rpc.protocol.retry import Retry
@@ -131,8 +130,8 @@ def init_rpc(
         )
     if not isinstance(name, str | None):
         raise TypeError(f"name={name!r} is a {type(name).__name__}, not a str")
-    rank = _whole_number("rank", rank)
-    world_size = None if world_size is None else _whole_number("world_size", world_size)
+    rank = whole_number("rank", rank)
+    world_size = None if world_size is None else whole_number("world_size", world_size)
     chosen = backend or default_backend(rpc_backend_options, os.environ.get("RPC_BACKEND"))
     options = rpc_backend_options or construct_rpc_backend_options(chosen)
     life = 0
@@ -165,16 +164,6 @@ def _meeting_at(options: RpcBackendOptions, init_method: str) -> RpcBackendOptio
     options = copy.copy(options)
     options.init_method = init_method
     return options
-
-
-def _whole_number(argument: str, value: SupportsIndex) -> int:
-    """``value``, where -1 stands for one that is not given."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{argument}={value!r} is a {type(value).__name__}, not a whole number")
-    number = operator.index(value)
-    if number < -1:
-        raise ValueError(f"{argument}={number} is negative; give it from 0, or leave it out")
-    return number
 
 
 def _init_rpc_backend(
@@ -213,7 +202,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         TypeError: ``timeout`` is no number.
         ValueError: ``timeout`` is negative or not a number.
     """
-    _check_shutdown_timeout(timeout)
+    require_shutdown_timeout(timeout)
     if find_agent() is None and joined_before():
         return
     agent = current_agent()
@@ -528,16 +517,6 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 _OWN_STEP = _wait_all_workers
-
-
-def _check_shutdown_timeout(timeout: float) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}, not seconds")
-    if not timeout >= 0:
-        raise ValueError(
-            f"timeout={timeout!r} must be seconds: 0 for the options' shutdown_timeout, more, "
-            "or math.inf for no limit"
-        )
 
 
 def _wait_as_replaced(agent: Agent, timeout: float) -> None:

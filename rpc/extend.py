@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from rpc.calls.call_parts import CallParts
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels, Handler
-from rpc.calls.shared import Shared
+from rpc.calls.extension_messages import ExtensionMessages
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.current import Process, current_agent, find_agent, of_context
 from rpc.errors import AgentClosedError, WorkerLostError
@@ -47,7 +48,7 @@ from rpc.group.signed_store import SignedStore
 from rpc.group.store_host import StoreServer, host_store
 from rpc.ids import Life, new_tuple
 from rpc.outcomes.futures import Future, wait_in_usual_modes
-from rpc.outcomes.sinks import AnswerSink
+from rpc.outcomes.sinks import AnswerSink, AwaitedAnswerSink
 from rpc.outcomes.slot import Slot
 from rpc.rrefs.rref import call_method
 from rpc.runtime.clock import Clock
@@ -126,6 +127,7 @@ class Worker:
         "_channels",
         "_events",
         "_life",
+        "_messages",
         "_shared",
         "_states",
         "_store",
@@ -138,8 +140,9 @@ class Worker:
     def __init__(
         self,
         life: Life,
-        shared: Shared,
+        shared: CallParts,
         caller: Caller,
+        messages: ExtensionMessages,
         channels: Channels,
         events: MembershipEvents,
         states: States,
@@ -148,6 +151,7 @@ class Worker:
         self._life = life
         self._shared = shared
         self._caller = caller
+        self._messages = messages
         self._channels = channels
         self._events = events
         self._states = states
@@ -261,7 +265,7 @@ class Worker:
         Returns:
             A future of what the counterpart's ``on_message`` returned.
         """
-        return self._caller.send_extension_message(to, extension, body, timeout)
+        return self._messages.send(to, extension, body, timeout)
 
     def ask(
         self,
@@ -270,6 +274,8 @@ class Worker:
         body: bytes,
         tensors: Sequence[torch.Tensor],
         answered: Callable[[Any, Exception | None], None],
+        *,
+        awaited: bool = False,
     ) -> None:
         """As :meth:`message`, with tensors, no limit of time and no future.
 
@@ -280,11 +286,14 @@ class Worker:
             tensors: sent along.
             answered: takes what the counterpart's ``on_message`` returned, or the error;
                 called where the reply is delivered, and must not block there.
+            awaited: the calling thread will soon :meth:`wait`, and the answer has time until
+                then. That spares waking a thread to read it.
         """
         shared = self._shared
         info = shared.group.reachable.get(to) or shared.group.peer(to).info
-        sink = AnswerSink(answered, shared.completions)
-        self._caller.message(info, extension, body, tensors, 0.0, sink)
+        kind = AwaitedAnswerSink if awaited else AnswerSink
+        sink = kind(answered, shared.completions)
+        self._messages.ask(info, extension, body, tensors, 0.0, sink)
 
     def future(self, description: str) -> Future[Any]:
         """A future to be completed by its maker, which waits as futures of calls do."""

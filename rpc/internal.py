@@ -17,13 +17,13 @@ import torch
 from rpc.functions import async_execution, idempotent
 from rpc.wire import codec
 from rpc.wire.remote_errors import refuse_as_torch_does
-from rpc.wire.simple_values import Reference
+from rpc.wire.simple_values import OutOfBandHandle
 
-_leaving: contextvars.ContextVar[list[Reference] | None] = contextvars.ContextVar(
+_leaving: contextvars.ContextVar[list[OutOfBandHandle] | None] = contextvars.ContextVar(
     "rpc_references_leaving", default=None
 )
 """Takes the references of the call that is serialized, which travel beside its bytes."""
-_arrived: contextvars.ContextVar[Sequence[Reference]] = contextvars.ContextVar(
+_arrived: contextvars.ContextVar[Sequence[OutOfBandHandle]] = contextvars.ContextVar(
     "rpc_references_arrived", default=()
 )
 """Those of the call that is put together again."""
@@ -101,14 +101,14 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 
 def serialize_call(
     pickler: _InternalRPCPickler, call: PythonUDF
-) -> tuple[bytes, list[torch.Tensor], list[Reference]]:
+) -> tuple[bytes, list[torch.Tensor], list[OutOfBandHandle]]:
     """At the caller: a call as a pickler of the program's own serializes it.
 
     Returns:
         What :func:`run_serialized` takes; the references in it travel as they are.
     """
     _require_pickler(pickler)
-    references: list[Reference] = []
+    references: list[OutOfBandHandle] = []
     outer = _leaving.set(references)
     try:
         found: object = pickler.serialize(call)
@@ -139,7 +139,7 @@ def _serialized_by(pickler: object, found: object) -> tuple[bytes, list[torch.Te
 
 @idempotent
 def run_serialized(
-    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
+    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[OutOfBandHandle] = ()
 ) -> Any:
     """At the callee: runs a call that a pickler of the program's own serialized.
 
@@ -160,7 +160,7 @@ def run_serialized(
 @idempotent
 @async_execution
 def run_serialized_async(
-    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[Reference] = ()
+    binary_data: bytes, tensor_table: list[torch.Tensor], references: Sequence[OutOfBandHandle] = ()
 ) -> torch.futures.Future[Any]:
     """The same for a function whose future's value is the result."""
     future: torch.futures.Future[Any] = run_serialized(binary_data, tensor_table, references)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, SupportsIndex
 
 import torch
 
@@ -314,6 +315,44 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             ValueError: if one is not a CUDA device.
         """
         self.devices = devices
+
+
+def whole_number(argument: str, value: SupportsIndex) -> int:
+    """A rank or size as the user gave it; -1 stands for one that is not given.
+
+    Args:
+        argument: what the user calls it.
+        value: the number.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is below -1.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{argument}={value!r} is a {type(value).__name__}, not a whole number")
+    number = operator.index(value)
+    if number < -1:
+        raise ValueError(f"{argument}={number} is negative; give it from 0, or leave it out")
+    return number
+
+
+def require_shutdown_timeout(timeout: float) -> None:
+    """Refuses what is no time for a shutdown.
+
+    Args:
+        timeout: seconds as the user gave them.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}, not seconds")
+    if not timeout >= 0:
+        raise ValueError(
+            f"timeout={timeout!r} must be seconds: 0 for the options' shutdown_timeout, more, "
+            "or math.inf for no limit"
+        )
 
 
 def _require_map(argument: str, value: object, wanted: str) -> None:

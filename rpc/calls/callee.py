@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rpc.calls.early_frames import EarlyFrames
-from rpc.calls.service import Outcome, Service
-from rpc.calls.shared import Shared
+import torch
+
+from rpc.calls.call_parts import CallParts
+from rpc.calls.service import Service
 from rpc.errors import FrameError
 from rpc.ids import Life
 from rpc.observe import tracing
 from rpc.observe.metrics import MOST_UNCOUNTED, Book, CallMetrics, ErrorKind
-from rpc.observe.names import UNDECODED, text_of
+from rpc.observe.names import UNDECODED, MethodName, text_of
 from rpc.protocol.cancellation import EarlyCancellations
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
 from rpc.runtime.event_loop import EventLoop
@@ -37,6 +39,20 @@ _MOST_HEADERS = 4096
 _CALL = Operation.CALL
 _USER_CODE = (Operation.CALL, Operation.METHOD, Operation.CREATE)
 _SECONDS_TO_LET_GO = 5.0
+_WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a function; of one that made a value for a reference, what is told of it."""
+
+    method: MethodName
+    result: object
+    error: BaseException | None
+
+    def runs_no_code(self) -> bool:
+        """True if it can be freed on any thread."""
+        return self.error is None and type(self.result) in _WITHOUT_CODE
 
 
 class Callee:
@@ -47,8 +63,6 @@ class Callee:
         executor: runs user code.
         system_executor: runs everything else.
         event_loop: runs ``async def`` handlers.
-        early: keeps requests that come while the group is being made known.
-        refused: told of a life whose request is not served, as it is over or not known.
 
     Attributes:
         names: in which module, as what, to find the functions that were called by name.
@@ -58,21 +72,18 @@ class Callee:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: CallParts,
         executor: Executor,
         system_executor: Executor,
         event_loop: EventLoop,
-        early: EarlyFrames,
-        refused: Callable[[Life], None],
     ) -> None:
         self.shared = shared
         self.executor = executor
         self.event_loop = event_loop
-        self._early = early
+        self._early = shared.early
         self.names: dict[bytes, tuple[str, str]] = {}
         self.waking = threading.Lock()
         self._system_executor = system_executor
-        self._refused = refused
         self._living = shared.group.living_now
         self._now = shared.clock.now
         self._lock = threading.Lock()
@@ -84,21 +95,24 @@ class Callee:
         self._lets_go = False
         self._handled = 0
 
-    def request(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+    def take_request(
+        self, sender: Life, frame: Frame, in_batch: bool = False, was_kept: bool = False
+    ) -> None:
         """Starts serving a request; called on the transport's thread.
 
         Args:
             sender: the caller.
             frame: the request.
-            guests: how many handlers may run on threads like this one; the transport
-                decides if None.
+            in_batch: see ``transports.base.Receiver``.
+            was_kept: it came while the group was being made known, and waits no more.
         """
         early = self._early
-        if early.held is None or not early.keep(partial(self.start, sender, frame, 0)):
-            self.start(sender, frame, guests)
-
-    def start(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
-        """As :meth:`request`, whether the group is being made known or not."""
+        if (
+            early.held is not None
+            and not was_kept
+            and early.keep(partial(self.take_request, sender, frame, in_batch=True, was_kept=True))
+        ):
+            return
         header = frame[2]
         try:
             end = REQUEST_FIXED_BYTES + header[_LENGTH_AT] + (header[_LENGTH_AT + 1] << 8)
@@ -120,10 +134,10 @@ class Callee:
                 if cancelled.noted and cancelled.take(sender.worker, frame.correlation):
                     service.cancelled = True
         if not known:
-            self._refused(sender)
+            self.shared.refused(sender)
             return
         executor = self.executor if request.operation in _USER_CODE else self._system_executor
-        inline = self.shared.transport.inline_handlers if guests is None else guests
+        inline = 0 if in_batch else self.shared.transport.inline_handlers
         task = service.run
         if request.operation is _CALL and not request.references:  # nothing is to be adopted
             task = partial(service.serve, self.shared.references.nothing_adopted)
@@ -205,8 +219,9 @@ class Callee:
             service.give_up()
         return verdict is Verdict.RUN
 
-    def ended_once(self, service: Service, outcome: Outcome) -> None:
+    def ended_once(self, service: Service, result: object, error: BaseException | None) -> None:
         """A request that may come more than once ran: answers all that came."""
+        outcome = Outcome(service.method, result, error)
         with self._lock:
             waiters = self._once.ended(service.sender, service.number, service, outcome)
             is_first, self._lets_go = not self._lets_go, True

@@ -1,13 +1,15 @@
 """The calling side of a worker: makes requests, takes their replies.
 
 The way of a call: :meth:`Caller.rpc_sync` and its siblings find the worker, :meth:`request`
-encodes the value and sends it, :meth:`reply` hands the outcome to the call's sink. What
+encodes the value and sends it, :meth:`take_reply` hands the outcome to the call's sink. What
 travels beside a value is put together by ``packing``; what else may become of a call is in
-``outstanding``.
+``outstanding``; messages of extensions, which are calls too, are made by
+``extension_messages``.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,28 +20,27 @@ import torch
 from torch.autograd import profiler
 
 from rpc.calls import packing
-from rpc.calls.outstanding import Call, OutstandingCalls
+from rpc.calls.call_parts import CallParts
+from rpc.calls.outstanding import OutstandingCalls
 from rpc.calls.packing import NOTHING_BESIDE
 from rpc.calls.pending_joins import CallToCome
 from rpc.calls.retrying import RetriedCall, Retries
-from rpc.calls.shared import Shared
 from rpc.constants import UNSET_RPC_TIMEOUT
 from rpc.errors import (
-    AgentClosedError,
     EncodeError,
+    FrameError,
     RpcTimeoutError,
-    UnknownWorkerError,
     WorkerLostError,
 )
 from rpc.group.directory import Destination, Directory
-from rpc.ids import Life, new_tuple
-from rpc.observe import tracing
-from rpc.observe.metrics import MOST_UNCOUNTED, ErrorKind, tensor_bytes
+from rpc.ids import GlobalId, Life, new_tuple
+from rpc.observe.metrics import MOST_UNCOUNTED, ErrorKind, Series, tensor_bytes
 from rpc.observe.names import MethodName, method_name, text_of
 from rpc.observe.profiling import collector as profiled_calls
 from rpc.observe.spans import WatchedSink, leads_to, profiler_enabled, traced, watching
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import (
+    READ_BY_SENDER,
     CallFuture,
     Decode,
     FutureSink,
@@ -50,6 +51,7 @@ from rpc.protocol.calls import Ending
 from rpc.protocol.reference_terms import UserHandle
 from rpc.protocol.retry import Retry
 from rpc.rrefs.rref import RRef, call_method
+from rpc.rrefs.transfer import Loan
 from rpc.runtime import deadlines, finalizers, streams
 from rpc.runtime.signals import here, raise_due, restore, shut_out
 from rpc.runtime.stack_room import require as require_room
@@ -60,24 +62,88 @@ from rpc.wire.control import encode_passed
 from rpc.wire.messages import (
     BARE_REPLY,
     BARE_REPLY_HEADER,
+    Extensions,
     Operation,
     Reply,
     Request,
     Status,
     request_prefix,
 )
-from rpc.wire.remote_errors import decode_error, raisable
+from rpc.wire.remote_errors import decode_error
 from rpc.wire.simple_values import encode_simple
-from rpc.wire.tensor_table import pack_tensors
 from rpc.worker_info import WorkerInfo
 
+_logger = logging.getLogger("rpc")
 _CALL = Operation.CALL
-_EXTENSION = Operation.EXTENSION
 _REPLIED = Ending.REPLY
 _ERROR = Status.ERROR
 _REQUEST = FrameKind.REQUEST
 _NAMED_KINDS = (FunctionType, BuiltinFunctionType)
 _MOST_NAMES = 4096
+
+
+class Call:
+    """One outgoing request, from before it is sent until nothing of it is under way.
+
+    Args:
+        method: names what is asked for.
+        sink: takes the outcome.
+        timeout: seconds it was given, 0 for none.
+        loan: references lent to it, alive at least as long as this.
+        extensions: the metadata it carried.
+        series: counts it when it is over.
+        to: the worker it is sent to.
+
+    Attributes:
+        sent: bytes of its request.
+        opened_at: when it was sent.
+        number: its key in the call table.
+        patience: of its request, while it is open.
+        through: the user's fork that it was made through, if it needs the value of that.
+    """
+
+    __slots__ = (
+        "extensions",
+        "loan",
+        "method",
+        "number",
+        "opened_at",
+        "patience",
+        "sent",
+        "series",
+        "sink",
+        "through",
+        "timeout",
+        "to",
+    )
+
+    def __init__(
+        self,
+        method: MethodName,
+        sink: Sink,
+        timeout: float,
+        loan: Loan,
+        extensions: Extensions,
+        series: Series,
+        to: int,
+    ) -> None:
+        self.method = method
+        self.sink = sink
+        self.timeout = timeout
+        self.loan = loan
+        self.extensions = extensions
+        self.series = series
+        self.to = to
+        self.sent = 0
+        self.opened_at = 0.0
+        self.number = 0
+        self.patience = Patience.WAITS
+        self.through: GlobalId | None = None
+
+    @property
+    def description(self) -> str:
+        """Its name, for errors and dumps."""
+        return text_of(self.method)
 
 
 class _Named(NamedTuple):
@@ -97,16 +163,15 @@ class Caller(OutstandingCalls):
         hurry: makes :meth:`expire` run soon.
     """
 
-    def __init__(self, shared: Shared, directory: Directory, hurry: Callable[[], None]) -> None:
+    def __init__(self, shared: CallParts, directory: Directory, hurry: Callable[[], None]) -> None:
         super().__init__(shared)
         self.find = directory.find
         self._directory = directory
         self._reachable = shared.group.reachable
+        self._living = shared.group.living_now
         self._hurry = hurry
         self._named: dict[Any, _Named] = {}
         self.retries = Retries(shared, directory, self)
-        # Made once: what every open call has of its own costs each collection of garbage time.
-        self._waiter, self._waker, self._canceller = self.wait, self._wake, self.cancel
 
     # --- What users call
 
@@ -221,22 +286,6 @@ class Caller(OutstandingCalls):
             return rref
         finally:
             restore(before)
-
-    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
-        """The outcome of a call that is made soon, on another thread; safe in finalizers."""
-        future = self.future("a call made by a finalizer")
-
-        def begin() -> None:
-            try:
-                call = start()
-            except BaseException as error:  # such as a SystemExit of somebody's pickling
-                future.set_exception(raisable(error))
-            else:
-                call.add_done_callback(lambda done: future.complete_from(done.value))
-
-        completions = self._shared.completions
-        self._shared.references.do_later(lambda: completions.submit(begin))
-        return future
 
     # --- From a function to a request
 
@@ -363,10 +412,9 @@ class Caller(OutstandingCalls):
                 raise
         else:
             header = request_prefix(operation, function, limit, plain) + table
-        series = self._book[name, peer]
-        call = Call(name, sink, limit, loan, extensions, series, peer)
+        call = Call(name, sink, limit, loan, extensions, self.book[name, peer], peer)
         if through is None:
-            return self._send(call, header, payload, slots)
+            return self.send(call, header, payload, slots)
         return self._send_through(through, call, header, payload, slots)
 
     def _send_through(
@@ -382,14 +430,14 @@ class Caller(OutstandingCalls):
         handle = holding.handle
         call.through = handle.fork if type(handle) is UserHandle else None
         holding.called_through = True
-        sent = self._send(call, header, payload, slots)
+        sent = self.send(call, header, payload, slots)
         creation = holding.creation
         reason = None if creation is None else creation.error()
         if reason is not None and call.through is not None:  # maybe before the call was open
             self.creation_gone(call.through, reason)
         return sent
 
-    def _send(
+    def send(
         self, call: Call, header: bytes, payload: bytes, slots: tuple[torch.Tensor, ...]
     ) -> bool:
         """Opens a call and sends its request; False if it ended before that was sent."""
@@ -417,7 +465,7 @@ class Caller(OutstandingCalls):
             frame = new_tuple(Frame, (_REQUEST, number, header, payload, slots))
             transport = self._shared.transport
             transport.send(to, frame)
-            if type(sink) is not WaitingCaller:
+            if type(sink) not in READ_BY_SENDER:
                 transport.attend()
         except BaseException as error:
             if self._take_back(call, error):
@@ -425,119 +473,7 @@ class Caller(OutstandingCalls):
             return False
         return True
 
-    def _refusal(self, call: Call) -> AgentClosedError:
-        error = AgentClosedError(f"{call.description}: {self.closed_because}")
-        self._shared.references.unsent(call.loan, str(error))
-        return error
-
-    def _take_back(self, call: Call, error: BaseException) -> bool:
-        """Forgets a call whose request could not be sent; False if it has ended meanwhile.
-
-        Raises:
-            WorkerLostError: that is why.
-        """
-        shared = self._shared
-        with self._lock:
-            withdrawn = self._table.withdraw(call.number)
-            if withdrawn:
-                self._count_failures((call,), ErrorKind.OTHER)
-        shared.references.unsent(call.loan, str(error))
-        shared.shutdown.activity_changed()
-        lost = shared.group.lost_error(call.to)
-        if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
-            raise lost from None  # the transport was told to forget it
-        return withdrawn or not isinstance(error, Exception)
-
-    # --- Messages of extensions
-
-    def send_extension_message(
-        self, to: int, extension: str, body: bytes, timeout: float = UNSET_RPC_TIMEOUT
-    ) -> Future[bytes]:
-        """Sends an extension's own message to its counterpart on worker ``to``.
-
-        Args:
-            to: its id.
-            extension: the extension's name.
-            body: what the extension makes of it.
-            timeout: seconds until the future fails, -1 for the default, 0 for no limit.
-
-        Returns:
-            A future of what the counterpart's ``on_message`` returned.
-        """
-        info = self._shared.group.peer(to).info
-        future = self.future(f"{extension} message to {info.name}")
-        sink = FutureSink(future, self._shared.completions)
-        self.message(info, extension, body, (), timeout, sink)
-        return future
-
-    def message(
-        self,
-        to: WorkerInfo,
-        extension: str,
-        body: bytes,
-        tensors: Sequence[torch.Tensor],
-        timeout: float,
-        sink: Sink,
-    ) -> None:
-        """Sends an extension's own message; the answer's bytes go to ``sink``."""
-        name, is_traced = f"{extension} message", traced() is not None
-        if is_traced and extension != tracing.Tracing.name and type(sink) is not WatchedSink:
-            shared = self._shared
-            with watching(shared.me, _EXTENSION, to, name, sink, shared.extensions.load) as watched:
-                self.message(to, extension, body, tensors, timeout, watched)
-            return
-        if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self._shared.timeouts.default
-        timeout = 0.0 if timeout >= deadlines.FOREVER else timeout
-        held, here.held = here.held, True
-        try:
-            require_room()
-            shared, value = self._shared, (body, *tensors)
-            encoded = encode_simple(value) or codec.encode_any(value)
-            beside = NOTHING_BESIDE
-            if encoded.tensors or encoded.references:
-                beside = packing.pack(
-                    encoded,
-                    to.id,
-                    shared.references,
-                    shared.host_moves,
-                    None,
-                    borrow=True,
-                    lower=pack_tensors,
-                )
-            _, loan, table, slots = beside
-            riding = tracing.riding() if is_traced else ()
-            call = Call(name, sink, timeout, loan, riding, self._book[name, to.id], to.id)
-            call.patience = Patience.HURRIES  # user code waits for what waits for this
-            target, plain = extension.encode(), encoded.plain
-            parts = _EXTENSION, plain, timeout, target, riding, loan.table, table, b""
-            request: Request = new_tuple(Request, parts)
-            self._send(call, request.encode(), encoded.payload, slots)
-        finally:
-            here.held = held
-            if here.due and not held:
-                raise_due()
-
     # --- Waiting
-
-    def future(self, description: str) -> Future[Any]:
-        """A future that waits the way this worker's transport likes it."""
-        future: CallFuture[Any] = CallFuture(
-            description=description,
-            waiter=self._waiter,
-            waker=self._waker,
-            canceller=self._canceller,
-        )
-        future.number = 0
-        return future
-
-    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
-        """Waits as the transport likes it."""
-        require_room()  # what arrives meanwhile must not be taken in by half
-        self._shared.transport.wait(done, block)  # another one's in a forked child
-
-    def _wake(self) -> None:
-        self._shared.transport.wake()
 
     def sync(self, sink: WaitingCaller) -> Any:
         """Waits for a sink's outcome; gives the call up if something ends the wait itself."""
@@ -562,10 +498,26 @@ class Caller(OutstandingCalls):
 
     # --- Replies
 
-    def reply(self, sender: Life, frame: Frame) -> None:
-        """Matches a reply to its call and hands it to the call's sink."""
+    def take_reply(
+        self, sender: Life, frame: Frame, in_batch: bool = False, was_kept: bool = False
+    ) -> None:
+        """Matches a reply to its call and hands it to the call's sink.
+
+        See ``transports.base.Receiver``. One that ``was_kept`` has waited for the group already.
+        """
+        shared = self._shared
+        must_wait = in_batch or shared.early.held is not None
+        if must_wait and not was_kept and self._put_off(sender, frame, in_batch):
+            return
+        if self._living.get(sender[0]) != sender:
+            shared.refused(sender)
+            return
         _, number, header, payload, tensors = frame
-        reply = BARE_REPLY if header == BARE_REPLY_HEADER else Reply.decode(header)
+        try:
+            reply = BARE_REPLY if header == BARE_REPLY_HEADER else Reply.decode(header)
+        except FrameError as error:
+            _logger.error("dropped a reply from %s: %s", sender, error)
+            return
         size = len(header) + len(payload)
         if tensors:
             size += tensor_bytes(tensors)
@@ -583,7 +535,6 @@ class Caller(OutstandingCalls):
                         series.failed(ErrorKind.REMOTE)
                 else:
                     series.received_late(size)
-        shared = self._shared
         try:
             if ended is not None:
                 if call.loan.passed:
@@ -597,6 +548,16 @@ class Caller(OutstandingCalls):
                 self._processing -= 1
             if shared.shutdown.awaits_quiet:
                 shared.shutdown.activity_changed()
+
+    def _put_off(self, sender: Life, frame: Frame, in_batch: bool) -> bool:
+        """Keeps a reply that must wait, or takes it so that nothing blocks; False if neither."""
+        shared = self._shared
+        if shared.early.keep(partial(self.take_reply, sender, frame, in_batch, was_kept=True)):
+            return True
+        if in_batch:
+            with shared.completions.elsewhere():
+                self.take_reply(sender, frame, was_kept=True)
+        return in_batch
 
     def _unpack(self, call: Call, reply: Reply, frame: Frame, decode: Decode) -> Any:
         payload, tensors = frame.payload, frame.tensors

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from rpc.calls.shared import Shared
+from rpc.calls.call_parts import CallParts
 from rpc.errors import FrameError, WorkerLostError
 from rpc.ids import Life
 from rpc.runtime import finalizers, streams
@@ -43,7 +43,7 @@ class Channels:
         executor: runs handlers.
     """
 
-    def __init__(self, shared: Shared, executor: Executor) -> None:
+    def __init__(self, shared: CallParts, executor: Executor) -> None:
         self._shared = shared
         self._executor = executor
         self._lock = threading.Lock()

@@ -1,6 +1,7 @@
 """Takes what a worker's transport delivers, each frame and each loss, to whom it concerns.
 
-What a request, a reply or a message means is decided where it is taken to.
+Transports that look at the kind of a frame call the callee and the caller themselves. Here
+are control messages and losses, and what a transport leaves to others to look at.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from rpc.calls.call_parts import CallParts
 from rpc.calls.callee import Callee
 from rpc.calls.caller import Caller
 from rpc.calls.channels import Channels
-from rpc.calls.early_frames import EarlyFrames
-from rpc.calls.shared import Shared
 from rpc.errors import FrameError, UnknownWorkerError
 from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
@@ -27,7 +27,6 @@ class Inbound:
 
     Args:
         shared: with the other parts of the worker's calls.
-        early: keeps what comes while the group is being made known.
         caller: takes replies.
         callee: takes requests.
         channels: take messages.
@@ -36,56 +35,66 @@ class Inbound:
 
     def __init__(
         self,
-        shared: Shared,
-        early: EarlyFrames,
+        shared: CallParts,
         caller: Caller,
         callee: Callee,
         channels: Channels,
         losses: WorkerLoss,
     ) -> None:
         self._shared = shared
-        self.early = early
+        self.early = shared.early
         self._channels = channels
         self._callee = callee
         self._losses = losses
         self._living = shared.group.living_now
-        # What every call passes is taken directly to whom it concerns.
-        self.request = callee.request
-        self.reply = caller.reply
+        self.take_request = callee.take_request
+        self.take_reply = caller.take_reply
         self.patience = caller.patience
         self.outstanding = caller.replies_to_come
 
-    def deliver(
-        self, sender: Life, frame: Frame, in_batch: bool = False, guests: int | None = None
-    ) -> None:
+    def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         """Takes one frame from a peer; see ``transports.base.Receiver``.
 
         Args:
             sender: who sent it.
             frame: what came.
             in_batch: see there.
-            guests: how many handlers may run on threads like this one; the transport decides,
-                and the frame may be held back, if None.
         """
+        if frame.kind is FrameKind.REQUEST:
+            self.take_request(sender, frame, in_batch)
+        elif frame.kind is FrameKind.REPLY:
+            self.take_reply(sender, frame, in_batch)
+        else:
+            self._notice(sender, frame, in_batch)
+
+    def _notice(self, sender: Life, frame: Frame, in_batch: bool, was_kept: bool = False) -> None:
         early = self.early
-        if guests is None:
-            must_wait = early.held is not None
-            if must_wait and early.keep(partial(self.deliver, sender, frame, guests=0)):
-                return
-            if in_batch:
-                with self._shared.completions.elsewhere():
-                    self.deliver(sender, frame, guests=0)
-                return
-        if self._living.get(sender[0]) != sender:
+        if (
+            early.held is not None
+            and not was_kept
+            and early.keep(partial(self._notice, sender, frame, in_batch=True, was_kept=True))
+        ):
+            return
+        if in_batch:
+            with self._shared.completions.elsewhere():
+                self._noticed(sender, frame, guests=0)
+        else:
+            self._noticed(sender, frame)
+
+    def _noticed(self, sender: Life, frame: Frame, guests: int | None = None) -> None:
+        """A control message, or one of a channel, which has a header.
+
+        Args:
+            sender: who sent it.
+            frame: what came.
+            guests: how many handlers may run on threads like this one; the transport
+                decides if None.
+        """
+        if self._living.get(sender.worker) != sender:
             self._losses.refused(sender)
             return
         try:
-            kind = frame[0]
-            if kind is FrameKind.REQUEST:
-                self._callee.start(sender, frame, guests)
-            elif kind is FrameKind.REPLY:
-                self.reply(sender, frame)
-            elif frame.header:
+            if frame.header:
                 self._channels.arrived(sender, frame, guests)
             else:
                 self._control_arrived(sender, frame)

@@ -1,7 +1,8 @@
 """The calls of a worker that have no outcome yet, and every end but a reply in time.
 
 Owns the call table, its lock and the counters of the calls made. ``caller`` opens calls and
-takes their replies; here they are cancelled, expire, and fail with their workers.
+takes their replies; here are their futures, and here they are cancelled, expire, and fail
+with their workers.
 """
 
 from __future__ import annotations
@@ -11,93 +12,32 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rpc.calls.shared import Shared
+from rpc.calls.call_parts import CallParts
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
     RpcTimeoutError,
     RRefCreationError,
+    UnknownWorkerError,
     WorkerLostError,
 )
 from rpc.ids import GlobalId
-from rpc.observe.metrics import Book, CallMetrics, ErrorKind, Series
-from rpc.observe.names import MethodName, text_of
+from rpc.observe.metrics import Book, CallMetrics, ErrorKind
 from rpc.observe.spans import feeds, goes_on, tell_expired
 from rpc.outcomes.futures import Future
 from rpc.outcomes.sinks import CallFuture, Sink
 from rpc.protocol.calls import CallTable, Ending
-from rpc.rrefs.transfer import Loan
 from rpc.runtime import finalizers
 from rpc.runtime.signals import restore, shut_out
+from rpc.runtime.stack_room import require as require_room
 from rpc.transports.base import Patience
 from rpc.wire.control import Cancel
-from rpc.wire.messages import Extensions
+from rpc.wire.remote_errors import raisable
 
-
-class Call:
-    """One outgoing request, from before it is sent until nothing of it is under way.
-
-    Args:
-        method: names what is asked for.
-        sink: takes the outcome.
-        timeout: seconds it was given, 0 for none.
-        loan: references lent to it, alive at least as long as this.
-        extensions: the metadata it carried.
-        series: counts it when it is over.
-        to: the worker it is sent to.
-
-    Attributes:
-        sent: bytes of its request.
-        opened_at: when it was sent.
-        number: its key in the call table.
-        patience: of its request, while it is open.
-        through: the user's fork that it was made through, if it needs the value of that.
-    """
-
-    __slots__ = (
-        "extensions",
-        "loan",
-        "method",
-        "number",
-        "opened_at",
-        "patience",
-        "sent",
-        "series",
-        "sink",
-        "through",
-        "timeout",
-        "to",
-    )
-
-    def __init__(
-        self,
-        method: MethodName,
-        sink: Sink,
-        timeout: float,
-        loan: Loan,
-        extensions: Extensions,
-        series: Series,
-        to: int,
-    ) -> None:
-        self.method = method
-        self.sink = sink
-        self.timeout = timeout
-        self.loan = loan
-        self.extensions = extensions
-        self.series = series
-        self.to = to
-        self.sent = 0
-        self.opened_at = 0.0
-        self.number = 0
-        self.patience = Patience.WAITS
-        self.through: GlobalId | None = None
-
-    @property
-    def description(self) -> str:
-        """Its name, for errors and dumps."""
-        return text_of(self.method)
+if TYPE_CHECKING:
+    from rpc.calls.caller import Call
 
 
 class OutstandingCalls:
@@ -105,20 +45,62 @@ class OutstandingCalls:
 
     Args:
         shared: with the other parts of the worker's calls.
+
+    Attributes:
+        book: counts the calls made.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: CallParts) -> None:
         self._shared = shared
         self._now = shared.clock.now
         self._lock = threading.Lock()
         self._table: CallTable[Call] = CallTable()
         self.replies_to_come: Callable[[], int] = self._table.open_calls
-        self._book = Book()
+        self.book = Book()
         self._armed: float | None = None
         """The time when the next call expires, as far as the pulse knows."""
         self._processing = 0
         self._sent = 0
         self.closed_because: str | None = None
+        # Made once: what every open call has of its own costs each collection of garbage time.
+        self._waiter, self._waker, self._canceller = self.wait, self._wake, self.cancel
+
+    # --- Waiting
+
+    def future(self, description: str) -> Future[Any]:
+        """A future that waits the way this worker's transport likes it."""
+        future: CallFuture[Any] = CallFuture(
+            description=description,
+            waiter=self._waiter,
+            waker=self._waker,
+            canceller=self._canceller,
+        )
+        future.number = 0
+        return future
+
+    def wait(self, done: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Waits as the transport likes it."""
+        require_room()  # what arrives meanwhile must not be taken in by half
+        self._shared.transport.wait(done, block)  # another one's in a forked child
+
+    def _wake(self) -> None:
+        self._shared.transport.wake()
+
+    def later(self, start: Callable[[], Future[Any]]) -> Future[Any]:
+        """The outcome of a call that is made soon, on another thread; safe in finalizers."""
+        future = self.future("a call made by a finalizer")
+
+        def begin() -> None:
+            try:
+                call = start()
+            except BaseException as error:  # such as a SystemExit of somebody's pickling
+                future.set_exception(raisable(error))
+            else:
+                call.add_done_callback(lambda done: future.complete_from(done.value))
+
+        completions = self._shared.completions
+        self._shared.references.do_later(lambda: completions.submit(begin))
+        return future
 
     # --- Giving up
 
@@ -179,6 +161,31 @@ class OutstandingCalls:
             numbers[call.to].append(call.number)
         for to, theirs in numbers.items():
             self._shared.control.tell(self._shared.group.life(to), Cancel(tuple(theirs)))
+
+    # --- Requests that are not sent
+
+    def _refusal(self, call: Call) -> AgentClosedError:
+        error = AgentClosedError(f"{call.description}: {self.closed_because}")
+        self._shared.references.unsent(call.loan, str(error))
+        return error
+
+    def _take_back(self, call: Call, error: BaseException) -> bool:
+        """Forgets a call whose request could not be sent; False if it has ended meanwhile.
+
+        Raises:
+            WorkerLostError: that is why.
+        """
+        shared = self._shared
+        with self._lock:
+            withdrawn = self._table.withdraw(call.number)
+            if withdrawn:
+                self._count_failures((call,), ErrorKind.OTHER)
+        shared.references.unsent(call.loan, str(error))
+        shared.shutdown.activity_changed()
+        lost = shared.group.lost_error(call.to)
+        if withdrawn and lost is not None and isinstance(error, UnknownWorkerError):
+            raise lost from None  # the transport was told to forget it
+        return withdrawn or not isinstance(error, Exception)
 
     # --- Ends that nobody asked for
 
@@ -279,7 +286,7 @@ class OutstandingCalls:
         """The calls made, by method and peer."""
         with self._lock:
             rows = [row.call for row in self._table.outstanding()]
-            return self._book.read(
+            return self.book.read(
                 ((call.series, call.sent) for call in rows),
                 lambda worker: self._shared.group.peer(worker).info.name,
             )

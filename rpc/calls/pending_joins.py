@@ -10,8 +10,8 @@ import contextvars
 from functools import partial
 from typing import Any, Protocol
 
+from rpc.calls.call_parts import CallParts
 from rpc.calls.outstanding import OutstandingCalls
-from rpc.calls.shared import Shared
 from rpc.errors import CallCancelledError
 from rpc.group.membership import Membership
 from rpc.outcomes.futures import Future
@@ -44,7 +44,7 @@ class CallToCome:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: CallParts,
         caller: OutstandingCalls,
         membership: Membership,
         to: str | int,

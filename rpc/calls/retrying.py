@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpc.calls.shared import Shared
+from rpc.calls.call_parts import CallParts
 from rpc.errors import (
     AgentClosedError,
     CallCancelledError,
@@ -37,8 +37,7 @@ from rpc.wire.messages import Reply
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.calls.caller import Caller
-    from rpc.calls.outstanding import Call
+    from rpc.calls.caller import Call, Caller
 
 _TRANSIENT = (RpcTimeoutError, WorkerLostError, UnknownWorkerError)
 
@@ -107,7 +106,7 @@ class Retries:
         caller: makes the attempts.
     """
 
-    def __init__(self, shared: Shared, directory: Directory, caller: Caller) -> None:
+    def __init__(self, shared: CallParts, directory: Directory, caller: Caller) -> None:
         self.shared = shared
         self.directory = directory
         self.caller = caller

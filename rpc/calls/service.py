@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
@@ -67,30 +66,15 @@ from rpc.wire.tensor_table import pack_tensors, pack_tied_tensors
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from rpc.calls.callee import Callee
+    from rpc.calls.callee import Callee, Outcome
 
 _logger = logging.getLogger("rpc")
 
 _ASYNC_MARK = "_wrapped_async_rpc_function"
 _GIVEN_UP = (asyncio.CancelledError, CallCancelledError)
 _NOBODY_THERE = (AgentClosedError, UnknownWorkerError, WorkerLostError)
-_CALL, _EXTENSION = Operation.CALL, Operation.EXTENSION
-_REPLY = FrameKind.REPLY
+_CALL, _EXTENSION, _REPLY = Operation.CALL, Operation.EXTENSION, FrameKind.REPLY
 _NOWHERE = ("", "")
-_WITHOUT_CODE = (type(None), bool, int, float, str, bytes, torch.Tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a function; of one that made a value for a reference, what is told of it."""
-
-    method: MethodName
-    result: object
-    error: BaseException | None
-
-    def runs_no_code(self) -> bool:
-        """True if it can be freed on any thread."""
-        return self.error is None and type(self.result) in _WITHOUT_CODE
 
 
 class Service:
@@ -239,7 +223,7 @@ class Service:
             me = self._callee.shared.me
             told = RemoteError(f"the call failed on {me}, and so did telling why")
             if self.number:
-                self._callee.ended_once(self, Outcome(self.method, None, told))
+                self._callee.ended_once(self, None, told)
             else:
                 self._reply_error(told)
 
@@ -431,11 +415,11 @@ class Service:
     def _extension(self, adopted: Adopted, scopes: Scopes | None) -> None:
         request = self.request
         self.method = f"{request.target.decode()} message"
+        extensions = self._callee.shared.extensions
         if scopes is not None:
-            extensions = self._callee.shared.extensions
             extensions.on_request(self.sender, request.extensions, scopes, [])
         body, *tensors = self._unpack(adopted, None)
-        extension = self._callee.shared.extensions.load(request.target.decode())
+        extension = extensions.load(request.target.decode())
         answer = extension.on_message(self.sender, body, tensors)
         if isinstance(answer, bytes | tuple):
             self._succeed(answer)
@@ -449,7 +433,7 @@ class Service:
                 self._callee.shared.references.created(self._creates, result)
                 result = encode_constant(result)  # all that outlives the reference
             if self.number:
-                self._callee.ended_once(self, Outcome(self.method, result, None))
+                self._callee.ended_once(self, result, None)
             elif self._creates is not None:
                 self._reply_created(result)
             else:
@@ -520,11 +504,11 @@ class Service:
         if self._creates is not None:
             self._callee.shared.references.creation_raised(self._creates, raisable(error))
             if self.number:
-                self._callee.ended_once(self, Outcome(self.method, b"", None))
+                self._callee.ended_once(self, b"", None)
             else:
                 self._send_quietly(Reply(Status.OK))
         elif self.number:
-            self._callee.ended_once(self, Outcome(self.method, None, error))
+            self._callee.ended_once(self, None, error)
         else:
             self._reply_error(error)
 
@@ -534,7 +518,7 @@ class Service:
         if self._creates is not None:
             self._callee.shared.references.creation_raised(self._creates, error)
         if self.number:
-            self._callee.ended_once(self, Outcome(self.method, None, error))
+            self._callee.ended_once(self, None, error)
         else:
             self._reply_error(error)
 

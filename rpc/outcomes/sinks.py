@@ -30,7 +30,7 @@ from rpc.wire.simple_values import NOT_SIMPLE, decode_simple
 T = TypeVar("T")
 
 
-class Completions(Protocol):
+class RunsCompletions(Protocol):
     """Runs what completes a future, on a thread that may run user code."""
 
     lends_delivery: bool
@@ -160,7 +160,7 @@ class FutureSink:
 
     __slots__ = ("_completions", "future")
 
-    def __init__(self, future: Future[Any], completions: Completions) -> None:
+    def __init__(self, future: Future[Any], completions: RunsCompletions) -> None:
         self.future = future
         self._completions = completions
 
@@ -202,7 +202,7 @@ class AnswerSink:
 
     __slots__ = ("_answered", "_completions")
 
-    def __init__(self, answered: Answered, completions: Completions) -> None:
+    def __init__(self, answered: Answered, completions: RunsCompletions) -> None:
         self._answered = answered
         self._completions = completions
 
@@ -217,6 +217,16 @@ class AnswerSink:
     def failed(self, error: Exception) -> None:
         """Passes the error on, off this thread, on which everybody's deadlines may depend."""
         self._completions.submit(lambda: self._answered(None, error))
+
+
+class AwaitedAnswerSink(AnswerSink):
+    """The same, where the thread that asks waits soon, and has it delivered then."""
+
+    __slots__ = ()
+
+
+READ_BY_SENDER = (WaitingCaller, AwaitedAnswerSink)
+"""Those whose reply nobody needs to read before the thread that sent the request waits."""
 
 
 def _simple_outcome(

@@ -227,16 +227,17 @@ class ReferenceTable:
             return self._remove_fork(passed.reference.rref, passed.fork)
         if passed.passage is Passage.LOOPBACK:
             return self._remove_local_reference(passed.reference.rref)
-        return self._end_hold(passed.fork)
+        return self.borrow_ended(passed.fork)
 
-    def call_ended(self, passed: Passed) -> list[Effect]:
-        """The call that carried ``passed`` in its request is over: its reply came, if late.
-
-        Only borrows end with their call; for the others this does nothing.
-        """
-        if passed.passage is not Passage.BORROW:
+    def borrow_ended(self, fork: GlobalId) -> list[Effect]:
+        """The call that borrowed a reference as ``fork`` is over: its reply came, if late."""
+        hold = self._holds.pop(fork, None)
+        if hold is None:
             return []
-        return self._end_hold(passed.fork)
+        user = self._users[hold.user]
+        user.held_for.discard(fork)
+        is_kept = not user.dropped and user.failure is None
+        return [] if is_kept else self._settle(user)
 
     def receive(self, passed: Passed) -> tuple[Handle, list[Effect]]:
         """A reference came in a message, as anything but a CREATION.
@@ -294,7 +295,7 @@ class ReferenceTable:
     def _tell_parent(self, fork: GlobalId) -> list[Effect]:
         """A worker that passed a reference to itself needs no message to hear of it."""
         if fork.life == self._life:
-            return self._end_hold(fork)
+            return self.borrow_ended(fork)
         return self._send(fork.life, Accepted(fork))
 
     def dropped(self, handle: Handle) -> list[Effect]:
@@ -333,7 +334,7 @@ class ReferenceTable:
             case Rejected():
                 return self._on_rejected(message)
             case Accepted():
-                return self._end_hold(message.fork)
+                return self.borrow_ended(message.fork)
             case Delete():
                 return self._on_delete(sender, message)
             case Abandoned():
@@ -405,7 +406,7 @@ class ReferenceTable:
                 effects += self._user_lost_owner(user, reason)
         for token, hold in list(self._holds.items()):
             if self._is_lost(hold.to):
-                effects += self._end_hold(token)
+                effects += self.borrow_ended(token)
         return effects
 
     def _user_lost_owner(self, user: User, reason: str) -> list[Effect]:
@@ -529,15 +530,6 @@ class ReferenceTable:
             return []
         entry.local_references -= 1
         return self._free_if_unused(rref)
-
-    def _end_hold(self, token: GlobalId) -> list[Effect]:
-        hold = self._holds.pop(token, None)
-        if hold is None:
-            return []
-        user = self._users[hold.user]
-        user.held_for.discard(token)
-        is_kept = not user.dropped and user.failure is None
-        return [] if is_kept else self._settle(user)
 
     def _fail(self, user: User, kind: FailureKind, reason: str) -> list[Effect]:
         """The first failure of a handle is the one it keeps."""

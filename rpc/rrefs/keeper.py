@@ -18,7 +18,6 @@ from rpc.errors import (
     RRefCreationError,
     RRefDeletedError,
     StaleRRefError,
-    WorkerLostError,
 )
 from rpc.group.members import Group
 from rpc.ids import GlobalId, Life, new_tuple
@@ -30,7 +29,6 @@ from rpc.protocol.reference_terms import (
     Counts,
     Effect,
     Failure,
-    FailureKind,
     FailValue,
     FreeValue,
     Handle,
@@ -44,7 +42,7 @@ from rpc.protocol.references import ReferenceTable
 from rpc.rrefs.collaborators import Calls, SendsControl
 from rpc.rrefs.creation_sink import CreationSink
 from rpc.rrefs.report import ReferenceReport
-from rpc.rrefs.rref import RRef, _rref_typeof_on_owner
+from rpc.rrefs.rref import RRef
 from rpc.rrefs.transfer import Adopted, Countdown, Holding, Loan, Maker
 from rpc.runtime.deadlines import Timeouts
 from rpc.runtime.reaper import Reaper
@@ -59,12 +57,12 @@ from rpc.wire.control import (
     decode_passed,
     encode_passed,
 )
-from rpc.wire.kept_errors import again
 from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
 
 _NOT_SHAREABLE = "Cannot call fork an UserRRef after deletion."
+_NOT_USABLE = "has been deleted. Cannot call to_here() on it after deletion."
 
 
 class ReferenceKeeper:
@@ -316,7 +314,7 @@ class ReferenceKeeper:
         """
         try:
             life = self._group.living_now.get(owner) or self._group.life(owner)
-            through = self._share(rref, life, Carrier.REQUEST)
+            through = self._share(rref, life, Carrier.REQUEST, _NOT_USABLE)
         except BaseException:
             self.unsent(loan, "the reference that the call is made through is unusable")
             raise
@@ -326,27 +324,29 @@ class ReferenceKeeper:
             raise StaleRRefError(f"{rref} is stale: its owner was replaced by a later life")
         return encode_passed((through,)), both
 
-    def _share(self, rref: RRef[Any], to: Life, carrier: Carrier) -> Passed:
+    def _share(
+        self, rref: RRef[Any], to: Life, carrier: Carrier, deleted: str = _NOT_SHAREABLE
+    ) -> Passed:
         if rref._keeper is not self:  # the same ids may mean something else here
             raise rref._not_for(self.me)
         holding = rref._holding
         if holding.value is not None:
-            _require_created(holding)
+            holding.require_created()
         with self._lock:
             shared = self._table.share(holding.handle, to, carrier)
             if not isinstance(shared, Failure) and holding.value is not None:
                 self._values.setdefault(holding.reference.rref, holding.value)
         if isinstance(shared, Failure):
-            raise self._error(holding, shared, _NOT_SHAREABLE)
+            raise holding.unusable(shared, deleted, self.owner_of)
         return shared
 
     def require_shareable(self, holding: Holding) -> None:
         """Raises the error of a handle that must not be passed on."""
-        _require_created(holding)
+        holding.require_created()
         with self._lock:
             failure = self._table.failure(holding.handle)
         if failure is not None:
-            raise self._error(holding, failure, _NOT_SHAREABLE)
+            raise holding.unusable(failure, _NOT_SHAREABLE, self.owner_of)
 
     def unsent(self, loan: Loan, reason: str) -> None:
         """The message with these references did not leave."""
@@ -358,7 +358,7 @@ class ReferenceKeeper:
         with self._lock:
             for passed in loan.passed:
                 if passed.passage is Passage.BORROW:  # the others do not end with it
-                    effects += self._table.call_ended(passed)
+                    effects += self._table.borrow_ended(passed.fork)
         if effects:
             self._perform(effects)
 
@@ -408,9 +408,7 @@ class ReferenceKeeper:
         with self._lock:
             failure = self._table.failure(holding.handle)
         if failure is not None:
-            raise self._error(
-                holding, failure, "has been deleted. Cannot call to_here() on it after deletion."
-            )
+            raise holding.unusable(failure, _NOT_USABLE, self.owner_of)
 
     def to_here(self, rref: RRef[Any], timeout: float) -> object:
         """The value, from wherever it lives."""
@@ -482,15 +480,6 @@ class ReferenceKeeper:
                 lambda slot: completions.submit(lambda: future.complete_from(slot.value))
             )
         return future
-
-    def type_of(self, rref: RRef[Any], timeout: float) -> Future[type]:
-        """The type of the value, asked of its owner."""
-        if rref.is_owner():
-            known: Future[type] = Future()
-            known.set_result(_rref_typeof_on_owner(rref))
-            return known
-        self.require_usable(rref._holding)
-        return self.calls.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), None, timeout)
 
     # --- What arrives and who goes
 
@@ -598,27 +587,6 @@ class ReferenceKeeper:
             callbacks = self._settling.pop(fork, ())
         for callback in callbacks:
             callback()
-
-    def _error(self, holding: Holding, failure: Failure, deleted: str) -> Exception:
-        holding.looked_at = True
-        if failure.kind is FailureKind.CREATION:
-            return RRefCreationError(failure.reason)
-        if failure.kind is FailureKind.DELETED:
-            name = f"UserRRef(RRefId = {holding.reference.rref}, ForkId = {holding.fork})"
-            return RRefDeletedError(f"{name} {deleted} ({failure.reason})")
-        owner = holding.reference.owner
-        if failure.kind is FailureKind.OWNER_LOST:
-            name = self.owner_of(holding).name
-            return WorkerLostError(name, owner.incarnation, failure.reason)
-        return StaleRRefError(f"{holding.reference.rref} is stale: {failure.reason}")
-
-
-def _require_created(holding: Holding) -> None:
-    """Raises if the call that should have made this worker's own value never did."""
-    error = None if holding.value is None else holding.value.error()
-    if isinstance(error, RRefCreationError):
-        holding.looked_at = True
-        raise again(error)
 
 
 def _passed(target: bytes) -> Passed:

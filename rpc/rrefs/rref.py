@@ -18,7 +18,7 @@ from rpc.extensions import run_distributed_backward
 from rpc.outcomes.futures import Future
 from rpc.rrefs import rref_proxy
 from rpc.runtime import finalizers
-from rpc.wire.simple_values import Reference as Handle
+from rpc.wire.simple_values import OutOfBandHandle
 from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RRef(Handle, Generic[T]):
+class RRef(OutOfBandHandle, Generic[T]):
     """A reference to a value of type ``T`` on its *owner*, shared by any number of *users*.
 
     ``rpc.remote`` returns one for a value that another worker makes; ``RRef(value)``
@@ -159,8 +159,18 @@ class RRef(Handle, Generic[T]):
         """The value's type, asked of the owner once; a future of it if not ``blocking``."""
         future = self._type
         if future is None or _has_failed(future):
-            future = self._type = self._keeper.type_of(self, timeout)
+            future = self._type = self._ask_for_type(timeout)
         return future.wait() if blocking else future
+
+    def _ask_for_type(self, timeout: float) -> Future[type]:
+        if self.is_owner():
+            known: Future[type] = Future()
+            known.set_result(_rref_typeof_on_owner(self))
+            return known
+        self._keeper.require_usable(self._holding)
+        return self._keeper.calls.rpc_async(
+            self.owner(), _rref_typeof_on_owner, (self,), None, timeout
+        )
 
     def _get_future(self) -> Future[None]:
         """Done when the owner has run the function that makes the value."""

@@ -44,7 +44,8 @@ def _call(
         return calls.later(lambda: _call(rref, name, flavour, timeout, *args, **kwargs))
     if flavour == "remote":
         _require_attribute(rref, name, timeout)
-    references.require_usable(holding)
+    if flavour != "rpc_sync":  # which finds out itself, before anything is sent
+        references.require_usable(holding)
     start, owner = getattr(calls, flavour), references.owner_of(holding)
     return start(owner, handles.call_method, (rref, name, *args), kwargs, timeout)
 

@@ -1,7 +1,7 @@
 """Holdings, loans and adopted references, which the reference keeper hands out and takes back.
 
 Plain data. What becomes of it is decided in ``references`` and carried out by
-``reference_keeper``.
+``keeper``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rpc.errors import RRefCreationError, RRefDeletedError, StaleRRefError, WorkerLostError
 from rpc.ids import GlobalId, Reference
 from rpc.outcomes.slot import Slot
-from rpc.protocol.reference_terms import Handle, UserHandle
+from rpc.protocol.reference_terms import Failure, FailureKind, Handle, UserHandle
 from rpc.wire.control import Passed
+from rpc.wire.kept_errors import again
+from rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from rpc.rrefs.keeper import ReferenceKeeper
@@ -57,6 +60,34 @@ class Holding:
         error = self.creation.error()
         self.looked_at = error is not None
         return error
+
+    def require_created(self) -> None:
+        """Raises if the call that should have made this worker's own value never did."""
+        error = None if self.value is None else self.value.error()
+        if isinstance(error, RRefCreationError):
+            self.looked_at = True
+            raise again(error)
+
+    def unusable(
+        self, failure: Failure, deleted: str, owner: Callable[[Holding], WorkerInfo]
+    ) -> Exception:
+        """The error for who uses a handle that must not be used any more.
+
+        Args:
+            failure: why not.
+            deleted: what it says of one that was deleted.
+            owner: gives the owner of the value.
+        """
+        self.looked_at = True
+        if failure.kind is FailureKind.CREATION:
+            return RRefCreationError(failure.reason)
+        if failure.kind is FailureKind.DELETED:
+            name = f"UserRRef(RRefId = {self.reference.rref}, ForkId = {self.fork})"
+            return RRefDeletedError(f"{name} {deleted} ({failure.reason})")
+        if failure.kind is FailureKind.OWNER_LOST:
+            incarnation = self.reference.owner.incarnation
+            return WorkerLostError(owner(self).name, incarnation, failure.reason)
+        return StaleRRefError(f"{self.reference.rref} is stale: {failure.reason}")
 
     @property
     def reference(self) -> Reference:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +51,8 @@ class Reaper(Generic[T]):
         self._buried = buried
         self._linger = linger
         self._queue: queue.SimpleQueue[T | _Errand | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._stop_early: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._unburied: deque[None] = deque()  # one entry each; counts without a lock
         self._thread = Thread(target=self._run, name=name, daemon=True)
 
@@ -76,7 +76,8 @@ class Reaper(Generic[T]):
 
     def stop(self) -> None:
         """Ends the thread and joins it; handles are left, what finalizers wanted is done."""
-        self._stopping.set()
+        self._stopping = True
+        self._stop_early.put(None)
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -84,7 +85,10 @@ class Reaper(Generic[T]):
 
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
-            self._stopping.wait(self._linger)
+            try:  # noqa: SIM105 - it would be three functions of Python's for each batch
+                self._stop_early.get(timeout=self._linger)
+            except queue.Empty:
+                pass
             batch = [first, *self._take_all()]
             del first
             self._bury([dead for dead in batch if not isinstance(dead, _Errand)])
@@ -94,7 +98,7 @@ class Reaper(Generic[T]):
             for _ in range(count):
                 self._unburied.popleft()
             self._buried()
-            if self._stopping.is_set():
+            if self._stopping:
                 return
 
     def _take_all(self) -> list[T | _Errand]:

@@ -10,10 +10,10 @@ What every implementation promises (``tests/rpc/transports/conformance.py``):
   reported for its destination. No order is promised between frames.
 - ``send`` raises before anything leaves when the frame cannot be sent: the
   peer is unknown or lost, or a tensor's device has no place at the other end.
-- ``deliver`` and ``peer_lost`` are called on the transport's threads, several
-  at a time, never while a lock of the transport is held. They return quickly,
-  except a request where ``inline_handlers`` says that it may block.
-- After ``close`` returned, neither is called again, and every thread,
+- ``deliver``, ``take_request``, ``take_reply`` and ``peer_lost`` are called on the
+  transport's threads, several at a time, never while a lock of the transport is held. They return
+  quickly, except a request where ``inline_handlers`` says that it may block.
+- After ``close`` returned, none of them is called again, and every thread,
   descriptor and segment of the transport is gone.
 """
 
@@ -133,6 +133,12 @@ class Receiver(Protocol):
             in_batch: others, that came with it or come after, wait until this returns, so
                 that nothing which could block may run here.
         """
+
+    def take_request(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        """Takes a request, as :meth:`deliver` does, for transports that look at the kind."""
+
+    def take_reply(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        """Takes a reply, as :meth:`deliver` does, for transports that look at the kind."""
 
     def peer_lost(self, life: Life, reason: str) -> None:
         """Learns that a peer cannot be reached any more; called once for each.

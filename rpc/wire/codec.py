@@ -38,7 +38,7 @@ from rpc.wire.simple_values import (
     NOT_SIMPLE,
     PROTOCOL,
     Encoded,
-    Reference,
+    OutOfBandHandle,
     decode_simple,
     encode_simple,
 )
@@ -189,7 +189,7 @@ def take_tensor(index: int) -> Tensor:
     raise pickle.UnpicklingError(f"tensor {index} was met outside rpc.wire.codec.decode")
 
 
-def take_reference(index: int) -> Reference:
+def take_reference(index: int) -> OutOfBandHandle:
     """Stands in payloads for a reference of the table."""
     raise pickle.UnpicklingError(f"reference {index} was met outside rpc.wire.codec.decode")
 
@@ -279,7 +279,7 @@ def _treatment(kind: type) -> _Treatment:
     """The treatment of instances of ``kind``; pickle asks for each object it meets."""
     if kind in _SAFE_TYPES:
         return _leave_plain
-    if issubclass(kind, Reference):
+    if issubclass(kind, OutOfBandHandle):
         return _lift_reference
     if issubclass(kind, Tensor):
         return _lift_subclass
@@ -311,7 +311,7 @@ def _running_code(reduce: Callable[[Any], Any]) -> _Treatment:
     return treat
 
 
-def _lift_reference(lifter: _Lifter, obj: Reference) -> Any:
+def _lift_reference(lifter: _Lifter, obj: OutOfBandHandle) -> Any:
     lifter.references.append(obj)
     return take_reference, (len(lifter.references) - 1,)
 

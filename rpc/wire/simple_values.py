@@ -48,7 +48,7 @@ NOT_SIMPLE: Final = object()
 _SMALL_BYTES: Final = 1024
 
 
-class Reference:
+class OutOfBandHandle:
     """Base of handles that travel out of band, as an index into ``Encoded.references``."""
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class Encoded(NamedTuple):
         tensors: every strided tensor met, as the user passed it, each object once,
             in the order met; sparse ones appear as their strided parts, except those
             that autograd must see whole.
-        references: every :class:`Reference` met, each once.
+        references: every :class:`OutOfBandHandle` met, each once.
         plain: decoding runs no user code but, possibly, imports: there are only
             native values, tensors, references, and functions or classes by name.
         severed: the type of a tensor in it that lost what leads from it to its graph.
@@ -125,7 +125,7 @@ def _pack_mixed(
             elif kind is bytes:
                 kinds.append(_SOME_BYTES)
                 parts += (_SIZE.pack(len(item)), item)
-            elif issubclass(kind, Reference):
+            elif issubclass(kind, OutOfBandHandle):
                 kinds.append(_A_REFERENCE)
                 references.append(item)
             elif kind is int:

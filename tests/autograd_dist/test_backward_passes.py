@@ -54,7 +54,13 @@ class Worker:
         self.network.under_way.append(work)
 
     def ask(
-        self, to: int, name: str, body: bytes, tensors: list[torch.Tensor], answered: Answered
+        self,
+        to: int,
+        name: str,
+        body: bytes,
+        tensors: list[torch.Tensor],
+        answered: Answered,
+        awaited: bool,
     ) -> None:
         if to in self.unreachable:
             raise RuntimeError(f"there is no way to {to}")

@@ -184,12 +184,12 @@ def test_one_that_cannot_be_asked_which_contexts_are_over_keeps_no_other_from_it
 ) -> None:
     hub = MemoryHub()
     agents = alice, _, carol, dave = connect("alice", "bob", "carol", "dave", hub=hub)
-    send = carol.caller.send_extension_message
+    send = carol.messages.send
 
     def send_but_to_alice(to: int, *rest: Any, **more: Any) -> Any:
         return out_of_memory() if to == 0 else send(to, *rest, **more)
 
-    monkeypatch.setattr(carol.caller, "send_extension_message", send_but_to_alice)
+    monkeypatch.setattr(carol.messages, "send", send_but_to_alice)
     open_contexts = []
     for creator in (alice, dave):
         with as_worker(creator):

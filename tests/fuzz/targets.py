@@ -26,7 +26,6 @@ from rpc.group.tcp_store import StoreLostError, TcpStoreClient
 from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.framing import (
     BulkDecoder,
-    FrameDecoder,
     WireKind,
     pack_fixed,
     pack_pair,
@@ -40,6 +39,7 @@ from rpc.transports.tensorwire.handshake import (
     Identity,
     Initiator,
 )
+from rpc.transports.tensorwire.main_reader import FrameDecoder
 from rpc.transports.tensorwire.tls import Certificates
 from rpc.transports.tensorwire.tls_socket import TlsSocket
 from tests.fuzz.mutations import changed, pieces

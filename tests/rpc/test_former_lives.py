@@ -84,7 +84,7 @@ def test_a_request_of_a_former_life_does_not_run(
 def test_one_that_is_being_taken_in_as_its_life_ends_does_not_run(server: Server) -> None:
     late = server.intercept(CALLS["call"])
     server.replace_bob()
-    server.agent.callee.start(server.former, late)
+    server.agent.callee.take_request(server.former, late)
     assert server.agent.callee.quiet()
     assert _ran == []
 

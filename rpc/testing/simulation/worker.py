@@ -301,7 +301,8 @@ class SimWorker:
         record.answered = True
         self.records.pop(record.name, None)
         for passed in record.table:
-            self.perform(self.references.call_ended(passed))
+            if passed.passage is Passage.BORROW:
+                self.perform(self.references.borrow_ended(passed.fork))
 
     def _settle(self, record: OpenCall, outcome: CallOutcome) -> None:
         """The program that made the call learns how it ended."""

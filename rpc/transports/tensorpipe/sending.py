@@ -70,10 +70,8 @@ class FrameSender:
         self._broke = broke
 
     def send(self, to: int, frame: Frame) -> None:
-        """Hands a frame to torch; a reply to a worker that is gone is dropped."""
-        if frame.kind is FrameKind.REPLY:
-            self._reply(to, frame)
-        elif frame.kind is FrameKind.NOTICE:
+        """Hands a frame that is no reply to torch."""
+        if frame.kind is FrameKind.NOTICE:
             self._call_or_queue(to, frame)
         else:
             window = self._admit(to, frame)
@@ -194,7 +192,8 @@ class FrameSender:
         finally:
             self._gate.release()
 
-    def _reply(self, to: int, frame: Frame) -> None:
+    def reply(self, to: int, frame: Frame) -> None:
+        """Hands a reply to torch; one to a worker that is gone is dropped."""
         if to == self._info.id and self._loop_back(frame, "Response"):
             return
         link = self._peers.links.get(to)

@@ -225,7 +225,10 @@ class TensorPipeTransport:
 
         A reply to a worker that is gone is dropped.
         """
-        self._frames.send(to, frame)
+        if frame.kind is FrameKind.REPLY:
+            self._frames.reply(to, frame)
+        else:
+            self._frames.send(to, frame)
 
     def lend_memory(self, to: int, kind: FrameKind, nbytes: int) -> object | None:
         """See ``base.LendsMemory.lend_memory``."""
@@ -458,10 +461,16 @@ class TensorPipeTransport:
                 if self.peers.links.get(link.peer.info.id) is link:  # else it was removed
                     self._refuse(link, error)
                 return
-        if frame.kind is FrameKind.REPLY:
+        receiver, kind = self._receiver, frame.kind
+        if kind is FrameKind.REPLY:
             link.window.release(frame.correlation)
         try:
-            self._receiver.deliver(link.life, frame, in_batch)
+            if kind is FrameKind.REQUEST:
+                receiver.take_request(link.life, frame, in_batch)
+            elif kind is FrameKind.REPLY:
+                receiver.take_reply(link.life, frame, in_batch)
+            else:
+                receiver.deliver(link.life, frame, in_batch)
         except Exception:
             _log.exception("%r could not take a frame from %s", self._info, link.life)
 

@@ -24,15 +24,19 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
+from zlib import crc32
 
 from rpc.protocol.resumption import SentMessages
 from rpc.transports.tensorwire.framing import (
+    CHECKSUM,
+    FIXED,
     FIXED_SIZE,
+    MAGIC,
+    VERSION,
     Buffer,
     WireKind,
     pack_fixed,
     pack_pair,
-    pack_small,
 )
 from rpc.transports.tensorwire.tls_socket import take_the_place
 
@@ -69,6 +73,15 @@ class _Sent(NamedTuple):
 
     buffers: tuple[Buffer, ...]
     descriptor: int
+
+
+def pack_small(
+    kind: int, correlation: int, sequence: int, header: bytes, table: bytes, inline: Buffer
+) -> bytes:
+    """A whole frame, of few bytes."""
+    lengths = len(header), len(table), len(inline)
+    head = FIXED.pack(MAGIC, VERSION, kind, *lengths, correlation, sequence)
+    return head + CHECKSUM.pack(crc32(head)) + header + table + inline
 
 
 class Unsent:

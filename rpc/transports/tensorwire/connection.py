@@ -10,11 +10,8 @@ from typing import Protocol
 from rpc.protocol.resumption import ReconnectEpoch
 from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.connector import Endpoint
+from rpc.transports.tensorwire.connector import PASSING, Endpoint
 from rpc.transports.tensorwire.handshake import Acceptor
-
-PASSING = (OSError, MemoryError)
-"""Errors that may be temporary, such as running out of epoll watches."""
 
 
 class Reader(Protocol):
@@ -83,7 +80,7 @@ class Connection:
         self.request_at = 0.0
         try:
             self.listen()
-        except (OSError, ValueError, MemoryError):
+        except (*PASSING, ValueError):
             if self.sender.sock.fileno() >= 0:  # it was not closed meanwhile
                 self.ignore(self.sender.sock)
                 self.epoch.since, self.epoch.reason = since, reason

@@ -15,9 +15,9 @@ from rpc.transports.tensorwire.connection import Connection
 from rpc.transports.tensorwire.connector import Endpoint
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.peer_parts import PeerParts
 from rpc.transports.tensorwire.replies import ChannelEvents, ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
-from rpc.transports.tensorwire.shared import Shared
 
 _MAX_FRAME_BYTES = 1 << 30
 
@@ -32,7 +32,7 @@ class ConnectionMaker:
         ended: told of a connection that was read to its end, by its writing half, and why.
     """
 
-    shared: Shared
+    shared: PeerParts
     complete: Callable[[Frame], None]
     ended: Callable[[Sender, str], None]
 

@@ -17,7 +17,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rpc.runtime.text import says
 from rpc.transports.tensorwire.address import TensorWireAddress, unix_path
@@ -34,6 +36,8 @@ from rpc.transports.tensorwire.handshake import (
 from rpc.transports.tensorwire.tls import Certificates, is_for, wrong_name
 from rpc.transports.tensorwire.tls_socket import TlsSocket
 
+T = TypeVar("T")
+
 _log = logging.getLogger("rpc.transports.tensorwire")
 
 _UNIX_BULK_CONNECTIONS = 1
@@ -42,6 +46,8 @@ _PAUSE_SECONDS = 0.001
 _LIMIT_PAUSE_SECONDS = 0.05
 _BACKLOG_PAUSE_SECONDS = 0.01
 _ONE_SIDED = "{} uses TLS and {} does not; give all workers tls=TlsOptions(...), or none"
+PASSING = (OSError, MemoryError)
+"""Errors that may be temporary, such as running out of epoll watches."""
 OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors for want of descriptors or memory, which may be there again in a moment."""
 
@@ -134,7 +140,7 @@ class Connector:
         """Makes :meth:`connect` fail soon, from another thread."""
         self._cancelled.set()
 
-    def rest(self, error: Exception) -> bool:
+    def _rest(self, error: Exception) -> bool:
         """Waits while this worker lacks something for a connection; True if it is cancelled.
 
         Args:
@@ -146,6 +152,30 @@ class Connector:
             self._told = True
             _log.warning("no connection to worker %s yet: %s", self.target.name, says(error))
         return False
+
+    def connect_for(self, make: Callable[[LinkSockets], T]) -> T:
+        """Opens all connections of the link for ``make``, which takes them; returns what it made.
+
+        What this worker lacks to do so says nothing of the peer: it tries again, for a while.
+
+        Raises:
+            ConnectError: they could not be opened, or not be taken, in time.
+        """
+        end = time.monotonic() + self.target.seconds
+        while True:
+            try:
+                return self._connect_once(make)
+            except PASSING as error:
+                if time.monotonic() > end or self._rest(error):
+                    raise ConnectError(says(error)) from error
+
+    def _connect_once(self, make: Callable[[LinkSockets], T]) -> T:
+        sockets = self.connect()
+        try:
+            return make(sockets)
+        except BaseException:
+            sockets.close()
+            raise
 
     def connect(self) -> LinkSockets:
         """Opens all connections of the link.
@@ -283,7 +313,7 @@ class Connector:
                 if time.monotonic() > patience or self._cancelled.wait(_PAUSE_SECONDS):
                     raise
             except OSError as error:
-                if error.errno not in OWN_LIMITS or self.rest(error):
+                if error.errno not in OWN_LIMITS or self._rest(error):
                     raise
                 self._allow(self._seconds)
 

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ from rpc.transports.tensorwire.transfers import Transfers
 _log = logging.getLogger(__name__)
 
 STREAM_FROM = 1 << 20
+_KERNEL_POLL_SECONDS = 0.002
 _INSTEAD = "sockets"
 _INLINE_AT_MOST = 1 << 20
 _PLAIN_BELOW = 1 << 14
@@ -250,6 +252,24 @@ class Link:
     def senders(self) -> list[Sender]:
         """The writing halves of all channels."""
         return [*self.bulk, *([self.main] if self.main is not None else [])]
+
+    def flush_queue(self, seconds: float) -> bool:
+        """Waits until sockets have taken everything accepted; False if time is up."""
+        return self.unsent.wait(0, seconds)
+
+    def flush_kernel(self, left: Callable[[], float], is_over: threading.Event) -> bool:
+        """Waits until the other host has everything that sockets took; False if time is up.
+
+        Args:
+            left: seconds until then.
+            is_over: set when there is nobody left to take it.
+        """
+        for sender in self.senders():
+            while sender.in_kernel() and not is_over.is_set():
+                if not left():
+                    return False
+                is_over.wait(_KERNEL_POLL_SECONDS)
+        return True
 
     def _draft(self, frame: Frame, looks: Sequence[Look]) -> _Draft:
         draft = _Draft()

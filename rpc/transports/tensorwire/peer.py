@@ -12,20 +12,21 @@ import logging
 import socket
 import threading
 import time
+from functools import partial
 
 from rpc.devices import note_host_moves
 from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime.executor import is_shared_thread
-from rpc.runtime.text import says
 from rpc.runtime.threads import Thread
 from rpc.transports.base import Frame, FrameKind, Peer, Unreceived
 from rpc.transports.flow import FlowWindow
 from rpc.transports.host.frame_table import Look
 from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
 from rpc.transports.tensorwire.channel import Sender
-from rpc.transports.tensorwire.connection import PASSING, Connection
+from rpc.transports.tensorwire.connection import Connection
 from rpc.transports.tensorwire.connection_maker import ConnectionMaker
 from rpc.transports.tensorwire.connector import (
+    PASSING,
     ConnectError,
     Connector,
     LinkSockets,
@@ -35,13 +36,12 @@ from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import ChannelKind, Hello
 from rpc.transports.tensorwire.link import Link
 from rpc.transports.tensorwire.outbound import checked_size, look_at_all
+from rpc.transports.tensorwire.peer_parts import PeerParts
 from rpc.transports.tensorwire.reconnect import Reconnector
-from rpc.transports.tensorwire.shared import Shared
 from rpc.wire.messages import Reply, Status
 
 _log = logging.getLogger("rpc.transports.tensorwire")
 
-_KERNEL_POLL_SECONDS = 0.002
 _MAIN_THREAD = threading.main_thread().ident
 _SMALL_BYTES = 1 << 14
 """A frame of fewer, header and payload, is sent in one piece."""
@@ -68,7 +68,7 @@ class RemotePeer:
         target: Target,
         devices: PeerDeviceMap,
         devices_back: PeerDeviceMap,
-        shared: Shared,
+        shared: PeerParts,
     ) -> None:
         self.id = peer.info.id
         self.name = peer.info.name
@@ -80,7 +80,12 @@ class RemotePeer:
         self._devices_back = devices_back
         self._shared = shared
         self._make = ConnectionMaker(shared, self._bulk_arrived, self._channel_ended)
-        self._deliver = shared.deliver
+        receiver = shared.receiver
+        self._takers = {
+            FrameKind.REQUEST: receiver.take_request,
+            FrameKind.REPLY: receiver.take_reply,
+            FrameKind.NOTICE: receiver.deliver,
+        }
         self._max_bytes = shared.resources.max_message_bytes
         self._small_bytes = min(_SMALL_BYTES, self._max_bytes)
         self.window = FlowWindow(self.name, shared.max_bytes_in_flight, shared.when_full)
@@ -170,7 +175,7 @@ class RemotePeer:
 
     def _await_window(self, correlation: int, size: int) -> None:
         shared = self._shared
-        if not self.window.charge(correlation, size, shared.may_wait, shared.patience):
+        if not self.window.charge(correlation, size, shared.may_wait, shared.receiver.patience):
             raise self._lost_error()
 
     def lend_memory(self, kind: FrameKind, nbytes: int) -> object | None:
@@ -232,7 +237,7 @@ class RemotePeer:
 
     def _connect(self) -> None:
         try:
-            link = self._open_link()
+            link = self._connector.connect_for(self._make_link)
         except Exception as error:
             if not isinstance(error, ConnectError):
                 _log.exception("worker %s cannot be connected to", self.name)
@@ -269,30 +274,6 @@ class RemotePeer:
             self._connecting = None
         self._hang_up(reason)
         self._settle()
-
-    def _open_link(self) -> Link | None:
-        """A link to the peer; None if it is not wanted any more.
-
-        What this worker lacks to read it says nothing of the peer: it tries again, for a while.
-
-        Raises:
-            ConnectError: it could not be opened, or not be read, in time.
-        """
-        end = time.monotonic() + self._connector.target.seconds
-        while True:
-            try:
-                return self._open_link_once()
-            except PASSING as error:
-                if time.monotonic() > end or self._connector.rest(error):
-                    raise ConnectError(says(error)) from error
-
-    def _open_link_once(self) -> Link | None:
-        sockets = self._connector.connect()
-        try:
-            return self._make_link(sockets)
-        except BaseException:
-            sockets.close()
-            raise
 
     def _make_link(self, sockets: LinkSockets) -> Link | None:
         shared, endpoint = self._shared, sockets.endpoint
@@ -467,7 +448,7 @@ class RemotePeer:
         if self._removed:
             return
         try:
-            self._deliver(self._life, frame)
+            self._takers[frame[0]](self._life, frame)
         except Exception:
             _log.exception("a frame from worker %s could not be delivered", self.name)
 
@@ -568,16 +549,10 @@ class RemotePeer:
                 return False
         with self._lock:
             links = [link for link in (self.outgoing, self.incoming) if link is not None]
-        for link in links:
-            if not link.unsent.wait(0, _left(deadline)):
-                return False
-        for link in links:
-            for sender in link.senders():
-                while sender.in_kernel() and not self._settled.is_set():
-                    if not _left(deadline):
-                        return False
-                    self._settled.wait(_KERNEL_POLL_SECONDS)
-        return True
+        left, is_over = partial(_left, deadline), self._settled
+        return all(link.flush_queue(left()) for link in links) and all(
+            link.flush_kernel(left, is_over) for link in links
+        )
 
     def close(self, deadline: float) -> None:
         """Drops the peer and waits until its channels are gone."""

@@ -18,8 +18,8 @@ from rpc.protocol.resumption import CannotResumeError, Replacement
 from rpc.runtime.text import says
 from rpc.runtime.threads import Thread
 from rpc.transports.tensorwire.acceptor import AuthenticatedConnection
-from rpc.transports.tensorwire.connection import PASSING, Connection
-from rpc.transports.tensorwire.connector import Connector, Endpoint, GoneError, Target
+from rpc.transports.tensorwire.connection import Connection
+from rpc.transports.tensorwire.connector import PASSING, Connector, Endpoint, GoneError, Target
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05

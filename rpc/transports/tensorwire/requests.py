@@ -6,7 +6,7 @@ is quick. It passes to another thread
 
 - before the holder waits for something (:meth:`RequestSide.about_to_block`),
 - when the *watch* sees one delivery last for some milliseconds,
-- at once, while handlers have been seen to be better run side by side (``pace``).
+- at once, while handlers have been seen to be better run side by side (:class:`Pace`).
 
 A thread that comes back from a handler without the baton queues up for it. So a
 quick request costs no hand-off, and a slow or blocked one delays no other by
@@ -32,7 +32,6 @@ from rpc.runtime.threads import Thread
 from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
-from rpc.transports.tensorwire.pace import QUICK_SECONDS, Pace
 from rpc.transports.tensorwire.replies import ChannelEvents
 from rpc.transports.tensorwire.wakeup import WakeUp
 
@@ -46,8 +45,47 @@ _IDLE_THREADS = 8
 _SWEEP_SECONDS = 0.5
 _BATCH = 16
 
+_QUICK_SECONDS = 0.0005
+"""Shorter work is not measured: reading a thread's processor time takes half a microsecond."""
+_LONG_SECONDS = 0.002
+_WAITED_SHARE = 0.75
+
 Work = tuple[Callable[[Any], None], Any]
 """A function to call, and its argument."""
+
+
+class Pace:
+    """Decides whether requests should be delivered on several threads at once. Sans-IO.
+
+    While deliveries are quick one thread makes them all: handing them out would cost more than
+    they take. That holds for longer ones, too, as long as they compute. An operator of torch
+    gives the interpreter lock up and wants it back tens of microseconds later, and who waited
+    for it meanwhile has been woken, mostly in vain. Two trainers whose handlers took about a
+    millisecond each and ran side by side made their server switch threads 18 times per step of
+    the main job; one after the other 2 times, for a sixth less of its processor time and a tenth
+    more steps. What computes for longer runs in operators that are worth a core, and what waits
+    leaves its core to others: those run side by side.
+    """
+
+    def __init__(self) -> None:
+        self.apart = False
+        """Deliver each request on a thread of its own."""
+        self.looking = False
+        """Deliveries take long enough to ask how much of it they compute."""
+
+    def took(self, seconds: float, computed: float | None) -> None:
+        """A delivery ended.
+
+        Args:
+            seconds: how long it took.
+            computed: how long its thread had a processor; None if nobody looked.
+        """
+        self.looking = seconds >= _QUICK_SECONDS
+        if not self.looking:
+            self.apart = False
+        elif computed is not None:
+            waited = seconds - computed
+            self.apart = computed > _LONG_SECONDS or waited > seconds * _WAITED_SHARE
 
 
 class _Server:
@@ -267,7 +305,7 @@ class RequestSide:
         except BaseException:  # the baton must not die with this thread
             _log.exception("%s: what arrived was not dealt with", self._name)
         seconds = time.perf_counter() - began
-        if seconds >= QUICK_SECONDS or pace.looking:
+        if seconds >= _QUICK_SECONDS or pace.looking:
             pace.took(seconds, None if computed is None else time.thread_time() - computed)
         if self.holder is me:
             with self._lock:

@@ -33,7 +33,7 @@ _scratch = bytearray(_CHUNK)
 """The system writes nothing to it: it is told to discard."""
 
 
-class _Session:
+class _TlsSession:
     """The TLS connection of one TCP connection."""
 
     __slots__ = ("incoming", "is_over", "left", "lock", "names", "outgoing", "seen", "taken", "tls")
@@ -56,7 +56,7 @@ class _Session:
 class TlsSocket(socket.socket):
     """One end of a connection. Until :meth:`start` it is an ordinary socket."""
 
-    _session: _Session
+    _session: _TlsSession
 
     @classmethod
     def over(cls, plain: socket.socket, context: ssl.SSLContext) -> TlsSocket:
@@ -68,7 +68,7 @@ class TlsSocket(socket.socket):
 
     def start(self, context: ssl.SSLContext, *, server_side: bool = False) -> None:
         """Speaks TLS from now on."""
-        self._session = _Session(context, server_side)
+        self._session = _TlsSession(context, server_side)
 
     @property
     def names(self) -> tuple[str, ...]:

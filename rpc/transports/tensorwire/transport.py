@@ -41,11 +41,11 @@ from rpc.transports.tensorwire.device_maps import PeerDeviceMap
 from rpc.transports.tensorwire.handshake import Identity, derive_key
 from rpc.transports.tensorwire.link import Resources
 from rpc.transports.tensorwire.peer import RemotePeer
+from rpc.transports.tensorwire.peer_parts import PeerParts
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.replies import ReplySide
 from rpc.transports.tensorwire.requests import RequestSide
 from rpc.transports.tensorwire.settings import Settings
-from rpc.transports.tensorwire.shared import Shared
 from rpc.transports.tensorwire.tls import Certificates
 from rpc.worker_info import WorkerInfo
 
@@ -66,7 +66,7 @@ class Running:
     receiver: Receiver
     address: TensorWireAddress
     acceptor: ConnectionAcceptor
-    shared: Shared
+    shared: PeerParts
     certificates: Certificates | None
 
 
@@ -128,7 +128,7 @@ class TensorWireTransport:
         made.callback(requests.close)
         bulk = BulkMover(f"{name}-bulk")
         made.callback(bulk.close)
-        shared = Shared(
+        shared = PeerParts(
             Resources(
                 Budget(settings.shared_memory_bytes),
                 ReceiveBuffers(_IDLE_RECEIVE_BYTES),
@@ -144,8 +144,7 @@ class TensorWireTransport:
             settings.max_bytes_in_flight,
             settings.when_full,
             settings.stuck_seconds,
-            receiver.deliver,
-            receiver.patience,
+            receiver,
             self._lost,
         )
         return Running(info, identity, receiver, address, acceptor, shared, certificates)

@@ -348,8 +348,8 @@ def test_borrowed_reference_is_kept_until_the_call_is_over() -> None:
     assert borrowed.passage is Passage.BORROW
     assert owner.receive(borrowed) == (OwnerHandle(handle.reference), [])
     assert alice.dropped(handle) == []
-    assert sent(alice.call_ended(borrowed)) == [Delete(handle.reference, handle.fork)]
-    assert alice.call_ended(borrowed) == []
+    assert sent(alice.borrow_ended(borrowed.fork)) == [Delete(handle.reference, handle.fork)]
+    assert alice.borrow_ended(borrowed.fork) == []
 
 
 def test_a_value_that_a_request_is_made_through_is_looked_up_without_a_handle() -> None:
@@ -402,7 +402,6 @@ def test_reference_returned_to_its_owner_is_accepted_at_once() -> None:
     owner.creation_arrived(creation, ALICE)
     returned = share(alice, handle, OWNER, Carrier.REPLY)
     assert returned.passage is Passage.RETURN
-    assert alice.call_ended(returned) == []
     received, effects = owner.receive(returned)
     assert (received, effects) == (
         OwnerHandle(handle.reference),

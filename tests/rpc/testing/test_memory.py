@@ -63,6 +63,8 @@ class Worker:
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         self._tell(f"{frame.header.decode()} from {sender.worker}", frame)
 
+    take_request = take_reply = deliver
+
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 

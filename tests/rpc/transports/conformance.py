@@ -97,6 +97,12 @@ class Worker:
             with suppress(RpcError):
                 self.answer(self, sender.worker, frame)
 
+    def take_request(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        self.deliver(sender, frame, in_batch)
+
+    def take_reply(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
+        self.deliver(sender, frame, in_batch)
+
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 

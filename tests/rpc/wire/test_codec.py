@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from rpc.errors import DecodeError, EncodeError, RRefDeletedError
 from rpc.wire import codec
 from rpc.wire.codec import ImportNeeded, decode, decode_loaded, encode
-from rpc.wire.simple_values import Encoded, Reference
+from rpc.wire.simple_values import Encoded, OutOfBandHandle
 from rpc.worker_info import WorkerInfo
 from tests.rpc.round_trips import round_trip, round_trip_detached
 
@@ -66,7 +66,7 @@ class Box:
         return f"box of {content}"
 
 
-class Handle(Reference):
+class Handle(OutOfBandHandle):
     """Like an RRef: travels by index, refuses pickle and copy."""
 
     def __reduce__(self) -> Any:

@@ -32,7 +32,7 @@ from rpc.errors import (
 from rpc.runtime.text import class_name
 from rpc.wire.codec import decode, encode
 from rpc.wire.remote_errors import RemoteTraceback, decode_error, encode_error, raisable, retell
-from rpc.wire.simple_values import Reference
+from rpc.wire.simple_values import OutOfBandHandle
 from rpc.worker_info import WorkerInfo
 
 W1 = WorkerInfo("w1", 1)
@@ -126,7 +126,7 @@ class Interrupting(KeyboardInterrupt):
     pass
 
 
-class Handle(Reference):
+class Handle(OutOfBandHandle):
     pass
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from rpc.errors import DecodeError
 from rpc.wire import simple_values
 from rpc.wire.codec import decode, decode_loaded, encode
-from rpc.wire.simple_values import Reference
+from rpc.wire.simple_values import OutOfBandHandle
 
 
-class Handle(Reference):
+class Handle(OutOfBandHandle):
     """Stands for an RRef."""
 
 

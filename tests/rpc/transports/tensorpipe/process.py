@@ -239,6 +239,8 @@ class _Bench:
     def deliver(self, sender: Life, frame: Frame, in_batch: bool = False) -> None:
         self.tell("deliver", sender, _plain(frame), in_batch)
 
+    take_request = take_reply = deliver
+
     def patience(self, correlation: int) -> Patience:
         return Patience.WAITS
 

@@ -17,7 +17,7 @@ from rpc.errors import FrameError
 from rpc.protocol.resumption import CannotResumeError
 from rpc.transports.tensorwire import channel
 from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
-from rpc.transports.tensorwire.framing import FrameDecoder
+from rpc.transports.tensorwire.main_reader import FrameDecoder
 from tests.rpc.transports.tensorwire.descriptors import to_be_closed
 from tests.waiting import until
 

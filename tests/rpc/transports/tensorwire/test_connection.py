@@ -11,7 +11,7 @@ import pytest
 from rpc.transports.tensorwire.channel import QueuedFrame, Sender, Unsent
 from rpc.transports.tensorwire.connection import Connection
 from rpc.transports.tensorwire.connector import Endpoint
-from rpc.transports.tensorwire.framing import FrameDecoder
+from rpc.transports.tensorwire.main_reader import FrameDecoder
 
 BIG = bytes(range(256)) * 4000
 

@@ -14,22 +14,21 @@ from hypothesis import strategies as st
 from rpc.errors import FrameError
 from rpc.transports.base import Unreceived
 from rpc.transports.host.frame_table import INLINE_ALIGNMENT
-from rpc.transports.tensorwire import framing
+from rpc.transports.tensorwire import main_reader
 from rpc.transports.tensorwire.framing import (
     FIXED_SIZE,
     Acknowledged,
-    Arrived,
     BulkDecoder,
     Chunk,
     DeviceAnswered,
     DeviceOffered,
-    FrameDecoder,
     SegmentAnswered,
     SegmentOffered,
     WireKind,
     pack_fixed,
     pack_pair,
 )
+from rpc.transports.tensorwire.main_reader import Arrived, FrameDecoder
 
 LIMIT = 1 << 16
 
@@ -209,8 +208,8 @@ def test_of_a_frame_without_memory_the_table_and_the_beginning_of_the_header_arr
     sent = [short] * before + [long, short, long]
     data = b"".join(frame.encode(number) for number, frame in enumerate(sent))
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (("_LARGE", 100), ("_KEPT_BYTES", 1000), ("_WASTE_BYTES", 300)):
-            patched.setattr(framing, name, value)
+        for name, value in (("_LARGE", 100), ("_KEPT_BYTES", 1000), ("WASTE_BYTES", 300)):
+            patched.setattr(main_reader, name, value)
         decoder = FrameDecoder(LIMIT, no_memory)
         found = feed(decoder, data, step)
     assert decoder.received == len(found) == len(sent)
@@ -232,7 +231,7 @@ def test_a_frame_whose_header_cannot_be_copied_arrives_without_the_rest_of_it(
     def short_of_memory(data: bytes) -> bytes:
         return bytes(data if len(data) < 400_000 else no_memory(len(data)))
 
-    monkeypatch.setattr(framing, "bytes", short_of_memory, raising=False)
+    monkeypatch.setattr(main_reader, "bytes", short_of_memory, raising=False)
     ((frame, table),) = feed(FrameDecoder(1 << 20), sent.encode(0), 10_000)
     assert (frame.header, table) == (b"h" * (1 << 18), b"table")
     assert frame.payload == b"400000 bytes cannot be allocated"

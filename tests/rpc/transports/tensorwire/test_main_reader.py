@@ -12,9 +12,8 @@ from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget
 from rpc.transports.tensorwire.channel import Sender, Unsent
 from rpc.transports.tensorwire.device_maps import PeerDeviceMap
-from rpc.transports.tensorwire.framing import FrameDecoder
 from rpc.transports.tensorwire.link import Link, Resources
-from rpc.transports.tensorwire.main_reader import MainReader
+from rpc.transports.tensorwire.main_reader import FrameDecoder, MainReader
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 
 

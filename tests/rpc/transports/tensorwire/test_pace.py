@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.transports.tensorwire.pace import Pace
+from rpc.transports.tensorwire.requests import Pace
 
 
 def paced(*deliveries: tuple[float, float]) -> Pace:

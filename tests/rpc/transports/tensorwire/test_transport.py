@@ -38,9 +38,10 @@ from rpc.transports.tensorwire.address import TensorWireAddress
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.channel import Unsent
 from rpc.transports.tensorwire.connector import Connector, configure
-from rpc.transports.tensorwire.framing import FrameDecoder, pack_fixed
+from rpc.transports.tensorwire.framing import pack_fixed
 from rpc.transports.tensorwire.handshake import ChannelKind, HandshakeError, Identity
 from rpc.transports.tensorwire.link import Link
+from rpc.transports.tensorwire.main_reader import FrameDecoder
 from rpc.transports.tensorwire.peer import RemotePeer
 from rpc.transports.tensorwire.receive_buffers import ReceiveBuffers
 from rpc.transports.tensorwire.reconnect import Reconnector

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from rpc.calls.control_channel import ControlChannel
+from rpc.calls.early_frames import EarlyFrames
 from rpc.calls.extension_set import ExtensionSet
 from rpc.group.members import Group
 from rpc.group.shutdown import GroupShutdown
+from rpc.ids import Life
 from rpc.outcomes.completions import Completions
 from rpc.rrefs.keeper import ReferenceKeeper
 from rpc.runtime.clock import Clock
@@ -19,7 +21,7 @@ from rpc.worker_info import WorkerInfo
 
 
 @dataclass(slots=True)
-class Shared:
+class CallParts:
     """The objects that callers and callees of one worker use together.
 
     Args:
@@ -35,6 +37,8 @@ class Shared:
         completions: runs what may take long, such as callbacks.
         timers: runs what is due later.
         shutdown: told when something ended that a graceful shutdown may be waiting for.
+        early: keeps what comes while the group is being made known.
+        refused: told of a life from which something came, as it is over or not known.
     """
 
     me: WorkerInfo
@@ -49,3 +53,5 @@ class Shared:
     completions: Completions
     timers: Timers
     shutdown: GroupShutdown
+    early: EarlyFrames
+    refused: Callable[[Life], None]

@@ -8,26 +8,27 @@ from typing import Any
 import pytest
 
 from rpc.options import WhenFull
-from rpc.transports.tensorwire.shared import Shared
+from rpc.transports.tensorwire.peer_parts import PeerParts
 
 
-def shared(told: list[str], *, reading: bool, moving: bool) -> Shared:
+def shared(told: list[str], *, reading: bool, moving: bool) -> PeerParts:
     unused: Any = None
     sides: Any = SimpleNamespace(
         is_reading_here=lambda: reading,
         is_moving_here=lambda: moving,
         about_to_block=lambda: told.append("requests"),
-        flush_held=lambda: told.append("replies"),
+        flush_held=lambda: told.append("held"),
+        attend=lambda: told.append("replies"),
     )
-    return Shared(
-        unused, sides, sides, sides, unused, 0.0, 1, WhenFull.BLOCK, 1.0, unused, unused, unused
+    return PeerParts(
+        unused, sides, sides, sides, unused, 0.0, 1, WhenFull.BLOCK, 1.0, unused, unused
     )
 
 
 def test_a_thread_that_may_wait_lets_others_read_first() -> None:
     told: list[str] = []
     assert shared(told, reading=False, moving=False).may_wait()
-    assert told == ["requests", "replies"]
+    assert told == ["requests", "held", "replies"]
 
 
 @pytest.mark.parametrize("reads", ["replies", "bulk"])

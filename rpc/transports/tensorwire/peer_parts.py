@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rpc.ids import Life
 from rpc.options import WhenFull
-from rpc.transports.base import Frame, Patience
+from rpc.transports.base import Receiver
 from rpc.transports.late_receipts import LateReceipts
 from rpc.transports.tensorwire.bulk import BulkMover
 from rpc.transports.tensorwire.link import Resources
@@ -20,7 +20,7 @@ from rpc.transports.tensorwire.requests import RequestSide
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class PeerParts:
     """The parts that all peers of one worker share.
 
     Args:
@@ -32,7 +32,7 @@ class Shared:
         resume_seconds: how long a connection may be broken.
         max_bytes_in_flight: see ``Settings``, like ``when_full`` and
             ``stuck_seconds``.
-        deliver: the receiver's, like ``patience``.
+        receiver: takes what arrives.
         lost: told once when a peer is lost.
     """
 
@@ -45,8 +45,7 @@ class Shared:
     max_bytes_in_flight: int
     when_full: WhenFull
     stuck_seconds: float
-    deliver: Callable[[Life, Frame], None]
-    patience: Callable[[int], Patience]
+    receiver: Receiver
     lost: Callable[[Life, str], None]
 
     def may_wait(self) -> bool:
@@ -55,4 +54,5 @@ class Shared:
             return False
         self.requests.about_to_block()
         self.replies.flush_held()
+        self.replies.attend()
         return True
