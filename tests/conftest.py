@@ -12,6 +12,7 @@ import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import re
 import sys
 import threading
 import time
@@ -98,6 +99,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kill_seed", range(times))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the tests of an ``xdist_group`` run in one process.
+
+    xdist 3.8 writes their group to an attribute that pytest 9.2 does not read any more.
+    """
+    for item in items:
+        grouped = getattr(item, "_nodeid", item.nodeid)
+        if grouped != item.nodeid:
+            item._id = type(item._id).parse(grouped)  # type: ignore[attr-defined]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say of each kind of kill how many there were, and how many found nothing.
 
@@ -110,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
             if report.when == "call" and "kills" in report.keywords:
-                name = report.nodeid.rpartition("::")[2].partition("[")[0]
+                name = re.split(r"[\[@]", report.nodeid.rpartition("::")[2])[0]
                 found = {"times": 1, **dict(report.user_properties)}
                 times[name] += found["times"]
                 passed[name] += found["times"] if outcome == "passed" else 0
