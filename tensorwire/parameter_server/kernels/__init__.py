@@ -1,7 +1,7 @@
 """Loops over ids and rows: numba's where it is installed, else torch's, with the same results.
 
-Both modules have the same functions; numba's has updates besides. :func:`kernels` returns the one
-that is used in this process.
+Both modules have the same functions; numba's has ``UPDATES`` besides. :func:`kernels` returns the
+one that is used in this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The kernels, compiled by numba. One thread each, without the interpreter lock.
 
-Products and sums are rounded one by one, except where torch's own vector kernels fuse them
-(``_fma``): so an update gives the bits that torch's optimizers give. Square roots are torch's,
-taken between two kernels, as the math library that torch calls does not round them correctly.
 Reductions run along the columns, one after the other, several rows at a time.
 """
 
@@ -11,17 +8,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from tensorwire.parameter_server.kernels import numba_updates
 from tensorwire.parameter_server.kernels.arrays import Bytes, Floats, Halves, Ints, Slots
-
-_FUSES: Final = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-_AHEAD: Final = 8
-_LINE: Final = 16  # floats in a line of the cache
+from tensorwire.parameter_server.kernels.numba_basis import (
+    AHEAD,
+    LINE,
+    bits,
+    compiled,
+    inlined,
+    prefetch,
+)
 
 _MULTIPLIER: Final = np.uint64(0xD6E8FEB86659FD93)
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -36,70 +33,14 @@ _ONE: Final = np.uint64(1)
 _PARTS: Final = 12
 
 NAME: Final = "numba"
-
-
-def _compiled(function: Any) -> Any:
-    return njit(nogil=True, cache=True)(function)
-
-
-def _inlined(function: Any) -> Any:
-    return njit(inline="always")(function)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _fma(_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, rounded once where torch's kernels round once on this processor."""
-    kind = ir.FloatType()
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        if not _FUSES:
-            return builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
-        fused = builder.module.declare_intrinsic(
-            "llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3)
-        )
-        return builder.call(fused, arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_context: Any, array: Any, i: Any, j: Any) -> Any:
-    """Asks for a line of the cache that is needed soon."""
-    number = ir.IntType(32)
-    address = ir.IntType(8).as_pointer()
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        made = context.make_array(kind)(context, builder, arguments[0])
-        at = cgutils.get_item_pointer(
-            context, builder, kind, made, [arguments[1], arguments[2]], wraparound=False
-        )
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [address, number, number, number]),
-            "llvm.prefetch.p0i8",
-        )
-        read, near, data = (ir.Constant(number, value) for value in (0, 3, 1))
-        builder.call(function, [builder.bitcast(at, address), read, near, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _bits(_context: Any, value: Any) -> Any:
-    """The bits of a float32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+UPDATES: Final = numba_updates
+"""How compiled rules move rows."""
 
 
 # --- hashes
 
 
-@_inlined
+@inlined
 def _mix(value: Any) -> Any:
     mixed = np.uint64(value)
     mixed ^= mixed >> _S32
@@ -109,13 +50,13 @@ def _mix(value: Any) -> Any:
     return mixed ^ (mixed >> _S32)
 
 
-@_inlined
+@inlined
 def _home(identity: Any, capacity: Any) -> Any:
     """Where an id is looked for first."""
     return np.int64(((_mix(identity) & _LOW) * capacity) >> _S32)
 
 
-@_inlined
+@inlined
 def _random(state: Any) -> Any:
     mixed = (state ^ (state >> _S30)) * _MIX_1
     mixed = (mixed ^ (mixed >> _S27)) * _MIX_2
@@ -125,7 +66,7 @@ def _random(state: Any) -> Any:
 # --- index
 
 
-@_compiled
+@compiled
 def find(table: Slots, ids: Ints, rows: Ints) -> None:
     """Looks ids up; -1 for those that are not there."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
@@ -134,7 +75,7 @@ def find(table: Slots, ids: Ints, rows: Ints) -> None:
         count = min(32, len(ids) - begin)
         for k in range(count):
             homes[k] = _home(ids[begin + k], capacity)
-            _prefetch(table, homes[k], 0)
+            prefetch(table, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
             while table[at, 1] != -1 and table[at, 0] != identity:
@@ -142,7 +83,7 @@ def find(table: Slots, ids: Ints, rows: Ints) -> None:
             rows[begin + k] = table[at, 1]
 
 
-@_compiled
+@compiled
 def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
     """Looks ids up; those that are not there get the rows from ``following`` on, in order."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
@@ -151,7 +92,7 @@ def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
         count = min(32, len(ids) - begin)
         for k in range(count):
             homes[k] = _home(ids[begin + k], capacity)
-            _prefetch(table, homes[k], 0)
+            prefetch(table, homes[k], 0)
         for k in range(count):
             at, identity = homes[k], ids[begin + k]
             while table[at, 1] != -1 and table[at, 0] != identity:
@@ -164,7 +105,7 @@ def upsert(table: Slots, ids: Ints, rows: Ints, following: int) -> int:
     return following
 
 
-@_compiled
+@compiled
 def rehash(old: Slots, table: Slots) -> None:
     """Enters everything into a larger table, which is empty."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
@@ -177,7 +118,7 @@ def rehash(old: Slots, table: Slots) -> None:
             table[at, 1] = old[k, 1]
 
 
-@_compiled
+@compiled
 def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
     """Gives ids that are there other rows."""
     capacity, last = np.uint64(table.shape[0]), table.shape[0] - 1
@@ -188,7 +129,7 @@ def set_rows(table: Slots, ids: Ints, rows: Ints) -> None:
         table[at, 1] = rows[k]
 
 
-@_compiled
+@compiled
 def remove(table: Slots, ids: Ints) -> None:
     """Takes ids out that are there; what was moved on because of them moves back."""
     size = table.shape[0]
@@ -213,7 +154,7 @@ def remove(table: Slots, ids: Ints) -> None:
 # --- batches of ids
 
 
-@_compiled
+@compiled
 def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
     """Finds the different ids, in the order in which they come, and where each one is.
 
@@ -249,7 +190,7 @@ def dedup(scratch: Slots, ids: Ints, unique: Ints, inverse: Ints) -> int:
     return count
 
 
-@_compiled
+@compiled
 def slots(ids: Ints, out: Ints) -> None:
     """The slot of each id, by the high bits of its hash."""
     shift = np.uint64(54)
@@ -257,7 +198,7 @@ def slots(ids: Ints, out: Ints) -> None:
         out[k] = np.int64(_mix(ids[k]) >> shift)
 
 
-@_compiled
+@compiled
 def split(places: Ints, count: int, position: Ints, sizes: Ints) -> None:
     """Orders things by the group each belongs to, and leaves the order within a group.
 
@@ -279,21 +220,21 @@ def split(places: Ints, count: int, position: Ints, sizes: Ints) -> None:
         starts[group] += 1
 
 
-@_compiled
+@compiled
 def permute(values: Ints, position: Ints, out: Ints) -> None:
     """Puts each value where ``position`` says."""
     for k in range(len(values)):
         out[position[k]] = values[k]
 
 
-@_compiled
+@compiled
 def translate(values: Ints, position: Ints) -> None:
     """Replaces each value by the position of what it names."""
     for k in range(len(values)):
         values[k] = position[values[k]]
 
 
-@_compiled
+@compiled
 def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
     """Finds the rows that are marked, unmarks them, and returns how many there are."""
     count = 0
@@ -306,7 +247,7 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
     return count
 
 
-@_compiled
+@compiled
 def finite(bits: Any) -> bool:
     """True if none of these float32, as their bits, is infinite or not a number."""
     exponent, found = np.int32(0x7F800000), np.int32(0)
@@ -318,22 +259,22 @@ def finite(bits: Any) -> bool:
 # --- rows
 
 
-@_compiled
+@compiled
 def gather(source: Floats, rows: Ints, out: Floats) -> None:
     """Copies rows; those whose number is negative are left out."""
     width = out.shape[1]
     for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            ahead = max(rows[k + _AHEAD], 0)
-            for j in range(0, width, _LINE):
-                _prefetch(source, ahead, j)
+        if k + AHEAD < len(rows):
+            ahead = max(rows[k + AHEAD], 0)
+            for j in range(0, width, LINE):
+                prefetch(source, ahead, j)
         if rows[k] >= 0:
             to, row = out[k], source[rows[k]]
             for j in range(width):
                 to[j] = row[j]
 
 
-@_compiled
+@compiled
 def scatter(values: Floats, rows: Ints, target: Floats) -> None:
     """Copies rows to where ``rows`` says."""
     width = values.shape[1]
@@ -343,7 +284,7 @@ def scatter(values: Floats, rows: Ints, target: Floats) -> None:
             to[j] = row[j]
 
 
-@_compiled
+@compiled
 def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None:
     """Adds up the rows that belong together, in the order in which they come.
 
@@ -356,7 +297,7 @@ def segment_sum(values: Floats, inverse: Ints, seen: Bytes, out: Floats) -> None
     share_of_sums(values, inverse, seen, out, 0, 1)
 
 
-@_compiled
+@compiled
 def share_of_sums(
     values: Floats, inverse: Ints, seen: Bytes, out: Floats, part: int, parts: int
 ) -> None:
@@ -372,10 +313,10 @@ def share_of_sums(
     """
     width, mask = values.shape[1], parts - 1
     for k in range(len(inverse)):
-        if k + _AHEAD < len(inverse) and (inverse[k + _AHEAD] >> 6) & mask == part:
-            for j in range(0, width, _LINE):
-                _prefetch(out, inverse[k + _AHEAD], j)
-                _prefetch(values, k + _AHEAD, j)
+        if k + AHEAD < len(inverse) and (inverse[k + AHEAD] >> 6) & mask == part:
+            for j in range(0, width, LINE):
+                prefetch(out, inverse[k + AHEAD], j)
+                prefetch(values, k + AHEAD, j)
         place = inverse[k]
         if (place >> 6) & mask != part:
             continue
@@ -389,7 +330,7 @@ def share_of_sums(
                 to[j] += row[j]
 
 
-@_compiled
+@compiled
 def add_rows(values: Floats, inverse: Ints, out: Floats) -> None:
     """Adds each row to the one of ``out`` that it belongs to."""
     width = values.shape[1]
@@ -402,7 +343,7 @@ def add_rows(values: Floats, inverse: Ints, out: Floats) -> None:
 # --- initial values
 
 
-@_compiled
+@compiled
 def uniform(out: Floats, places: Ints, ids: Ints, seed: int, low: float, high: float) -> None:
     """Fills rows with numbers from ``low`` to ``high`` that depend on seed, id and column only."""
     base, span = np.float32(low), np.float32(high) - np.float32(low)
@@ -415,7 +356,7 @@ def uniform(out: Floats, places: Ints, ids: Ints, seed: int, low: float, high: f
             row[j] = np.float32(np.int64(drawn)) * unit * span + base
 
 
-@_compiled
+@compiled
 def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: float) -> None:
     """Fills rows with nearly normal numbers: each the sum of twelve uniform ones."""
     middle, width = np.float32(mean), np.float32(std)
@@ -432,229 +373,35 @@ def normal(out: Floats, places: Ints, ids: Ints, seed: int, mean: float, std: fl
             row[j] = np.float32(total - offset) * unit * width + middle
 
 
-# --- updates
-
-
-@_compiled
-def sgd(weight: Floats, rows: Ints, grad: Floats, lr: float, decay: float) -> None:
-    """``torch.optim.SGD`` without momentum."""
-    step, factor = -np.float32(lr), np.float32(decay)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(weight, rows[k + _AHEAD], j)
-        row, slope = weight[rows[k]], grad[k]
-        if factor == 0:
-            for j in range(width):
-                row[j] = _fma(step, slope[j], row[j])
-        else:
-            for j in range(width):
-                row[j] = _fma(step, _fma(factor, row[j], slope[j]), row[j])
-
-
-@_compiled
-def momentum(
-    weight: Floats, buffer: Floats, rows: Ints, grad: Floats,
-    lr: float, factor: float, nesterov: bool, decay: float,
-) -> None:  # fmt: skip
-    """``torch.optim.SGD`` with momentum."""
-    step, kept, shrink = -np.float32(lr), np.float32(factor), np.float32(decay)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(weight, rows[k + _AHEAD], j)
-                _prefetch(buffer, rows[k + _AHEAD], j)
-        row, moved, slope = weight[rows[k]], buffer[rows[k]], grad[k]
-        for j in range(width):
-            value = slope[j] if shrink == 0 else _fma(shrink, row[j], slope[j])
-            moved[j] = moved[j] * kept + value
-            value = _fma(kept, moved[j], value) if nesterov else moved[j]
-            row[j] = _fma(step, value, row[j])
-
-
-@_compiled
-def adagrad_sums(
-    weight: Floats, sums: Floats, rows: Ints, grad: Floats, decay: float, out: Floats
-) -> None:
-    """``torch.optim.Adagrad`` as far as the square root; ``out`` gets what to take it of."""
-    shrink = np.float32(decay)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(sums, rows[k + _AHEAD], j)
-        total, slope, under, row = sums[rows[k]], grad[k], out[k], weight[rows[k]]
-        for j in range(width):
-            value = slope[j] if shrink == 0 else _fma(shrink, row[j], slope[j])
-            total[j] = _fma(value, value, total[j])
-            under[j] = total[j]
-
-
-@_compiled
-def adagrad_step(
-    weight: Floats, rows: Ints, grad: Floats, roots: Floats, lr: float, eps: float, decay: float
-) -> None:
-    """``torch.optim.Adagrad`` after the square root."""
-    step, least, shrink = -np.float32(lr), np.float32(eps), np.float32(decay)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(weight, rows[k + _AHEAD], j)
-        row, slope, root = weight[rows[k]], grad[k], roots[k]
-        for j in range(width):
-            value = slope[j] if shrink == 0 else _fma(shrink, row[j], slope[j])
-            row[j] = row[j] + (step * value) / (root[j] + least)
-
-
-@_compiled
-def square_sums(grad: Floats, out: Any) -> None:
-    """The sum of the squares of each row, column after column, eight rows at a time."""
-    count, width = grad.shape
-    whole = count - count % 8
-    totals = np.empty(8, np.float32)
-    for k in range(0, whole, 8):
-        a = b = c = d = e = f = g = h = np.float32(0)
-        for j in range(width):
-            a += grad[k, j] * grad[k, j]
-            b += grad[k + 1, j] * grad[k + 1, j]
-            c += grad[k + 2, j] * grad[k + 2, j]
-            d += grad[k + 3, j] * grad[k + 3, j]
-            e += grad[k + 4, j] * grad[k + 4, j]
-            f += grad[k + 5, j] * grad[k + 5, j]
-            g += grad[k + 6, j] * grad[k + 6, j]
-            h += grad[k + 7, j] * grad[k + 7, j]
-        totals[0], totals[1], totals[2], totals[3] = a, b, c, d
-        totals[4], totals[5], totals[6], totals[7] = e, f, g, h
-        for i in range(8):
-            out[k + i] = totals[i]
-    for k in range(whole, count):
-        total = np.float32(0)
-        for j in range(width):
-            total += grad[k, j] * grad[k, j]
-        out[k] = total
-
-
-@_compiled
-def rowwise_sums(sums: Floats, rows: Ints, squares: Any, width: int) -> None:
-    """Adds each row's mean square to its sum; ``squares`` gets the sums."""
-    for k in range(len(rows)):
-        total = sums[rows[k], 0] + squares[k] / np.float32(width)
-        sums[rows[k], 0] = total
-        squares[k] = total
-
-
-@_compiled
-def rowwise_step(weight: Floats, rows: Ints, grad: Floats, steps: Any) -> None:
-    """Moves each row against its gradient by its own step."""
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(weight, rows[k + _AHEAD], j)
-        row, slope, step = weight[rows[k]], grad[k], -steps[k]
-        for j in range(width):
-            row[j] = _fma(step, slope[j], row[j])
-
-
-@_compiled
-def adam_moments(
-    first: Floats, second: Floats, rows: Ints, grad: Floats, one: float, two: float, out: Floats
-) -> None:
-    """``torch.optim.SparseAdam`` as far as the square root; ``out`` gets what to take it of."""
-    share, square_share = np.float32(one), np.float32(two)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(first, rows[k + _AHEAD], j)
-                _prefetch(second, rows[k + _AHEAD], j)
-        mean, square, slope, under = first[rows[k]], second[rows[k]], grad[k], out[k]
-        for j in range(width):
-            mean[j] = (slope[j] - mean[j]) * share + mean[j]
-            square[j] = (slope[j] * slope[j] - square[j]) * square_share + square[j]
-            under[j] = square[j]
-
-
-@_compiled
-def adam_step(
-    weight: Floats, first: Floats, rows: Ints, roots: Floats, step: float, eps: float
-) -> None:
-    """``torch.optim.SparseAdam`` after the square root."""
-    size, least = -np.float32(step), np.float32(eps)
-    width = roots.shape[1]
-    for k in range(len(rows)):
-        if k + _AHEAD < len(rows):
-            for j in range(0, width, _LINE):
-                _prefetch(weight, rows[k + _AHEAD], j)
-        row, mean, root = weight[rows[k]], first[rows[k]], roots[k]
-        for j in range(width):
-            row[j] = row[j] + size * (mean[j] / (root[j] + least))
-
-
-@_compiled
-def ftrl_sums(sums: Floats, rows: Ints, grad: Floats, old: Floats, new: Floats) -> None:
-    """FTRL as far as the square roots of the sums before and after this update."""
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        total, slope = sums[rows[k]], grad[k]
-        for j in range(width):
-            old[k, j] = total[j]
-            total[j] = total[j] + slope[j] * slope[j]
-            new[k, j] = total[j]
-
-
-@_compiled
-def ftrl_step(
-    weight: Floats, linear: Floats, rows: Ints, grad: Floats, old: Floats, new: Floats,
-    lr: float, l1: float, l2: float, beta: float,
-) -> None:  # fmt: skip
-    """FTRL after the square roots."""
-    rate, sparse, ridge, slack = np.float32(lr), np.float32(l1), np.float32(l2), np.float32(beta)
-    width = grad.shape[1]
-    for k in range(len(rows)):
-        row, line, slope = weight[rows[k]], linear[rows[k]], grad[k]
-        for j in range(width):
-            drift = (new[k, j] - old[k, j]) / rate
-            line[j] = line[j] + (slope[j] - drift * row[j])
-            if abs(line[j]) <= sparse:
-                row[j] = np.float32(0)
-            else:
-                pull = sparse if line[j] > 0 else -sparse
-                row[j] = (pull - line[j]) / ((slack + new[k, j]) / rate + ridge)
-
-
 # --- sixteen bits
 
 
-@_inlined
+@inlined
 def _noise(identity: Any, column: Any, seed: Any, update: Any) -> Any:
     state = _mix(np.uint64(identity) ^ np.uint64(seed)) + _GOLDEN * np.uint64(update)
     return _random(state + _GOLDEN * np.uint64(column + 1))
 
 
-@_compiled
+@compiled
 def to_bfloat16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
     """Rounds up or down by chance; the chance comes from a hash, so that replicas agree."""
     for k in range(len(ids)):
         for j in range(values.shape[1]):
-            bits = np.uint64(_bits(values[k, j]))
-            if (bits & np.uint64(0x7F800000)) != np.uint64(0x7F800000):
-                bits += _noise(ids[k], j, seed, update) & _LOW_16
-            out[k, j] = np.uint16(bits >> np.uint64(16))
+            pattern = np.uint64(bits(values[k, j]))
+            if (pattern & np.uint64(0x7F800000)) != np.uint64(0x7F800000):
+                pattern += _noise(ids[k], j, seed, update) & _LOW_16
+            out[k, j] = np.uint16(pattern >> np.uint64(16))
 
 
-@_compiled
+@compiled
 def to_float16(values: Floats, ids: Ints, seed: int, update: int, out: Halves) -> None:
     """The same for float16; what is too large becomes the largest number there is."""
     for k in range(len(ids)):
         for j in range(values.shape[1]):
-            bits = np.uint64(_bits(values[k, j]))
-            sign = (bits >> np.uint64(16)) & np.uint64(0x8000)
-            exponent = np.int64((bits >> np.uint64(23)) & np.uint64(0xFF)) - 112
-            mantissa = (bits & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
+            pattern = np.uint64(bits(values[k, j]))
+            sign = (pattern >> np.uint64(16)) & np.uint64(0x8000)
+            exponent = np.int64((pattern >> np.uint64(23)) & np.uint64(0xFF)) - 112
+            mantissa = (pattern & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
             noise = _noise(ids[k], j, seed, update)
             if exponent == 143:  # infinite, or not a number
                 half = np.uint64(0x7C00 if mantissa == np.uint64(0x800000) else 0x7E00)

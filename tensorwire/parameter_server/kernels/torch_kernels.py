@@ -18,6 +18,8 @@ _LOW: Final = np.uint64(0xFFFFFFFF)
 _LOW_16: Final = np.uint64(0xFFFF)
 
 NAME: Final = "torch"
+UPDATES: Final = None
+"""Rules move rows by their own torch code."""
 
 
 def _u(number: int) -> Any:

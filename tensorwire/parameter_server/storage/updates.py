@@ -37,12 +37,12 @@ def apply(
         grad: their gradients; they stay as they are.
         step: how often the table was updated, this time included.
     """
-    compiled = _COMPILED.get(type(rule)) if hasattr(kernels, "sgd") else None
-    if compiled is not None:
+    compiled, updates = _COMPILED.get(type(rule)), kernels.UPDATES
+    if compiled is not None and updates is not None:
         divide(
             len(rows),
             (2 + len(state)) * grad.nbytes,
-            lambda a, b: compiled(kernels, rule, weight, state, rows[a:b], grad[a:b], step),
+            lambda a, b: compiled(updates, rule, weight, state, rows[a:b], grad[a:b], step),
         )
     else:
         _apply_torch(kernels, rule, weight, state, rows, grad, step)

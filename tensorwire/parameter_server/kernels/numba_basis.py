@@ -1,0 +1,81 @@
+"""How kernels are compiled, and the instructions that numba has no name for.
+
+What numba has compiled it keeps, and compiles again only when the file of that kernel changes:
+after a change of this file ``__pycache__`` must go (``make clean``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_FUSES: Final = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+AHEAD: Final = 8
+"""Rows that are asked for before they are needed."""
+LINE: Final = 16
+"""Floats in a line of the cache."""
+
+
+def compiled(function: Any) -> Any:
+    """Compiles a kernel, which is kept for the next process."""
+    return njit(nogil=True, cache=True)(function)
+
+
+def inlined(function: Any) -> Any:
+    """Makes a function a part of each kernel that uses it."""
+    return njit(inline="always")(function)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fma(_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once where torch's kernels round once on this processor."""
+    kind = ir.FloatType()
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        if not _FUSES:
+            return builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
+        fused = builder.module.declare_intrinsic(
+            "llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3)
+        )
+        return builder.call(fused, arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_context: Any, array: Any, i: Any, j: Any) -> Any:
+    """Asks for a line of the cache that is needed soon."""
+    number = ir.IntType(32)
+    address = ir.IntType(8).as_pointer()
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        made = context.make_array(kind)(context, builder, arguments[0])
+        at = cgutils.get_item_pointer(
+            context, builder, kind, made, [arguments[1], arguments[2]], wraparound=False
+        )
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [address, number, number, number]),
+            "llvm.prefetch.p0i8",
+        )
+        read, near, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(function, [builder.bitcast(at, address), read, near, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits(_context: Any, value: Any) -> Any:
+    """The bits of a float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
