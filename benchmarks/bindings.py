@@ -1,7 +1,7 @@
 """The two libraries behind one face, so that each workload is written once.
 
-Nothing is wrapped: the fields are the libraries' own functions, and a call
-through them costs what it costs a user.
+The fields are the libraries' own functions, and a call through them costs what it costs
+a user; only ``backward_and_step`` is for torch the two calls that it takes there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Api:
     context: Callable[[], AbstractContextManager[int]]
     backward: Callable[..., None]
     optimizer: Callable[..., Any]
+    backward_and_step: Callable[[Any, int, list[Any]], None]
+    """Of an optimizer, in a context, for some losses; torch has two calls for it."""
 
     def join(self, rank: int, size: int, backend: str, options: dict[str, Any]) -> None:
         """Join the group of this run as ``worker<rank>``; returns when all have."""
@@ -71,7 +73,8 @@ def _ours() -> Api:
     import optim_dist
     import rpc
 
-    return _api(OURS, rpc, autograd_dist, optim_dist)
+    fused = optim_dist.DistributedOptimizer.backward_and_step
+    return _api(OURS, rpc, autograd_dist, optim_dist, fused)
 
 
 def _torch() -> Api:
@@ -80,10 +83,22 @@ def _torch() -> Api:
     import torch.distributed.rpc
 
     distributed = torch.distributed
-    return _api(TORCH, distributed.rpc, distributed.autograd, distributed.optim)
+    autograd = distributed.autograd
+
+    def backward_and_step(optimizer: Any, context: int, losses: list[Any]) -> None:
+        autograd.backward(context, losses)
+        optimizer.step(context)
+
+    return _api(TORCH, distributed.rpc, autograd, distributed.optim, backward_and_step)
 
 
-def _api(library: str, rpc: ModuleType, autograd: ModuleType, optim: ModuleType) -> Api:
+def _api(
+    library: str,
+    rpc: ModuleType,
+    autograd: ModuleType,
+    optim: ModuleType,
+    backward_and_step: Callable[[Any, int, list[Any]], None],
+) -> Api:
     return Api(
         library=library,
         rpc=rpc,
@@ -96,4 +111,5 @@ def _api(library: str, rpc: ModuleType, autograd: ModuleType, optim: ModuleType)
         context=autograd.context,
         backward=autograd.backward,
         optimizer=optim.DistributedOptimizer,
+        backward_and_step=backward_and_step,
     )

@@ -20,7 +20,7 @@ from benchmarks.group import Group, Launch
 from benchmarks.workloads import ROWS, Row
 
 OPERATIONS = 20
-ROWS_COUNTED = ("empty", "small", "async", "remote", "autograd", "optimizer")
+ROWS_COUNTED = ("empty", "small", "async", "remote", "autograd", "optimizer", "fused")
 _TRIES = 3
 _ROOT = str(Path(__file__).parents[1]) + "/"
 _WORKLOADS = "benchmarks/workloads.py"

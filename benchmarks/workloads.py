@@ -142,18 +142,31 @@ def _forward_backward(of_the_inputs: bool) -> Callable[[Api, int], Operation]:
     return prepare
 
 
-def _forward_backward_step(api: Api, _caller: int) -> Operation:
-    module = api.remote(_PEER, nn.Linear, args=(64, 64))
-    inputs = torch.ones(_BATCH_SIZE, 64)
-    weights = api.rpc_sync(_PEER, parameter_references, args=(api.library, module))
-    optimizer = api.optimizer(torch.optim.SGD, weights, lr=_LEARNING_RATE)
+def _stepping(
+    take_step: Callable[[Api, Any, int, list[Tensor]], None],
+) -> Callable[[Api, int], Operation]:
+    def prepare(api: Api, _caller: int) -> Operation:
+        module = api.remote(_PEER, nn.Linear, args=(64, 64))
+        inputs = torch.ones(_BATCH_SIZE, 64)
+        weights = api.rpc_sync(_PEER, parameter_references, args=(api.library, module))
+        optimizer = api.optimizer(torch.optim.SGD, weights, lr=_LEARNING_RATE)
 
-    def operation() -> None:
-        with api.context() as context:
-            api.backward(context, [module.rpc_sync().forward(inputs).sum()])
-            optimizer.step(context)
+        def operation() -> None:
+            with api.context() as context:
+                take_step(api, optimizer, context, [module.rpc_sync().forward(inputs).sum()])
 
-    return operation
+        return operation
+
+    return prepare
+
+
+def _backward_then_step(api: Api, optimizer: Any, context: int, losses: list[Tensor]) -> None:
+    api.backward(context, losses)
+    optimizer.step(context)
+
+
+def _backward_and_step(api: Api, optimizer: Any, context: int, losses: list[Tensor]) -> None:
+    api.backward_and_step(optimizer, context, losses)
 
 
 def _main_job(api: Api, caller: int) -> Operation:
@@ -236,7 +249,18 @@ _ROWS = (
     Row("remote", "remote + to_here", _remote_and_fetch),
     Row("autograd", "autograd forward + backward", _forward_backward(of_the_inputs=False)),
     Row("back", "... + gradient of the input", _forward_backward(of_the_inputs=True)),
-    Row("optimizer", "... + optimizer step", _forward_backward_step, modules=_OF_OPTIMIZERS),
+    Row(
+        "optimizer",
+        "... + optimizer step",
+        _stepping(_backward_then_step),
+        modules=_OF_OPTIMIZERS,
+    ),
+    Row(
+        "fused",
+        "... with backward_and_step",
+        _stepping(_backward_and_step),
+        modules=_OF_OPTIMIZERS,
+    ),
     Row(
         "job",
         "main job, steps of 2 trainers",

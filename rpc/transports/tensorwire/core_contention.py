@@ -4,6 +4,10 @@ A thread that polls takes a core. With more processes than cores, callers that p
 worker that should answer them from running. The kernel counts how long each thread was ready to
 run and had no core; a thread that polls on a core of its own hardly ever waits, and of three
 that share two cores each waits a third of the time. Sans-IO, but for ``thread_times``.
+
+Trials cost what polling costs, and every process makes its own: sixteen of 20 ms, after pauses
+of 50 and 100 ms, are more than two cores have. So they are short, and a thread that waited for
+its core most of the time although it did not poll makes none.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ import threading
 from typing import Final, NamedTuple
 
 _LOOK_EVERY_SECONDS: Final = 0.02
-_LEAST_NANOSECONDS: Final = 5_000_000
+_TRIAL_SECONDS: Final = 0.005
+_LEAST_NANOSECONDS: Final = 4_000_000
 """Less than that says little."""
 _MOST_WAITED: Final = 0.2
 """The share of the time for which a thread wanted a core that it may wait for one."""
+_MOST_WAITED_ASLEEP: Final = 0.5
+"""The same of a thread that sleeps whenever it can, and whose wake-ups count as waits."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
-_LONGEST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 0.5
 
 
 class ThreadTimes(NamedTuple):
@@ -69,17 +76,27 @@ class Contention:
             now: seconds on any steady clock.
             times: as of now.
         """
-        last, self._last = self._last, times
-        self.look_at = now + _LOOK_EVERY_SECONDS
+        last = self._last
+        asleep = self.paused_until > 0.0
         if times is None or last is None or last.thread != times.thread:
+            self._poll(now, times, _TRIAL_SECONDS)
             return
         waited = times.waited - last.waited
         wanted = times.ran - last.ran + waited
         if wanted < _LEAST_NANOSECONDS:
-            return
-        if waited <= _MOST_WAITED * wanted:
+            self._poll(now, times if asleep else last, _TRIAL_SECONDS)
+        elif waited > (_MOST_WAITED_ASLEEP if asleep else _MOST_WAITED) * wanted:
+            self._pause = min(max(2 * self._pause, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            self.look_at = self.paused_until = now + self._pause
+            self._last = times
+        elif asleep:
+            self._poll(now, times, _TRIAL_SECONDS)
+        else:
             self._pause = 0.0
-            return
-        self._pause = min(max(2 * self._pause, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-        self.look_at = self.paused_until = now + self._pause
-        self._last = None  # what it waits meanwhile says nothing of polling
+            self._poll(now, times, _LOOK_EVERY_SECONDS)
+
+    def _poll(self, now: float, since: ThreadTimes | None, seconds: float) -> None:
+        """Lets it poll, and judges it after some time by what was counted since."""
+        self.paused_until = 0.0
+        self.look_at = now + seconds
+        self._last = since

@@ -10,7 +10,8 @@ is quick. It passes to another thread
 
 A thread that comes back from a handler without the baton queues up for it. So a
 quick request costs no hand-off, and a slow or blocked one delays no other by
-more than the watch's tick.
+more than the watch's tick. Where callers on this host crowd its cores they are
+served by turns (``turns``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rpc.transports.tensorwire.busy_polling import BusyPoller
 from rpc.transports.tensorwire.channel import Sender
 from rpc.transports.tensorwire.main_reader import MainReader
 from rpc.transports.tensorwire.replies import ChannelEvents
+from rpc.transports.tensorwire.turns import IDLE_SECONDS, Turns, callers_at_once
 from rpc.transports.tensorwire.wakeup import WakeUp
 
 _log = logging.getLogger("rpc.transports.tensorwire")
@@ -103,12 +105,19 @@ class RequestSide:
         name: prefix of the threads' names.
         sweep: called now and then while :attr:`sweeping` is set.
         busy_poll_seconds: how long a thread polls before it sleeps.
+        turns: of callers on this host; made to suit the cores unless given.
 
     Attributes:
         holder: has the baton.
     """
 
-    def __init__(self, name: str, sweep: Callable[[], None], busy_poll_seconds: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        sweep: Callable[[], None],
+        busy_poll_seconds: float,
+        turns: Turns[Work] | None = None,
+    ) -> None:
         self._name = name
         self._sweep = sweep
         self.sweeping = False
@@ -120,6 +129,12 @@ class RequestSide:
             made.pop_all()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._backlog: deque[Work] = deque()
+        self._arrived: deque[Work] = self._backlog
+        """Takes what is read: the backlog, or for a moment what a caller is to wait for."""
+        self._turns: Turns[Work] = turns or Turns(callers_at_once())
+        self._crowd = self._turns.most
+        self._local: set[int] = set()
+        """Descriptors of callers on this host."""
         self._lock = threading.Lock()
         self.holder: _Server | None = None
         self._delivering = 0
@@ -160,12 +175,14 @@ class RequestSide:
             if not ready & ~select.EPOLLOUT:
                 return
             for frame in reader.read():
-                self._backlog.append((events.deliver, frame))
+                self._arrived.append((events.deliver, frame))
             if reader.over:
-                self._backlog.append((events.ended, reader.over))
+                self._arrived.append((events.ended, reader.over))
                 with contextlib.suppress(OSError, ValueError):  # removed and closed meanwhile
                     self._epoll.unregister(sock.fileno())
 
+        if sock.family == socket.AF_UNIX:
+            self._local.add(sock.fileno())
         self.add(sock, handle)
 
     def watch_writable(self, sock: socket.socket, wanted: bool) -> None:
@@ -176,6 +193,7 @@ class RequestSide:
     def remove(self, sock: socket.socket) -> None:
         """Forgets a socket; to be called before it is closed."""
         self._handlers.pop(sock.fileno(), None)
+        self._local.discard(sock.fileno())
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(sock.fileno())
 
@@ -270,7 +288,12 @@ class RequestSide:
 
     def _poll(self) -> None:
         timeout = _SWEEP_SECONDS if self.sweeping else -1
-        for descriptor, events in self._poller.wait(timeout):
+        if self._turns.on:
+            timeout = IDLE_SECONDS
+        ready = self._poller.wait(timeout)
+        if len(ready) > self._crowd or self._turns.on:
+            ready = self._take_turns(ready)
+        for descriptor, events in ready:
             handler = self._handlers.get(descriptor)
             if handler is not None:
                 try:
@@ -284,6 +307,30 @@ class RequestSide:
                 self._sweep()
             except BaseException:  # the same
                 _log.exception("%s: connections were not looked after", self._name)
+
+    def _take_turns(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Reads for those whose turn it is not, and keeps it; returns the others."""
+        turns = self._turns
+        local = self._local.intersection(descriptor for descriptor, _ in ready)
+        self._backlog.extend(turns.looked(len(local), time.perf_counter()))
+        if not turns.on:
+            return ready
+        return [each for each in ready if each[0] not in local or not self._keep(*each)]
+
+    def _keep(self, descriptor: int, events: int) -> bool:
+        """Reads from a caller whose turn it is not, and keeps that; False if it has its turn."""
+        handler = self._handlers.get(descriptor)
+        if handler is None or self._turns.may_serve(descriptor):
+            return False
+        self._arrived = deque()
+        try:
+            handler(events)
+        except BaseException:  # as in _poll
+            _log.exception("%s: what arrived was not dealt with", self._name)
+        finally:
+            arrived, self._arrived = self._arrived, self._backlog
+        self._turns.keep(descriptor, arrived)
+        return True
 
     def _deliver(self, me: _Server, work: Work) -> None:
         pace = self._pace

@@ -14,6 +14,7 @@ import pytest
 from rpc.constants import DEFAULT_BUSY_POLL_SEC
 from rpc.transports.tensorwire.channel import Sender, Unsent
 from rpc.transports.tensorwire.requests import RequestSide
+from rpc.transports.tensorwire.turns import Turns
 from tests.waiting import until
 
 SECONDS = 20.0
@@ -216,6 +217,45 @@ def test_a_socket_that_is_closed_while_it_is_read_holds_up_no_other(side: Side) 
     side.requests.add_main(mine, ClosedWhileRead(mine), events)  # type: ignore[arg-type]
     other.close()
     until(lambda: ended == ["it was closed"])
+
+
+class OneFrameAByte:
+    """Reads from a socket; each byte stands for a frame."""
+
+    over = ""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def read(self) -> list[int]:
+        return [*self._sock.recv(64)]
+
+
+def test_callers_that_crowd_the_cores_are_served_by_turns() -> None:
+    requests = RequestSide("test", lambda: None, 0.0, Turns(2, seconds=60.0))
+    served: list[int] = []
+    pairs = [socket.socketpair() for _ in range(5)]
+
+    def add(caller: int, near: socket.socket, far: socket.socket) -> None:
+        def deliver(_: object) -> None:
+            served.append(caller)
+            if served.count(caller) < 3:
+                far.send(b"x")
+
+        events = SimpleNamespace(deliver=deliver)
+        requests.add_main(near, OneFrameAByte(near), events)  # type: ignore[arg-type]
+        far.send(b"x")
+
+    for caller, (near, far) in enumerate(pairs):
+        add(caller, near, far)
+    requests.start()
+    until(lambda: len(served) == 15)
+    requests.close()
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+    turns = [served[:6], served[6:12], served[12:]]
+    assert [len({*turn}) for turn in turns] == [2, 2, 1]
 
 
 def test_whoever_is_about_to_block_passes_the_baton_first(side: Side) -> None:
