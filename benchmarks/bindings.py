@@ -83,7 +83,7 @@ def _torch() -> Api:
     import torch.distributed.rpc
 
     distributed = torch.distributed
-    autograd = distributed.autograd
+    autograd: Any = distributed.autograd
 
     def backward_and_step(optimizer: Any, context: int, losses: list[Any]) -> None:
         autograd.backward(context, losses)
