@@ -1,11 +1,10 @@
 """Decides which callers of one host are served now, where they crowd its cores.
 
 A core remembers the page tables of six processes (``TLB_NR_DYN_ASIDS`` of Linux on x86); one
-that takes its turn after six others finds no address translated. Measured on two cores, an
-empty call took 170 µs of processor time with eight callers and 245 µs with sixteen. So
-requests of some callers are served for some milliseconds, while what others sent is kept;
-then comes the turn of those that have waited longest. With turns of 20 ms sixteen callers took
-170 µs per call, with turns of 5 ms 255 µs. Sans-IO.
+that takes its turn after six others finds no address translated. So requests of some callers
+are served for some milliseconds, while what others sent is kept; then comes the turn of those
+that have waited longest. Measured on two cores, sixteen callers made 6 100 empty calls per second
+without turns, 7 200 with turns of 10 ms, 9 800 with turns of 20 ms. Sans-IO.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final, Generic, TypeVar
 WorkT = TypeVar("WorkT")
 
 _CALLERS_PER_CORE: Final = 4
-TURN_SECONDS: Final = 0.01
+TURN_SECONDS: Final = 0.02
 IDLE_SECONDS: Final = 0.001
 """A turn ends if for so long nobody whose turn it is sends anything."""
 
