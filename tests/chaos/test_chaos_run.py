@@ -16,12 +16,12 @@ from chaos.plan import Fault, Kind
 @pytest.mark.timeout(400)
 def test_the_survivors_go_on(tmp_path: Path) -> None:
     """Over TENSORWIRE; ``make chaos`` does it over both backends."""
-    faults = [Fault(1.0, Kind.STOP, "server"), Fault(13.0, Kind.KILL, "trainer1")]
+    faults = [Fault(0.5, Kind.STOP, "server"), Fault(8.5, Kind.KILL, "trainer1")]
     limits = Limits(
         bound=2.0, grace=30.0, recovery=60.0, more=99, descriptors=99, threads=99
     )  # it is short
     director = Director(Settings("TENSORWIRE", 2, limits.bound, tmp_path / "log"))
-    end = director.run(faults, 20.0)
+    end = director.run(faults, 12.0)
     report = judge(director.done, director.events, WITNESS, end, limits)
     assert report.violations + director.problems == [], describe(report)
     assert report.steps > 0
