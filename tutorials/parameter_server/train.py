@@ -167,7 +167,7 @@ def _report(
         if shard["head"]
         for table in shard["tables"].values()
     )
-    print(f"{options.steps} steps in {seconds:.1f} s; {rows} rows on {len(servers)} servers")
+    print(f"{options.steps} steps in {seconds:.1f} s; servers: {len(servers)}, rows: {rows}")
     print(f"final AUC: {history.areas[options.steps]:.6f} (at most {history.best:.6f})")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "history.json").write_text(json.dumps(asdict(history)))
