@@ -35,9 +35,18 @@ class ControlChannel:
     Args:
         group: the workers that are there.
         transport: carries frames; another one takes its place in a forked child.
+        duplicates: makes what recognises batches that came before.
+
+    Attributes:
+        seen: the batches that came, by sender.
     """
 
-    def __init__(self, group: Group, transport: Transport) -> None:
+    def __init__(
+        self,
+        group: Group,
+        transport: Transport,
+        duplicates: type[DuplicateFilter] = DuplicateFilter,
+    ) -> None:
         self._group = group
         self.transport = transport
         self._lock = threading.Lock()
@@ -45,7 +54,7 @@ class ControlChannel:
         self._early: dict[Life, list[ControlMessage]] = {}  # to lives not known here yet
         self._joined: dict[int, int] = {}  # worker: its latest incarnation that is known
         self._sequences: defaultdict[int, int] = defaultdict(int)
-        self._seen: defaultdict[Life, DuplicateFilter] = defaultdict(DuplicateFilter)
+        self.seen: defaultdict[Life, DuplicateFilter] = defaultdict(duplicates)
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
 
@@ -109,7 +118,7 @@ class ControlChannel:
         """The messages of a batch; none if it came before."""
         sequence, messages = decode_batch(frame.payload)
         with self._lock:
-            return messages if self._seen[sender].accept(sequence) else []
+            return messages if self.seen[sender].accept(sequence) else []
 
     def acted_upon(self, sender: Life, messages: list[ControlMessage]) -> None:
         """Counts a batch as received, now that what it asks for was done."""
@@ -138,8 +147,8 @@ class ControlChannel:
         with self._lock:
             for life in [life for life in self._queued if life.worker == worker_id]:
                 del self._queued[life]
-            for life in [life for life in self._seen if life.worker == worker_id]:
-                del self._seen[life]
+            for life in [life for life in self.seen if life.worker == worker_id]:
+                del self.seen[life]
             for counters in (self._sequences, self._sent, self._received):
                 counters.pop(worker_id, None)
 

@@ -92,12 +92,20 @@ class Work:
 
 
 class GroupShutdown:
-    """The shutdown by which one agent leaves its group."""
+    """The shutdown by which one agent leaves its group.
 
-    def __init__(self, agent: LeavingWorker) -> None:
+    Args:
+        agent: the worker.
+        decides: makes what decides.
+
+    Attributes:
+        machine: what decides.
+    """
+
+    def __init__(self, agent: LeavingWorker, decides: type[Termination] = Termination) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._machine = Termination(agent.info.id, {agent.info.id})
+        self.machine = decides(agent.info.id, {agent.info.id})
         self._todo: deque[Effect] = deque()
         self._answering = False
         self._probed = False
@@ -123,11 +131,15 @@ class GroupShutdown:
                 that were still waited for, as far as this one knows them.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
-        with self._lock:
-            self._todo += self._machine.begin()
-        self._perform()
+        self.begin()
         if not self._finished.wait(timeout or None):
             raise RpcTimeoutError(self._timed_out(timeout))
+
+    def begin(self) -> None:
+        """The program is ready to leave with the whole group."""
+        with self._lock:
+            self._todo += self.machine.begin()
+        self._perform()
 
     def refuse_in_handler(self) -> None:
         """Changes nothing.
@@ -167,8 +179,8 @@ class GroupShutdown:
 
     def _timed_out(self, timeout: float) -> str:
         with self._lock:
-            leader = self._machine.leader
-            missing = self._machine.missing()
+            leader = self.machine.leader
+            missing = self.machine.missing()
             was_asked = self._asked_by == leader
         group, me = self._agent.group, self._agent.info.id
         if not self._agent.is_quiet() and (leader != me or missing == [me]):
@@ -216,18 +228,18 @@ class GroupShutdown:
     def worker_joined(self, worker_id: int) -> None:
         """A worker joined: it has to be waited for too."""
         with self._lock:
-            self._todo += self._machine.joined(worker_id)
+            self._todo += self.machine.joined(worker_id)
         self._perform()
 
     def worker_lost(self, worker_id: int) -> None:
         """A worker is gone: it is not waited for any more."""
         with self._lock:
-            self._todo += self._machine.lost(worker_id)
+            self._todo += self.machine.lost(worker_id)
         self._perform()
 
     def expects_departures(self) -> bool:
         """True when workers that go are nothing to warn of."""
-        return self._closing or self._machine.phase > Phase.DRAIN
+        return self._closing or self.machine.phase > Phase.DRAIN
 
     @property
     def is_closing(self) -> bool:
@@ -250,19 +262,20 @@ class GroupShutdown:
         if not isinstance(message, Ready | Probe | Quiet | Leaving):
             return False
         with self._lock:
-            self._todo += self._machine.receive(sender, message)
+            self._todo += self.machine.receive(sender, message)
         self._perform()
         return True
 
     def activity_changed(self) -> None:
         """Answers the leader's probe if this worker has become quiet."""
         if self._probed:
-            self._answer_if_quiet()
+            self.answer_if_quiet()
         if self._alone:
             with self._changed:
                 self._changed.notify_all()
 
-    def _answer_if_quiet(self) -> None:
+    def answer_if_quiet(self) -> None:
+        """Answers the leader's question if nothing is under way here."""
         agent = self._agent
         if not agent.is_quiet():
             return
@@ -274,7 +287,7 @@ class GroupShutdown:
             # Those of the last answer count: until this worker closes, others leave, and with
             # them what they hold.
             self.leaks = leaks
-            self._todo += self._machine.quiet(work.activity, work.sent, work.received)
+            self._todo += self.machine.quiet(work.activity, work.sent, work.received)
         self._perform()
 
     def _perform(self) -> None:
@@ -286,7 +299,7 @@ class GroupShutdown:
                 self._answering = True
                 effect = self._todo[0]
             try:
-                self._perform_one(effect)
+                self.carry_out(effect)
                 self._todo.popleft()
             except Exception:  # such as no memory: without this step the others would wait for ever
                 _logger.exception(
@@ -303,19 +316,20 @@ class GroupShutdown:
         agent = self._agent
         agent.timers.at(agent.clock.now() + _SECONDS_BEFORE_TRYING_AGAIN, self._perform)
 
-    def _perform_one(self, effect: Effect) -> None:
+    def carry_out(self, effect: Effect) -> None:
+        """Does one thing that was decided."""
         agent = self._agent
         if isinstance(effect, Tell):
             if effect.to == agent.info.id:
                 with self._lock:
-                    self._todo += self._machine.receive(effect.to, effect.message)
+                    self._todo += self.machine.receive(effect.to, effect.message)
             else:
                 agent.tell(agent.group.life(effect.to), effect.message)
         elif isinstance(effect, AnswerWhenQuiet):
             with self._lock:
-                self._asked_by = self._machine.leader
+                self._asked_by = self.machine.leader
             self._probed = self.awaits_quiet = True
-            self._answer_if_quiet()
+            self.answer_if_quiet()
             if self._probed and not self._will_speak:
                 self._will_speak = True
                 self._speak_in(_SECONDS_OF_SILENCE)

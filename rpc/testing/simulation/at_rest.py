@@ -46,7 +46,7 @@ class AtRest:
 
     def _check_filters(self, worker: SimWorker) -> None:
         """Checks that exactly what came is remembered, in as few ranges as can be."""
-        for sender, known in worker.seen.items():
+        for sender, known in worker.control.seen.items():
             came = self._books.batches[worker.life, sender]
             ranges = sum(number - 1 not in came for number in came)
             right = known.ranges == ranges and all(number in known for number in came)

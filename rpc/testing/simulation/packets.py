@@ -11,6 +11,7 @@ from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Handle
 from rpc.protocol.retry import RequestId
 from rpc.testing.simulation.steps import Name, short
+from rpc.transports.base import Frame
 from rpc.wire.control import ControlMessage, Passage, Passed, Register
 
 Causes: TypeAlias = frozenset[Life]
@@ -45,10 +46,11 @@ class SimReply:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Control messages that were queued for one worker."""
+    """Control messages that were queued for one worker, and the frame that carries them."""
 
     sequence: int
     messages: tuple[ControlMessage, ...]
+    frame: Frame = field(repr=False)
 
 
 Body: TypeAlias = SimRequest | SimReply | Batch

@@ -75,10 +75,10 @@ class Shutdowns:
     def _check_missing(self, worker: SimWorker) -> None:
         if min(worker.view) != worker.life.worker:
             return
-        missing = worker.termination.missing()
+        missing = worker.leaving.machine.missing()
         right = missing == sorted({*missing} & worker.view.keys())
         require(right, Rule.SHUTDOWN_WAITS, worker.life, "waits for", missing)
-        if worker.termination.phase is Phase.CLOSE:
+        if worker.leaving.machine.phase is Phase.CLOSE:
             alone = worker.life.worker not in missing
             require(alone, Rule.SHUTDOWN_WAITS, worker.life, "waits for itself")
             return
@@ -89,8 +89,8 @@ class Shutdowns:
     def lost(self, worker: SimWorker, life: Life) -> None:
         """A worker hears that another is gone; who left in good order has told its leader."""
         leads = min(worker.view) == worker.life.worker and worker.begun and not worker.finished
-        if life in self._world.closed and leads and worker.termination.phase is Phase.CLOSE:
-            told = life.worker not in worker.termination.missing()
+        if life in self._world.closed and leads and worker.leaving.machine.phase is Phase.CLOSE:
+            told = life.worker not in worker.leaving.machine.missing()
             require(told, Rule.SHUTDOWN_WAITS, worker.life, "was not told that", life, "left")
 
     def _check_leader_is_last(self, worker: SimWorker, group: frozenset[Life]) -> None:
@@ -134,7 +134,7 @@ class Shutdowns:
     def check_everybody_left(self) -> None:
         """A shutdown is over."""
         stuck = [
-            (worker.life, worker.termination.phase, worker.termination.missing())
+            (worker.life, worker.leaving.machine.phase, worker.leaving.machine.missing())
             for worker in self._world.living.values()
         ]
         require(not stuck, Rule.SHUTDOWN_ENDS, stuck)

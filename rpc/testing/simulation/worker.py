@@ -1,19 +1,22 @@
 """One simulated worker: the decision modules of an agent, wired as the agent wires them.
 
-It does what the agent's files around the decisions do (``caller``, ``callee``,
-``keeper``, ``control_channel``, ``shutdown``), without their threads, bytes
-and sockets. What comes out of the decisions is carried out at once and shown to
-the ledger, which knows what must and must not be. It chooses nothing.
+Its control messages and its shutdown are the agent's own (``control_channel``, ``shutdown``).
+Otherwise it does what the agent's files around the decisions do (``caller``, ``callee``,
+``keeper``), without their threads, bytes and sockets. What comes out of the decisions is
+carried out at once and shown to the ledger, which knows what must and must not be. It
+chooses nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from rpc.calls.control_channel import ControlChannel
+from rpc.errors import UnknownWorkerError
 from rpc.group.members import Group
+from rpc.group.shutdown import GroupShutdown, Work
 from rpc.ids import GlobalId, Life
 from rpc.protocol.calls import CallTable, Ending
 from rpc.protocol.cancellation import EarlyCancellations
@@ -32,9 +35,8 @@ from rpc.protocol.reference_terms import (
 )
 from rpc.protocol.references import ReferenceTable
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
-from rpc.protocol.termination import AnswerWhenQuiet, Enter, Tell, Termination
 from rpc.protocol.termination import Effect as TerminationEffect
-from rpc.protocol.termination import Phase as Shutdown
+from rpc.protocol.termination import Enter, Finished, Tell, Termination
 from rpc.testing.simulation.packets import (
     Batch,
     CallOutcome,
@@ -48,18 +50,16 @@ from rpc.testing.simulation.packets import (
 )
 from rpc.testing.simulation.rules import Rule, require
 from rpc.testing.simulation.steps import Addressing, Name
-from rpc.transports.base import Peer
+from rpc.transports.base import Frame, Peer
 from rpc.wire.control import (
     Accepted,
     Cancel,
     ControlMessage,
     DuplicateFilter,
-    Leaving,
     Passage,
     Passed,
-    Probe,
-    Quiet,
     Ready,
+    decode_batch,
 )
 from rpc.worker_info import WorkerInfo
 
@@ -94,6 +94,76 @@ class Machines:
     suspicion: type[Suspicion] = Suspicion
 
 
+class EscapedError(BaseException):
+    """Something was raised as a shutdown went on, which would survive any ``Exception``.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Wire:
+    """Takes the frames of a worker's control channel to the simulated network."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self._worker = worker
+
+    def send(self, to: int, frame: Frame) -> None:
+        worker = self._worker
+        if to not in worker.view:
+            raise UnknownWorkerError(f"worker {to} was removed")
+        sequence, messages = decode_batch(frame.payload)
+        batch = Batch(sequence, tuple(messages), frame)
+        worker.world.post(worker.life, worker.view[to], batch)
+
+
+class _WitnessedShutdown(GroupShutdown):
+    """A worker's shutdown, whose every step is shown to the checks."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        super().__init__(cast("Any", worker), worker.world.machines.termination)
+        self._worker = worker
+        self._waves = (-1, 0)
+
+    def carry_out(self, effect: TerminationEffect) -> None:
+        worker, shutdowns = self._worker, self._worker.world.shutdowns
+        try:
+            worker.world.say(worker.life, effect)
+            if isinstance(effect, Enter | Finished):
+                shutdowns.entered(worker, effect.phase if isinstance(effect, Enter) else None)
+                worker.finished = isinstance(effect, Finished)
+            elif isinstance(effect, Tell) and _tells_ready(effect, worker.life):
+                shutdowns.told_ready(worker, worker.life)
+            super().carry_out(effect)
+        except Exception as error:
+            raise EscapedError(error) from error
+
+    def answer_if_quiet(self) -> None:
+        worker, world = self._worker, self._worker.world
+        if not (self.awaits_quiet and worker.is_quiet()):
+            return
+        step, waves = self._waves
+        self._waves = world.step, waves + 1 if step == world.step else 1
+        world.shutdowns.answered(worker, self._waves[1])
+        causes, world.causes = world.causes, frozenset((worker.life,))
+        super().answer_if_quiet()
+        world.causes = causes
+
+
+class _NoTimers:
+    """A clock that stands, and timers that never run: nobody speaks of slow shutdowns here."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def at(self, when: float, task: object) -> None:
+        return
+
+
 class SimWorker:
     """One life of one worker.
 
@@ -110,15 +180,14 @@ class SimWorker:
         self.references = machines.references(life.worker, life.incarnation)
         self.calls = machines.calls()
         self.group = machines.group()
-        self.termination = machines.termination(life.worker, {life.worker})
         self.early = machines.cancellations()
         self.once = machines.once()
-        self.seen: dict[Life, DuplicateFilter] = {}
-        self.sequences: Counter[int] = Counter()
-        self.sent: Counter[int] = Counter()
-        self.received: Counter[int] = Counter()
-        self.waiting: dict[Life, list[tuple[ControlMessage, Causes]]] = {}
-        self.outbox: dict[Life, list[ControlMessage]] = {}
+        self.control = ControlChannel(self.group, cast("Any", _Wire(self)), machines.duplicates)
+        self.is_expelled = False
+        self.clock = self.timers = _NoTimers()
+        self.leaving = _WitnessedShutdown(self)
+        self.waiting: dict[Life, Causes] = {}
+        """The causes of what is to be told to lives that are not known yet."""
         # What a program and the simulator know; the decisions are compared with it.
         self.view: dict[int, Life] = {}
         self.over: dict[int, int] = {}
@@ -135,8 +204,6 @@ class SimWorker:
         self.activity = 0
         self.begun = False
         self.finished = False
-        self._todo: deque[TerminationEffect] = deque()
-        self._following = False
 
     def fences(self, life: Life) -> bool:
         """True if ``life`` is known to be over."""
@@ -156,7 +223,8 @@ class SimWorker:
             self.group.add(peer)
             if effects := self.references.worker_joined(life):
                 self.perform(effects)
-        self.termination = self.world.machines.termination(self.life.worker, set(self.view))
+            self.leaving.worker_joined(life.worker)
+            self.control.joined(life)
         self.met.update(self.view)
         self.world.ledger.membership_changed(self)
 
@@ -174,11 +242,9 @@ class SimWorker:
         self.met.add(life.worker)
         self.group.add(Peer(info_of(life), life.incarnation, b""))
         self.perform(self.references.worker_joined(life))
-        self.follow(self.termination.joined(life.worker))
-        for message, causes in self.waiting.pop(life, ()):
-            self.world.causes = causes
-            self._queue(life, message)
-        self.flush()
+        self.leaving.worker_joined(life.worker)
+        self.world.causes |= self.waiting.pop(life, frozenset())
+        self.control.joined(life)
         self.world.ledger.membership_changed(self)
 
     def lost(self, life: Life, reason: str) -> None:
@@ -198,15 +264,12 @@ class SimWorker:
         self.perform(self.references.worker_lost(life, reason))
         if known is not None and self.fences(known):
             self.world.shutdowns.lost(self, known)
-            self.follow(self.termination.lost(life.worker))
+            self.leaving.worker_lost(life.worker)
             self.world.shutdowns.looked_at(self)
         self.world.ledger.membership_changed(self)
 
     def _lose_calls(self, life: Life) -> None:
-        for gone in [each for each in self.seen if each.worker == life.worker]:
-            del self.seen[gone]
-        for counter in (self.sequences, self.sent, self.received):
-            counter.pop(life.worker, None)
+        self.control.forget(life.worker)
         self.early.worker_lost(life.worker)
         self.once.worker_lost(life.worker)
         for job in [j for j in self.jobs.values() if j.sender == life and not j.runs]:
@@ -271,7 +334,7 @@ class SimWorker:
 
     def _tell_cancelled(self, record: OpenCall) -> None:
         if self.knows(record.to):
-            self._post(record.to, (Cancel((record.correlation,)),))
+            self.control.tell(record.to, Cancel((record.correlation,)))
 
     def oldest_try(self) -> int:
         """The oldest call that may be tried again, or what the next will be called."""
@@ -473,118 +536,74 @@ class SimWorker:
                     self.world.ledger.handle_confirmed(self, fork)
                 case HandleFailed(fork, failure):
                     self.world.ledger.handle_failed(self, fork, failure)
-        self.flush()
+        self.control.flush()
 
     # --- Control messages
 
     def _queue(self, to: Life, message: ControlMessage) -> None:
-        """Keeps what is for a life that is not known yet; drops what is for one that is over."""
-        if self.knows(to):
-            self.outbox.setdefault(to, []).append(message)
-            self.sent[to.worker] += 1
-        elif not self.fences(to):
-            self.waiting.setdefault(to, []).append((message, self.world.causes))
+        if not self.knows(to):
+            self.waiting[to] = self.waiting.get(to, frozenset()) | self.world.causes
+        self.control.queue(to, message)
 
-    def flush(self) -> None:
-        """Sends what was queued, one batch for each worker."""
-        if not self.outbox:
-            return
-        outbox, self.outbox = self.outbox, {}
-        for to, messages in outbox.items():
-            self._post(to, tuple(messages))
-
-    def _post(self, to: Life, messages: tuple[ControlMessage, ...]) -> None:
-        sequence = self.sequences[to.worker]
-        self.sequences[to.worker] += 1
-        self.world.post(self.life, to, Batch(sequence, messages))
+    def tell(self, to: Life, message: ControlMessage) -> None:
+        """Sends a control message at once."""
+        self.control.tell(to, message)
 
     def noticed(self, sender: Life, batch: Batch) -> None:
         """A batch of control messages came, perhaps not for the first time."""
-        seen = self.seen.get(sender)
-        if seen is None:
-            seen = self.seen[sender] = self.world.machines.duplicates()
-        fresh = seen.accept(batch.sequence)
-        self.world.ledger.batch_taken(self, sender, batch.sequence, fresh)
-        if not fresh:
-            return
-        counted = 0
-        for message in batch.messages:
-            if isinstance(message, Ready | Probe | Quiet | Leaving):
-                if isinstance(message, Ready):
-                    self.world.shutdowns.told_ready(self, sender)
-                self.follow(self.termination.receive(sender.worker, message))
-                self.world.shutdowns.looked_at(self)
-            elif isinstance(message, Cancel):
+        messages = self.control.arrived(sender, batch.frame)
+        self.world.ledger.batch_taken(self, sender, batch.sequence, bool(messages))
+        for message in messages:
+            if isinstance(message, Ready):
+                self.world.shutdowns.told_ready(self, sender)
+            if isinstance(message, Cancel):
                 self.cancelled(sender, message.correlations)
+            elif self.leaving.control_arrived(sender.worker, message):
+                self.world.shutdowns.looked_at(self)
             else:
-                counted += 1
                 if isinstance(message, Accepted):
                     self.world.ledger.accepted(self)
                 self.perform(self.references.message_arrived(sender, message))
-        if self.knows(sender):
-            self.received[sender.worker] += counted
+        self.control.acted_upon(sender, messages)
 
     # --- Shutting down
 
     def begin(self) -> None:
         """The program called ``shutdown``."""
         self.begun = True
-        self.follow(self.termination.begin())
+        self.leaving.begin()
 
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """True if nothing is outstanding, running or being made known here."""
         if len(self.calls) or self.jobs:
             return False
         return self.references.counts().num_pending_users == 0
 
-    def answer_if_quiet(self) -> None:
-        """Answers the leader's question as soon as that may be."""
-        waves = 0
-        while self.life in self.world.probed and self.quiet():
-            waves += 1
-            self.world.shutdowns.answered(self, waves)
-            self.world.probed.discard(self.life)
-            self.follow(self.termination.quiet(self.activity, self.sent, self.received))
+    def work(self) -> Work:
+        """Counts what it has made, served and sent so far."""
+        return Work(self.activity, *self.control.totals())
 
-    def follow(self, effects: Iterable[TerminationEffect]) -> None:
-        """Carries out what the shutdown protocol decided, in order, as ``shutdown`` does."""
-        self._todo += effects
-        if self._following:
-            return
-        self._following = True
-        while self._todo:
-            effect = self._todo.popleft()
-            self.world.say(self.life, effect)
-            self._follow_one(effect)
-        self._following = False
+    def leaks(self) -> list[str]:
+        """Its values that others still use."""
+        return [str(leak.rref) for leak in self.references.leaks()]
 
-    def _follow_one(self, effect: TerminationEffect) -> None:
-        if isinstance(effect, Tell):
-            self._tell(effect)
-        elif isinstance(effect, AnswerWhenQuiet):
-            self.world.probed.add(self.life)
-        elif isinstance(effect, Enter):
-            self.world.shutdowns.entered(self, effect.phase)
-            if effect.phase is Shutdown.RELEASE:
-                self.release()
-        else:
-            self.world.shutdowns.entered(self, None)
-            self.finished = True
+    def under_way(self) -> list[str]:
+        """Names nothing: nobody waits in vain here."""
+        return []
 
-    def _tell(self, effect: Tell) -> None:
-        if effect.to == self.life.worker:
-            if isinstance(effect.message, Ready):
-                self.world.shutdowns.told_ready(self, self.life)
-            self._todo += self.termination.receive(effect.to, effect.message)
-            return
-        to = self.view.get(effect.to)
-        if to is not None:
-            self._post(to, (effect.message,))
+    def release_references(self) -> None:
+        """As :meth:`release`."""
+        self.release()
 
     def release(self) -> None:
         """Lets go of all references at once."""
         self.world.ledger.released(self)
         self.perform(self.references.release_all_users())
+
+
+def _tells_ready(effect: Tell, me: Life) -> bool:
+    """True for the leader that tells itself that its program is ready to leave."""
+    return effect.to == me.worker and isinstance(effect.message, Ready)
 
 
 def info_of(life: Life) -> WorkerInfo:

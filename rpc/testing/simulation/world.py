@@ -49,7 +49,7 @@ from rpc.testing.simulation.packets import (
 )
 from rpc.testing.simulation.shutdowns import Shutdowns
 from rpc.testing.simulation.steps import Act, Name, Step, describe, short
-from rpc.testing.simulation.worker import Machines, SimWorker, info_of
+from rpc.testing.simulation.worker import EscapedError, Machines, SimWorker, info_of
 from rpc.transports.base import Peer
 from rpc.wire.control import Passage, Passed
 
@@ -81,11 +81,10 @@ class World:
         self.island: frozenset[int] = frozenset()
         self.losses = False
         self.messages = 0
-        self.probed: set[Life] = set()
         self.causes = _NOBODY
         self.ledger = Ledger(self)
         self.shutdowns = Shutdowns(self)
-        self._number = -1
+        self.step = -1
         self._made = 0
         self._carry_out = self._table()
         for worker in range(size):
@@ -123,19 +122,24 @@ class World:
 
     def apply(self, step: Step) -> bool:
         """Carries out one step; False if it cannot happen here."""
-        self._number = step.number
+        self.step = step.number
         self._made = 0
         self.causes = _NOBODY
         if self.transcript is not None:
             self.transcript.append(f"{step.number:4}  {describe(step.act)}")
-        done = self._carry_out[type(step.act)](step.act)
+        try:
+            return self._apply(step.act)
+        except EscapedError as escaped:
+            raise escaped.error from None
+
+    def _apply(self, act: Act) -> bool:
+        done = self._carry_out[type(act)](act)
         if not done:
             if self.transcript is not None:
                 self.transcript.pop()
             return False
-        for life in sorted(self.probed & self.living.keys()):
-            self.causes = frozenset((life,))
-            self.living[life].answer_if_quiet()
+        for worker in list(self.living.values()):
+            worker.leaving.activity_changed()
         return True
 
     # --- What workers need
@@ -143,7 +147,7 @@ class World:
     def name(self) -> Name:
         """A new name for something that this step makes."""
         self._made += 1
-        return self._number, self._made
+        return self.step, self._made
 
     def say(self, who: Life, effect: object) -> None:
         """Tells what a worker decided."""

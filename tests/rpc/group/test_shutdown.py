@@ -171,7 +171,7 @@ def test_one_that_is_closed_by_another_thread_waits_for_nobody(
         left.set()
 
     threading.Thread(target=leave_in_peace, daemon=True).start()
-    until(lambda: bob.group_shutdown._alone or 1 not in alice.group_shutdown._machine.missing())
+    until(lambda: bob.group_shutdown._alone or 1 not in alice.group_shutdown.machine.missing())
     bob.shutdown(graceful=False)
     assert left.wait(SECONDS)
 
