@@ -1,9 +1,9 @@
 """One worker: everything it owns with a lifetime, started, stopped and joined here.
 
-The only place where decisions meet I/O. It delegates: requests it makes are
-``caller``'s, requests it serves ``callee``'s, what its transport tells it ``arrivals``'s,
-references ``reference_keeper``'s, leaving the group ``departure``'s, losing others
-``losses``'s. Several agents can live in one process.
+The only place where decisions meet I/O. It delegates: requests it makes to ``calls.caller``,
+requests it serves to ``calls.callee``, what its transport tells it to ``calls.inbound``,
+references to ``rrefs.keeper``, leaving the group to ``group.shutdown``, the loss of others to
+``group.worker_loss``. Several agents can live in one process.
 """
 
 from __future__ import annotations
@@ -417,10 +417,6 @@ class Agent(process_forks.ForkAware):
     def _get_device_map(self, to: Destination) -> dict[torch.device, torch.device]:
         """The same under the name that programs of the original know."""
         return dict(self.device_map(to))
-
-    def timeout_of(self, timeout: float) -> float:
-        """Seconds left to an operation that was given ``timeout``; 0 for no limit."""
-        return self.timeouts.of(timeout)
 
     def debug_info(self) -> dict[str, Any]:
         """Tells what this worker waits for, runs and keeps; for people."""

@@ -1,6 +1,6 @@
 """For packages that build on ``rpc``: everything they may use beyond ``rpc.__all__``.
 
-Owns no machinery; each name here leads to the part of the current worker that does
+Owns nothing; each name here leads to the part of the current worker that does
 the work. There are six things:
 
 - *State*: :func:`worker_state` keeps one object for each worker. Many workers live in

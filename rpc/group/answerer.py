@@ -44,7 +44,7 @@ class Answerer:
         self._secret = key + token
         self._here = Answering(key, token, lambda: True)
         self._owner = os.getpid()
-        self._condemned: list[bytes] = []
+        self._expelled: list[bytes] = []
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -73,11 +73,11 @@ class Answerer:
         except OSError as error:
             self._warn(error)
 
-    def condemn(self, token: bytes) -> None:
+    def expel(self, token: bytes) -> None:
         """Has the asker with this token told that it was declared lost."""
-        self._here.condemn(token)
+        self._here.expel(token)
         with self._lock:
-            self._condemned.append(token)
+            self._expelled.append(token)
             if self._control is not None:
                 with contextlib.suppress(OSError):
                     self._control.send(token)
@@ -146,7 +146,7 @@ class Answerer:
             self.process = start_process(self._name, os.getpid(), self.datagrams, theirs)
             with self._lock:
                 self._control = ours
-                for token in self._condemned:
+                for token in self._expelled:
                     ours.send(token)
         except BaseException:
             ours.close()

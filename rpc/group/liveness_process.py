@@ -98,12 +98,12 @@ class Answering:
         self._key = key
         self._token = token
         self._runs = runs
-        self._condemned: set[bytes] = set()
+        self._expelled: set[bytes] = set()
         self._heard: list[bytes] = []
 
-    def condemn(self, token: bytes) -> None:
+    def expel(self, token: bytes) -> None:
         """The worker declared the one with this token lost."""
-        self._condemned.add(token)
+        self._expelled.add(token)
 
     def reply(self, data: bytes) -> tuple[bytes, bytes]:
         """Returns the reply to a datagram, and the note in it; empty if there is none."""
@@ -111,7 +111,7 @@ class Answering:
         if received is None or (received.kind == QUESTION and not self._runs()):
             return b"", b""
         if received.kind == QUESTION:
-            told = EXPELS if received.sender in self._condemned else RUNS
+            told = EXPELS if received.sender in self._expelled else RUNS
             return self._to(received, ANSWER, told), b""
         if received.kind != NOTE:
             return b"", b""
@@ -178,7 +178,7 @@ def main(pid: int, datagrams: socket, control: socket, life: int) -> None:
             token = control.recv(TOKEN_BYTES)
             if not token:
                 return
-            answering.condemn(token)
+            answering.expel(token)
         if datagrams.fileno() in ready:
             _serve(answering, datagrams, control)
 

@@ -82,24 +82,24 @@ class LossReports:
         with self._lock:
             delay = self._suspicion.delay(life.worker, evidence, now)
         if delay == 0.0:
-            self._accuse(life, reason)
+            self._report(life, reason)
         else:
-            agent.timers.at(now + delay, partial(self._accuse_later, life, reason))
+            agent.timers.at(now + delay, partial(self._report_later, life, reason))
 
     def wording(self, reason: str) -> str:
         """The words in which others are told of a worker that this one declares lost."""
         name = self._agent.info.name
         return reason if _TOLD in reason else f"worker {name!r} {_TOLD}: {reason}"
 
-    def _accuse_later(self, life: Life, reason: str) -> None:
+    def _report_later(self, life: Life, reason: str) -> None:
         agent = self._agent
         others = len(agent.group.living()) - 1
         with self._lock:
             cut_off = self._suspicion.is_cut_off(others, agent.clock.now())
         if not cut_off:
-            self._accuse(life, reason)
+            self._report(life, reason)
 
-    def _accuse(self, life: Life, reason: str) -> None:
+    def _report(self, life: Life, reason: str) -> None:
         agent = self._agent
         if not self._strike_off(life, reason) or not agent.watches():
             return

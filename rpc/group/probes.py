@@ -81,7 +81,7 @@ class Prober(Protocol):
     def forget(self, life: Life) -> None:
         """A peer will not be asked for a while."""
 
-    def condemn(self, address: str, reason: str) -> None:
+    def expel(self, address: str, reason: str) -> None:
         """Leaves a note for a worker that was declared lost; raises as :meth:`ask` does."""
 
     def verdict(self) -> str | None:
@@ -221,7 +221,7 @@ class DatagramProber:
             if peer.line is not None:
                 peer.line.close()
 
-    def condemn(self, address: str, reason: str) -> None:
+    def expel(self, address: str, reason: str) -> None:
         """Tells the process that answers here, and the worker itself, which reads it when it can.
 
         Raises:
@@ -229,7 +229,7 @@ class DatagramProber:
         """
         place = _Address.decode(address)
         if self._answerer is not None:
-            self._answerer.condemn(place.token)
+            self._answerer.expel(place.token)
         text = reason.encode()[:MOST_NOTE_BYTES]
         datagram = Datagram(NOTE, self._token, secrets.token_bytes(NONCE_BYTES), text)
         self._send(datagram, place)

@@ -61,7 +61,7 @@ class Watch:
         self._agent = agent
         self._liveness = Liveness(bound)
         self._prober = prober
-        self._condemned: deque[tuple[str, str]] = deque()
+        self._to_expel: deque[tuple[str, str]] = deque()
         self._version = -1
         self._neighbour: Life | None = None
         self._expelled = False
@@ -94,7 +94,7 @@ class Watch:
         address = self._address(life)
         if address:
             me = self._agent.life
-            self._condemned.append((address, f"{me.worker} {me.incarnation} {reason}"))
+            self._to_expel.append((address, f"{me.worker} {me.incarnation} {reason}"))
             self._agent.hurry()
 
     def verdict(self) -> str | None:
@@ -128,13 +128,13 @@ class Watch:
             self._lacks(error)
 
     def _leave_notes(self) -> None:
-        while self._condemned:
+        while self._to_expel:
             try:
-                self._prober.condemn(*self._condemned[0])
+                self._prober.expel(*self._to_expel[0])
             except OSError as error:
                 self._lacks(error)
                 return
-            self._condemned.popleft()
+            self._to_expel.popleft()
 
     def _lacks(self, error: OSError) -> None:
         """This worker's own shortage says nothing of the others; logged once, until it is over."""

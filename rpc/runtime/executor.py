@@ -180,7 +180,7 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._starting = 0
         self._size = 0
-        self._idle: list[threading.Lock] = []  # a bell for each idle thread, latest last
+        self._idle: list[threading.Lock] = []  # one to wake each idle thread, latest last
         self._coming = 0
         self._guests = 0
         self.waiting = 0
@@ -289,8 +289,8 @@ class Executor:
             self._queue.clear()
             self._busy -= len(dropped)
             self._coming += len(self._idle)
-            for bell in self._idle:
-                bell.release()
+            for wake_up in self._idle:
+                wake_up.release()
             self._idle.clear()
             while self._starting:
                 self._all_started.wait()
@@ -372,11 +372,11 @@ class Executor:
     def _serve(self) -> None:
         current.place = self
         _take_part()
-        bell = threading.Lock()
-        bell.acquire()
+        wake_up = threading.Lock()
+        wake_up.acquire()
         with self._lock:
             self._coming -= 1
-        while (task := self._take(bell)) is not None:
+        while (task := self._take(wake_up)) is not None:
             self._run(task)
             del task
             with self._lock:
@@ -385,8 +385,8 @@ class Executor:
             missing = self._staff()
         self._start(missing)
 
-    def _take(self, bell: threading.Lock) -> Task | None:
-        """The next task, waited for until ``bell`` rings; None when this thread should end."""
+    def _take(self, wake_up: threading.Lock) -> Task | None:
+        """The next task, waited for with ``wake_up``; None when this thread should end."""
         while True:
             with self._lock:
                 if self._closed or self._active() > self._allowed():
@@ -399,8 +399,8 @@ class Executor:
                 if len(self._idle) >= self._limit:
                     self._size -= 1
                     return None
-                self._idle.append(bell)
-            bell.acquire()
+                self._idle.append(wake_up)
+            wake_up.acquire()
             with self._lock:
                 self._coming -= 1
         self._start(missing)

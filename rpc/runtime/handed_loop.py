@@ -91,7 +91,7 @@ class HandedLoop:
         if inside is not None:
             self._tell = inside.call_exception_handler
             inside.call_exception_handler = self._hold_back_or_tell
-        self._returning: deque[threading.Lock] = deque()  # a bell for each that has waited
+        self._returning: deque[threading.Lock] = deque()  # one to wake each that has waited
         self._idle: list[threading.Lock] = []  # likewise for each without anything to do
         self._threads: list[threading.Thread] = []
         self._count = 0
@@ -145,8 +145,8 @@ class HandedLoop:
         with self._lock:
             self._ended = True
             idle, self._idle = self._idle, []
-        for bell in idle:
-            bell.release()
+        for wake_up in idle:
+            wake_up.release()
         self._loop.stop()
 
     def runs_here(self) -> bool:
@@ -191,18 +191,18 @@ class HandedLoop:
     def _hand_on(self) -> None:
         """Hands the loop to the thread that has waited, to an idle one, or to a new one."""
         with self._lock:
-            bell = None
+            wake_up = None
             if self._returning:
-                bell = self._returning.popleft()
+                wake_up = self._returning.popleft()
             elif self._ended:
                 self._is_held = False
                 return
             elif self._idle:
-                bell = self._idle.pop()
+                wake_up = self._idle.pop()
             else:
                 self._count += 1
-        if bell is not None:
-            bell.release()
+        if wake_up is not None:
+            wake_up.release()
             return
         try:
             self._start()
@@ -213,26 +213,26 @@ class HandedLoop:
     def _hand_back(self) -> None:
         """There is no other thread to run the loop now."""
         with self._lock:
-            bell = self._next_to_return()
-        if bell is not None:
-            bell.release()
+            wake_up = self._next_to_return()
+        if wake_up is not None:
+            wake_up.release()
 
     def _next_to_return(self) -> threading.Lock | None:
         """Hands the loop to who has waited longest, or to nobody. Needs the lock."""
-        bell = self._returning.popleft() if self._returning else None
-        self._is_held = bell is not None
-        return bell
+        wake_up = self._returning.popleft() if self._returning else None
+        self._is_held = wake_up is not None
+        return wake_up
 
     def _take_back(self) -> None:
         with self._lock:
             if not self._is_held:
                 self._is_held = True
                 return
-            bell = threading.Lock()
-            bell.acquire()
-            self._returning.append(bell)
+            wake_up = threading.Lock()
+            wake_up.acquire()
+            self._returning.append(wake_up)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        bell.acquire()
+        wake_up.acquire()
 
     # --- Threads
 
@@ -247,14 +247,14 @@ class HandedLoop:
 
     def _work(self) -> None:
         share_this_thread(self)
-        bell = threading.Lock()
-        bell.acquire()
+        wake_up = threading.Lock()
+        wake_up.acquire()
         me = threading.current_thread()
         with self._lock:
             self._threads = [each for each in self._threads if each.is_alive()] + [me]
         try:
             self._run()
-            while self._rest(bell):
+            while self._rest(wake_up):
                 self._run()
         finally:
             self._count_out()
@@ -265,18 +265,18 @@ class HandedLoop:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # its caller is told
                 self._loop.run_forever()
 
-    def _rest(self, bell: threading.Lock) -> bool:
+    def _rest(self, wake_up: threading.Lock) -> bool:
         """Hands the loop on, and waits until it is back; False if this thread is to end."""
         with self._lock:
             successor = self._next_to_return()
             stays = not self._ended and len(self._idle) < _IDLE_KEPT
             if stays and successor is not None:
-                self._idle.append(bell)
+                self._idle.append(wake_up)
         if successor is not None:
             successor.release()
         if not stays or successor is None:
             return False
-        bell.acquire()
+        wake_up.acquire()
         return not self._ended
 
     def _count_out(self) -> None:

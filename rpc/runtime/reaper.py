@@ -24,7 +24,7 @@ LINGER_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
+class _Task:
     """Something else to do."""
 
     task: Callable[[], object]
@@ -50,7 +50,7 @@ class Reaper(Generic[T]):
         self._bury = bury
         self._buried = buried
         self._linger = linger
-        self._queue: queue.SimpleQueue[T | _Errand | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[T | _Task | None] = queue.SimpleQueue()
         self._stopping = False
         self._stop_early: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._unburied: deque[None] = deque()  # one entry each; counts without a lock
@@ -68,7 +68,7 @@ class Reaper(Generic[T]):
     def call(self, task: Callable[[], object]) -> None:
         """Queues something else to do, which must not block; safe in finalizers."""
         self._unburied.append(None)
-        self._queue.put(_Errand(task))
+        self._queue.put(_Task(task))
 
     def quiet(self) -> bool:
         """True if everything queued so far was dealt with."""
@@ -91,7 +91,7 @@ class Reaper(Generic[T]):
                 pass
             batch = [first, *self._take_all()]
             del first
-            self._bury([dead for dead in batch if not isinstance(dead, _Errand)])
+            self._bury([dead for dead in batch if not isinstance(dead, _Task)])
             self._do(batch)
             count = len(batch)
             del batch
@@ -101,16 +101,16 @@ class Reaper(Generic[T]):
             if self._stopping:
                 return
 
-    def _take_all(self) -> list[T | _Errand]:
+    def _take_all(self) -> list[T | _Task]:
         taken = []
         while not self._queue.empty():
             if (each := self._queue.get()) is not None:
                 taken.append(each)
         return taken
 
-    def _do(self, batch: list[T | _Errand]) -> None:
+    def _do(self, batch: list[T | _Task]) -> None:
         for each in batch:
-            if isinstance(each, _Errand):
+            if isinstance(each, _Task):
                 try:
                     each.task()
                 except Exception:

@@ -373,7 +373,7 @@ class MemoryProber:
         self._address = ""
         self._worker_id = -1
         self._asked: dict[Life, str] = {}
-        self._condemned: set[str] = set()
+        self._expelled: set[str] = set()
         self._note: str | None = None
 
     def start(self, me: Life) -> str:
@@ -395,7 +395,7 @@ class MemoryProber:
             peer = self._hub._probers.get(address)
             if self._frozen() or (peer is not None and not peer._frozen()):
                 del self._asked[life]
-                expelled = peer is not None and self._address in peer._condemned
+                expelled = peer is not None and self._address in peer._expelled
                 answers.append(Answer(life, expelled and not self._frozen()))
         return answers
 
@@ -403,9 +403,9 @@ class MemoryProber:
         """A peer will not be asked for a while."""
         self._asked.pop(life, None)
 
-    def condemn(self, address: str, reason: str) -> None:
+    def expel(self, address: str, reason: str) -> None:
         """Leaves a note for a worker that was declared lost."""
-        self._condemned.add(address)
+        self._expelled.add(address)
         peer = self._hub._probers.get(address)
         if peer is not None:
             peer._note = reason

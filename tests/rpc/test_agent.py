@@ -422,7 +422,7 @@ def test_nested_calls_inherit_what_is_left_of_the_deadline() -> None:
 
 
 def _time_left() -> float:
-    return rpc.api.current_agent().timeout_of(-1)
+    return rpc.api.current_agent().timeouts.of(-1)
 
 
 def test_a_negative_timeout_other_than_minus_one_fails_at_once(pair: list[Agent]) -> None:

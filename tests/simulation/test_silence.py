@@ -79,7 +79,7 @@ class IsTooPatient(Liveness):
         return super().tick(now, watched)
 
 
-class AccusesAtOnce(Suspicion):
+class ReportsAtOnce(Suspicion):
     def delay(self, worker: int, evidence: Evidence, now: float) -> float:
         return 0.0
 
@@ -92,9 +92,9 @@ class StaysAmongTheLost(Group):
 @pytest.mark.parametrize(
     ("machines", "rules"),
     [
-        (Machines(liveness=NeverExcusesItself), {Rule.NOT_ACCUSED, Rule.FOUND_IN_TIME}),
+        (Machines(liveness=NeverExcusesItself), {Rule.NOT_REPORTED, Rule.FOUND_IN_TIME}),
         (Machines(liveness=IsTooPatient), {Rule.FOUND_IN_TIME}),
-        (Machines(suspicion=AccusesAtOnce), {Rule.NOT_ACCUSED, Rule.FENCED}),
+        (Machines(suspicion=ReportsAtOnce), {Rule.NOT_REPORTED, Rule.FENCED}),
         (Machines(group=StaysAmongTheLost), {Rule.FENCED}),
     ],
 )

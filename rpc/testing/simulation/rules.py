@@ -31,7 +31,7 @@ class Rule(enum.Enum):
     SHUTDOWN_WAITS = "a shutdown cuts nothing short"
     SHUTDOWN_ENDS = "a shutdown comes to its end"
     FOUND_IN_TIME = "a worker that falls silent is declared lost within the bound"
-    NOT_ACCUSED = "a worker whose signs of life arrive is not declared lost"
+    NOT_REPORTED = "a worker whose signs of life arrive is not declared lost"
     FENCED = "a worker that was declared lost learns it, and nobody else is"
     ASKED = "who is depended on is asked for signs of life, and nobody else"
     NO_EXCEPTION = "decisions do not raise"

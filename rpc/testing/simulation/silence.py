@@ -94,7 +94,7 @@ class SilenceChecks:
             (other,) = others
             self.parted(watcher, self._run.all[other])
         elif others and not self._run.plan.paired:
-            self._alone.discard(watcher.life)  # it may lose them, but must accuse nobody
+            self._alone.discard(watcher.life)  # it may lose them, but must report nobody
             self._parted |= {frozenset((watcher.life, other)) for other in others}
             later = self._run.now + _HIGHER_SPEAKS
             self._run.at(later, lambda: self._check_fenced(watcher))
@@ -150,12 +150,12 @@ class SilenceChecks:
         """A worker takes a life for lost."""
         pair = frozenset((watcher.life, life))
         cause = life in self._may_be_lost or watcher.life in self._alone or pair in self._parted
-        require(cause, Rule.NOT_ACCUSED, watcher.life, "loses", life)
+        require(cause, Rule.NOT_REPORTED, watcher.life, "loses", life)
 
-    def accused(self, watcher: Watcher, life: Life) -> None:
+    def reported(self, watcher: Watcher, life: Life) -> None:
         """A worker tells the others of a loss."""
         cause = life in self._may_be_lost or watcher.life in self._alone
-        require(cause, Rule.NOT_ACCUSED, watcher.life, "accuses", life)
+        require(cause, Rule.NOT_REPORTED, watcher.life, "reports", life)
 
     def expelled(
         self, watcher: Watcher, before: Set[Life], error: WorkerLostError, others: list[Life]
@@ -183,7 +183,7 @@ class SilenceChecks:
         spans = [*self._silences[effect.life], *self._silences[watcher.life]]
         silent = sum(span.overlap(now - _FOUND - _SLACK - slept, now) for span in spans)
         enough = silent >= _PATIENCE - _PERIOD - _SLACK
-        require(enough, Rule.NOT_ACCUSED, watcher.life, effect, "silent for", silent)
+        require(enough, Rule.NOT_REPORTED, watcher.life, effect, "silent for", silent)
 
     def _undisturbed(self, since: float) -> list[Watcher]:
         """Those to whom nothing happened since then, who must have noticed everything."""

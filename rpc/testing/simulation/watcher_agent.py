@@ -161,21 +161,21 @@ class WatcherAgent:
 
     # --- What it tells the others
 
-    def _accuses(self, life: Life) -> None:
+    def _reports(self, life: Life) -> None:
         has_a_say = not self._watcher.expelled
-        require(has_a_say, Rule.NOT_ACCUSED, self.life, "still accuses", life)
-        self._run.checks.accused(self._watcher, life)
+        require(has_a_say, Rule.NOT_REPORTED, self.life, "still reports", life)
+        self._run.checks.reported(self._watcher, life)
 
     def strike_off(self, life: Life, reason: str) -> None:
         self._check_wording(self.loss_reports.wording(reason))
         if not self._run.plan.dynamic:
             return
-        self._accuses(life)
+        self._reports(life)
         self._run.strike_off(self._watcher, life)
 
     def tell(self, to: Life, message: Lost) -> None:
         life = Life(message.worker, message.incarnation)
-        self._accuses(life)
+        self._reports(life)
         self._run.tell(self._watcher, to, life, message.reason)
 
     # --- The prober
@@ -196,11 +196,11 @@ class WatcherAgent:
         self._watcher.owing.discard(answer.life)
         self._answers.append(answer)
 
-    def condemn(self, address: str, reason: str) -> None:
+    def expel(self, address: str, reason: str) -> None:
         life = Life(*map(int, address.split()))
-        self._run.say(self.life, "accuses", life)
-        self._run.checks.accused(self._watcher, life)
-        self._watcher.condemned.add(life)
+        self._run.say(self.life, "reports", life)
+        self._run.checks.reported(self._watcher, life)
+        self._watcher.has_expelled.add(life)
         self.forget(life)
         self._run.leave_note(self._watcher, life, reason)
 

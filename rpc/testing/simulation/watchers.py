@@ -56,7 +56,7 @@ class Watcher:
     cut_until: float = 0.0
     plugs: int = 0
     """The number of times it lost all its connections."""
-    condemned: set[Life] = field(default_factory=set)
+    has_expelled: set[Life] = field(default_factory=set)
     owing: set[Life] = field(default_factory=set)
     lines: set[Life] = field(default_factory=set)
     calls: dict[Life, float] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class WatcherGroup:
         self._carry(watcher, life, lambda there: self._asked(there, watcher), to_server=True)
 
     def _asked(self, server: Watcher, asker: Watcher) -> None:
-        answer = Answer(server.life, asker.life in server.condemned)
+        answer = Answer(server.life, asker.life in server.has_expelled)
         self._carry(server, asker.life, lambda there: there.agent.answered(answer), to_server=True)
 
     def lose(self, watcher: Watcher, life: Life, reason: str) -> bool:
@@ -215,7 +215,7 @@ class WatcherGroup:
         return True
 
     def leave_note(self, watcher: Watcher, life: Life, note: str) -> None:
-        """See ``Prober.condemn``."""
+        """See ``Prober.expel``."""
         leave = partial(self._leave_note, note=note)
         self._carry(watcher, life, leave, to_server=True, is_speech=True)
 

@@ -114,40 +114,40 @@ def test_it_answers_again_after_it_was_forgotten(pair: Pair) -> None:
 
 def test_one_that_is_declared_lost_finds_a_note(pair: Pair) -> None:
     assert pair.bob.verdict() is None
-    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.alice.expel(pair.addresses[1], "too silent")
     until(lambda: pair.bob.verdict() == "too silent")
     assert pair.alice.verdict() is None
 
 
 def test_it_also_hears_it_from_those_it_asks(pair: Pair) -> None:
-    pair.bob.condemn(pair.addresses[0], "too silent")
+    pair.bob.expel(pair.addresses[0], "too silent")
     assert pair.answers(pair.addresses[1], 3)[-1] == Answer(BOB, expelled=True)
 
 
 def test_a_note_is_sent_until_its_receipt_comes(pair: Pair) -> None:
-    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.alice.expel(pair.addresses[1], "too silent")
     until(lambda: pair.bob.verdict() == "too silent")
     until(lambda: not (pair.alice.collect() or pair.alice._notes))
 
 
 def test_a_note_for_one_that_is_gone_holds_nothing_up(pair: Pair) -> None:
     pair.bob.close()
-    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.alice.expel(pair.addresses[1], "too silent")
     for _ in range(100):
         pair.alice.collect()
     assert not pair.alice._notes
 
 
 def test_it_finds_its_note_after_all_its_connections_broke(pair: Pair) -> None:
-    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.alice.expel(pair.addresses[1], "too silent")
     until(lambda: pair.bob.verdict() == "too silent")
     cut_off()
     assert pair.bob.verdict() == "too silent"
     assert pair.answers(pair.addresses[1])
 
 
-def test_its_process_starts_again_and_knows_who_was_condemned(pair: Pair) -> None:
-    pair.bob.condemn(pair.addresses[0], "too silent")
+def test_its_process_starts_again_and_knows_who_was_expelled(pair: Pair) -> None:
+    pair.bob.expel(pair.addresses[0], "too silent")
     assert pair.answers(pair.addresses[1], 2)[-1].expelled
     pair.end_process_of_bob()
     assert pair.answers(pair.addresses[1], 2)[-1].expelled
@@ -158,7 +158,7 @@ def test_a_worker_without_an_interpreter_to_start_answers_itself(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "")
     assert pair.answers(pair.addresses[1], 3)
-    pair.alice.condemn(pair.addresses[1], "too silent")
+    pair.alice.expel(pair.addresses[1], "too silent")
     pair.bob.collect()
     assert pair.bob.verdict() == "too silent"
     assert "if a call holds the interpreter lock" in caplog.text
@@ -177,7 +177,7 @@ def test_what_strangers_send_takes_no_room(pair: Pair) -> None:
 def test_a_group_with_another_key_is_not_answered(pair: Pair) -> None:
     stranger = DatagramProber(group_key=b"another key of another group")
     stranger.start(ALICE)
-    stranger.condemn(pair.addresses[1], "for no reason")
+    stranger.expel(pair.addresses[1], "for no reason")
     try:
         for _ in range(30):
             stranger.ask(BOB, pair.addresses[1])

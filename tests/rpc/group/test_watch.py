@@ -106,7 +106,7 @@ class Descriptors:
         self.there_are = False
         self.connected: Life | None = None
         prober = worker.watch._prober
-        for name in ("ask", "condemn"):
+        for name in ("ask", "expel"):
             monkeypatch.setattr(prober, name, partial(self._do, getattr(prober, name)))
 
     def _do(self, act: Callable[..., None], *arguments: object) -> None:
