@@ -63,12 +63,15 @@ class LossReports:
     Args:
         agent: the worker.
         bound: its liveness timeout in seconds, 0 if it watches nobody.
+        decides: makes what decides.
     """
 
-    def __init__(self, agent: ReportingWorker, bound: float) -> None:
+    def __init__(
+        self, agent: ReportingWorker, bound: float, decides: type[Suspicion] = Suspicion
+    ) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._suspicion = Suspicion(agent.info.id, bound)
+        self._suspicion = decides(agent.info.id, bound)
 
     def lost(self, life: Life, reason: str, evidence: Evidence) -> None:
         """A life was declared lost here."""

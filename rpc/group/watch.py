@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from rpc.group.members import Group
@@ -55,11 +55,18 @@ class Watch:
         agent: the worker.
         bound: seconds from the moment a worker falls silent until it is declared lost.
         prober: asks for signs of life, and gives them.
+        decides: makes what decides, given the bound.
     """
 
-    def __init__(self, agent: WatchingWorker, bound: float, prober: Prober) -> None:
+    def __init__(
+        self,
+        agent: WatchingWorker,
+        bound: float,
+        prober: Prober,
+        decides: Callable[[float], Liveness] = Liveness,
+    ) -> None:
         self._agent = agent
-        self._liveness = Liveness(bound)
+        self._liveness = decides(bound)
         self._prober = prober
         self._to_expel: deque[tuple[str, str]] = deque()
         self._version = -1

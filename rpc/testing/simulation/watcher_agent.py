@@ -16,13 +16,12 @@ from rpc.group.probes import Answer
 from rpc.group.watch import Watch
 from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
-from rpc.protocol.liveness import Effect, Evidence, Liveness, Silent, Suspicion
+from rpc.protocol.liveness import Effect, Evidence, Liveness, Silent
 from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Lost
 
 if TYPE_CHECKING:
     from rpc.testing.simulation.watchers import Watcher, WatcherGroup
-    from rpc.testing.simulation.worker import Machines
 
 
 def address_of(life: Life) -> str:
@@ -80,17 +79,12 @@ class WatcherAgent:
         self.clock = self.timers = self
         self._due = 0.0
         agent = prober = cast("Any", self)
-        self.watch = Watch(agent, 1.0, prober)
-        self.loss_reports = LossReports(agent, 1.0)
+        self.watch = Watch(agent, 1.0, prober, self._witnessed)
+        self.loss_reports = LossReports(agent, 1.0, run.machines.suspicion)
         self.worker_loss = _WitnessedLoss(agent, watcher, run)
-        self._put_to_the_test(run.machines)
 
-    def _put_to_the_test(self, machines: Machines) -> None:
-        if machines.liveness is not Liveness:
-            self.watch._liveness = machines.liveness(1.0)
-        if machines.suspicion is not Suspicion:
-            self.loss_reports._suspicion = machines.suspicion(self.life.worker, 1.0)
-        self.watch._liveness = cast("Any", _Witnessed(self.watch._liveness, self))
+    def _witnessed(self, bound: float) -> Any:
+        return _Witnessed(self._run.machines.liveness(bound), self)
 
     def ticked(self, watched: Set[Life], effects: Sequence[Effect]) -> None:
         """The worker looked after those whom it watches."""
