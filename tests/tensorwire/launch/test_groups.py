@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,40 @@ def test_only_what_died_starts_again_and_the_others_go_on(work: Job) -> None:
     assert "trainer:1 is killed: its group declared it lost" in agent.said
     work.end()
     assert agent.wait() == 0
+
+
+def sees_another(work: Job, name: str, server: str, former: int) -> bool:
+    """True once a trainer's calls to that server arrive in another process."""
+    return bool(progress(work, name)["seen"].get(server) != former)
+
+
+@pytest.mark.kills
+@pytest.mark.timeout(1200)
+def test_a_worker_that_is_killed_at_any_moment_comes_back_and_the_others_go_on(
+    work: Job, full_length: bool, record_property: Callable[[str, Any], None]
+) -> None:
+    kills, dice = 30 if full_length else 1, random.Random(1)
+    trainers = ("trainer:0", "trainer:1")
+    agent = work.start(
+        *("--standalone", "--role", "ps:2,service,max_restarts=99"),
+        *("--role", "trainer:2,max_restarts=99", *FORKED),
+        *(str(PROGRAMS / "member.py"), str(work.folder)),
+    )
+    for _ in range(kills):
+        now = {name: works_on(work, name) for name in trainers}
+        lives = {**now["trainer:0"]["seen"], **{name: now[name]["pid"] for name in trainers}}
+        victim = dice.choice(["ps:0", "ps:1", *trainers])
+        time.sleep(dice.uniform(0, 0.3))  # no synchronisation: the moment is to be any
+        os.kill(lives[victim], signal.SIGKILL)
+        if victim in trainers:
+            again = works_on(work, victim, lives[victim])
+            assert again["incarnation"] == now[victim]["incarnation"] + 1
+        for name in trainers:
+            until(partial(sees_another, work, name, victim, lives[victim]), SECONDS, 0.05)
+            assert name == victim or works_on(work, name)["pid"] == lives[name]
+    work.end()
+    assert agent.wait() == 0
+    record_property("times", kills)
 
 
 def test_a_process_group_is_formed_anew_after_a_death(work: Job) -> None:

@@ -129,12 +129,12 @@ class Trained:
     Attributes:
         rows: once all have finished.
         rollbacks: steps, and the pushes that were lost.
-        longest: seconds of the longest step.
+        steps: seconds of each step but the first, which waits for all trainers to come.
     """
 
     rows: Tensor
     rollbacks: list[tuple[int, dict[str, int]]]
-    longest: float
+    steps: list[float]
 
 
 def _train(
@@ -152,8 +152,7 @@ def _train(
         for _ in range(_STEPS)
     ]
     cluster.join()
-    rollbacks = []
-    longest = 0.0
+    rollbacks, steps = [], []
     while cluster.step < _STEPS:
         begin = time.monotonic()
         try:
@@ -164,11 +163,10 @@ def _train(
                 Path(progress).write_text(str(cluster.step))
         except ps.RolledBack as error:
             rollbacks.append((error.step, error.lost))
-        if cluster.step > 1:  # the first one waits for all trainers to come
-            longest = max(longest, time.monotonic() - begin)
+        steps.append(time.monotonic() - begin)
     cluster.finish()
     _wait_until_all_have_finished(cluster)
-    return Trained(table.pull(torch.arange(_IDS)), rollbacks, longest)
+    return Trained(table.pull(torch.arange(_IDS)), rollbacks, steps[1:])
 
 
 def _wait_until_all_have_finished(cluster: ps.Cluster) -> None:
@@ -198,8 +196,8 @@ def _begin_to_train(group: Processes, name: str, backups: int, progress: Path) -
         group.begin(f"trainer{n}", _train, *args)
 
 
-def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> float:
-    """Returns how many seconds the longest step took."""
+def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> list[float]:
+    """Returns how many seconds each step took."""
     dice = random.Random(seed)
     name, progress = group.new_cluster(), tmp_path / "progress"
     _begin_to_train(group, name, 1, progress)
@@ -214,7 +212,7 @@ def _kill_a_head(group: Processes, tmp_path: Path, seed: int) -> float:
     for each in results:
         assert each.rollbacks == []
         assert torch.equal(each.rows, _undisturbed())
-    return max(each.longest for each in results)
+    return sorted(seconds for each in results for seconds in each.steps)
 
 
 def _snapshot(name: str, backups: int, folder: str) -> set[int]:
@@ -392,9 +390,11 @@ def test_a_killed_head_with_a_backup_disturbs_no_bit(
     groups: Groups, tmp_path: Path, kill_seed: int, full_length: bool, record_property: Record
 ) -> None:
     with groups.one() as group:
-        longest = _kill_a_head(group, tmp_path, kill_seed)
-    record_property("longest step, s", longest)
-    assert longest < 1 or not full_length
+        steps = _kill_a_head(group, tmp_path, kill_seed)
+    record_property("longest step, s", steps[-1])
+    record_property("usual step, s", steps[len(steps) // 2])
+    # The bound for a dead process; more where so much else runs that every step takes long.
+    assert steps[-1] < max(1.0, 30 * steps[len(steps) // 2]) or not full_length
 
 
 @pytest.mark.kills(30)
