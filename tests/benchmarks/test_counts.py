@@ -15,32 +15,40 @@ from benchmarks.workloads import ROWS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]
 
 REACHED = {
-    ("TENSORWIRE", "empty"): (40, 30),
-    ("TENSORWIRE", "small"): (50, 37),
-    ("TENSORWIRE", "autograd"): (205, 190),
-    ("TENSORWIRE", "optimizer"): (280, 310),
-    ("TENSORPIPE", "empty"): (52, 41),
-    ("TENSORPIPE", "small"): (65, 48),
-    ("TENSORPIPE", "autograd"): (240, 221),
-    ("TENSORPIPE", "optimizer"): (364, 390),
+    ("TENSORWIRE", "empty"): (34, 26),
+    ("TENSORWIRE", "small"): (45, 36),
+    ("TENSORWIRE", "autograd"): (180, 165),
+    ("TENSORWIRE", "optimizer"): (255, 290),
+    ("TENSORPIPE", "empty"): (51, 38),
+    ("TENSORPIPE", "small"): (62, 45.5),
+    ("TENSORPIPE", "autograd"): (234, 210),
+    ("TENSORPIPE", "optimizer"): (340, 350),
 }
-"""At the caller and at the callee, on Python 3.11. On a busy machine a pass calls up to 15 more
+"""At the caller and at the callee, on Python 3.11. On a busy machine a pass calls up to 20 more
 than on an idle one, as news of contexts that are over leaves every 20 ms."""
 
 
 FILES_PASSED = (12, 10)
 """Files of ours that an empty call over TENSORWIRE passes, at the caller and at the callee."""
+_COUNTS_FILES = ("TENSORWIRE", "empty")
 _EACH_TIME = 0.9
+_MOST_COUNTS = 4
+"""Others that use the machine only add calls: what was once reached is reached again."""
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions count differently")
 @pytest.mark.parametrize("backend", ["TENSORWIRE", "TENSORPIPE"])
 def test_operations_call_no_more_functions_than_were_reached(backend: str) -> None:
     most = {row: limits for (which, row), limits in REACHED.items() if which == backend}
-    counted = count([ROWS[row] for row in most], Column("ours", bindings.OURS, backend, {}, {}))
-    found = {each.row.key: each.totals for each in counted}
-    above = {row: found[row] for row in most if any(map(operator.gt, found[row], most[row]))}
+    rows, column = [ROWS[row] for row in most], Column("ours", bindings.OURS, backend, {}, {})
+    for _ in range(_MOST_COUNTS):
+        counted = count(rows, column)
+        totals = {each.row.key: each.totals for each in counted}
+        above = {row: n for row, n in totals.items() if any(map(operator.gt, n, most[row]))}
+        for empty in (each for each in counted if (backend, each.row.key) == _COUNTS_FILES):
+            for files, limit in zip(empty.files(_EACH_TIME), FILES_PASSED, strict=True):
+                assert len(files) <= limit, sorted(files)
+        rows = [row for row in rows if row.key in above]
+        if not rows:
+            break
     assert above == {}
-    if backend == "TENSORWIRE":
-        for files, limit in zip(counted[0].files(_EACH_TIME), FILES_PASSED, strict=True):
-            assert len(files) <= limit, sorted(files)

@@ -144,7 +144,8 @@ class Bench:
         return self.memory.shared_with("peer", self.memory.host)
 
     def send(self, frame: Frame) -> None:
-        self.outgoing.send(PEER, frame)
+        is_reply = frame.kind is FrameKind.REPLY
+        (self.outgoing.reply if is_reply else self.outgoing.send)(PEER, frame)
 
     def is_asked(self, link: PeerLink) -> torch.futures.Future[Any]:
         """The peer asks; returns where the answer is to be."""
