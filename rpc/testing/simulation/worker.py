@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from rpc.calls.control_channel import ControlChannel
-from rpc.errors import UnknownWorkerError
 from rpc.group.members import Group
-from rpc.group.shutdown import GroupShutdown, Work
+from rpc.group.shutdown import Work
 from rpc.ids import GlobalId, Life
 from rpc.protocol.calls import CallTable, Ending
 from rpc.protocol.cancellation import EarlyCancellations
@@ -35,8 +34,8 @@ from rpc.protocol.reference_terms import (
 )
 from rpc.protocol.references import ReferenceTable
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
-from rpc.protocol.termination import Effect as TerminationEffect
-from rpc.protocol.termination import Enter, Finished, Tell, Termination
+from rpc.protocol.termination import Termination
+from rpc.testing.simulation.leaving import NoTimers, Wire, WitnessedShutdown
 from rpc.testing.simulation.packets import (
     Batch,
     CallOutcome,
@@ -50,7 +49,7 @@ from rpc.testing.simulation.packets import (
 )
 from rpc.testing.simulation.rules import Rule, require
 from rpc.testing.simulation.steps import Addressing, Name
-from rpc.transports.base import Frame, Peer
+from rpc.transports.base import Peer
 from rpc.wire.control import (
     Accepted,
     Cancel,
@@ -59,7 +58,6 @@ from rpc.wire.control import (
     Passage,
     Passed,
     Ready,
-    decode_batch,
 )
 from rpc.worker_info import WorkerInfo
 
@@ -94,76 +92,6 @@ class Machines:
     suspicion: type[Suspicion] = Suspicion
 
 
-class EscapedError(BaseException):
-    """Something was raised as a shutdown went on, which would survive any ``Exception``.
-
-    Args:
-        error: the error.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class _Wire:
-    """Takes the frames of a worker's control channel to the simulated network."""
-
-    def __init__(self, worker: SimWorker) -> None:
-        self._worker = worker
-
-    def send(self, to: int, frame: Frame) -> None:
-        worker = self._worker
-        if to not in worker.view:
-            raise UnknownWorkerError(f"worker {to} was removed")
-        sequence, messages = decode_batch(frame.payload)
-        batch = Batch(sequence, tuple(messages), frame)
-        worker.world.post(worker.life, worker.view[to], batch)
-
-
-class _WitnessedShutdown(GroupShutdown):
-    """A worker's shutdown, whose every step is shown to the checks."""
-
-    def __init__(self, worker: SimWorker) -> None:
-        super().__init__(cast("Any", worker), worker.world.machines.termination)
-        self._worker = worker
-        self._waves = (-1, 0)
-
-    def carry_out(self, effect: TerminationEffect) -> None:
-        worker, shutdowns = self._worker, self._worker.world.shutdowns
-        try:
-            worker.world.say(worker.life, effect)
-            if isinstance(effect, Enter | Finished):
-                shutdowns.entered(worker, effect.phase if isinstance(effect, Enter) else None)
-                worker.finished = isinstance(effect, Finished)
-            elif isinstance(effect, Tell) and _tells_ready(effect, worker.life):
-                shutdowns.told_ready(worker, worker.life)
-            super().carry_out(effect)
-        except Exception as error:
-            raise EscapedError(error) from error
-
-    def answer_if_quiet(self) -> None:
-        worker, world = self._worker, self._worker.world
-        if not (self.awaits_quiet and worker.is_quiet()):
-            return
-        step, waves = self._waves
-        self._waves = world.step, waves + 1 if step == world.step else 1
-        world.shutdowns.answered(worker, self._waves[1])
-        causes, world.causes = world.causes, frozenset((worker.life,))
-        super().answer_if_quiet()
-        world.causes = causes
-
-
-class _NoTimers:
-    """A clock that stands, and timers that never run: nobody speaks of slow shutdowns here."""
-
-    def now(self) -> float:
-        return 0.0
-
-    def at(self, when: float, task: object) -> None:
-        return
-
-
 class SimWorker:
     """One life of one worker.
 
@@ -182,10 +110,10 @@ class SimWorker:
         self.group = machines.group()
         self.early = machines.cancellations()
         self.once = machines.once()
-        self.control = ControlChannel(self.group, cast("Any", _Wire(self)), machines.duplicates)
+        self.control = ControlChannel(self.group, cast("Any", Wire(self)), machines.duplicates)
         self.is_expelled = False
-        self.clock = self.timers = _NoTimers()
-        self.leaving = _WitnessedShutdown(self)
+        self.clock = self.timers = NoTimers()
+        self.leaving = WitnessedShutdown(self)
         self.waiting: dict[Life, Causes] = {}
         """The causes of what is to be told to lives that are not known yet."""
         # What a program and the simulator know; the decisions are compared with it.
@@ -599,11 +527,6 @@ class SimWorker:
         """Lets go of all references at once."""
         self.world.ledger.released(self)
         self.perform(self.references.release_all_users())
-
-
-def _tells_ready(effect: Tell, me: Life) -> bool:
-    """True for the leader that tells itself that its program is ready to leave."""
-    return effect.to == me.worker and isinstance(effect.message, Ready)
 
 
 def info_of(life: Life) -> WorkerInfo:

@@ -34,6 +34,7 @@ from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Carrier, Handle, UserHandle
 from rpc.protocol.retry import RequestId
 from rpc.testing.simulation import steps
+from rpc.testing.simulation.leaving import EscapedError
 from rpc.testing.simulation.ledger import Ledger
 from rpc.testing.simulation.packets import (
     Batch,
@@ -49,7 +50,7 @@ from rpc.testing.simulation.packets import (
 )
 from rpc.testing.simulation.shutdowns import Shutdowns
 from rpc.testing.simulation.steps import Act, Name, Step, describe, short
-from rpc.testing.simulation.worker import EscapedError, Machines, SimWorker, info_of
+from rpc.testing.simulation.worker import Machines, SimWorker, info_of
 from rpc.transports.base import Peer
 from rpc.wire.control import Passage, Passed
 
