@@ -99,18 +99,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kill_seed", range(times))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the tests of an ``xdist_group`` run in one process.
-
-    xdist 3.8 writes their group to an attribute that pytest 9.2 does not read any more.
-    """
-    for item in items:
-        grouped = getattr(item, "_nodeid", item.nodeid)
-        if grouped != item.nodeid:
-            item._id = type(item._id).parse(grouped)  # type: ignore[attr-defined]
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say of each kind of kill how many there were, and how many found nothing.
 

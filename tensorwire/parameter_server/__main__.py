@@ -7,10 +7,12 @@
 
 import rpc
 from tensorwire.parameter_server import serve
+from tensorwire.parameter_server.server.loading import load_kernels
 
 
 def main() -> None:
     """Joins the group that the environment names, and serves."""
+    load_kernels()
     rpc.init_rpc()
     serve()
 

@@ -22,6 +22,7 @@ from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
 from tensorwire.parameter_server.server.calling import Caller
+from tensorwire.parameter_server.server.loading import load_kernels
 from tensorwire.parameter_server.server.node import Node, _turned_away
 from tensorwire.parameter_server.server.shard import Call
 from tensorwire.parameter_server.server.state import ShardState
@@ -274,6 +275,7 @@ def serve(
     here = host()
     here.memory = memory
     here.device = available.device(device)
+    load_kernels()
     here.start(here.announce)
     with _sparing_collections():
         rpc.serve(until)

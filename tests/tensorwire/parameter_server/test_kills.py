@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.server.host import host
+from tensorwire.parameter_server.server.loading import load_kernels
 from tests import waiting
 from tests.rpc.worker_processes import WorkerProcess, join
 from tests.tensorwire.parameter_server.clusters import server_names, train
@@ -110,7 +111,10 @@ class Groups:
 
 
 def _join(backend: str, url: str, name: str, rank: int) -> None:
+    """Joins; a server does what ``ps.serve`` does, without waiting for the end."""
     torch.set_num_threads(1)
+    if name.startswith("ps"):
+        load_kernels()
     join(backend, url, name, rank)
     if name.startswith("ps"):
         host().start(host().announce)
@@ -393,8 +397,7 @@ def test_a_killed_head_with_a_backup_disturbs_no_bit(
         steps = _kill_a_head(group, tmp_path, kill_seed)
     record_property("longest step, s", steps[-1])
     record_property("usual step, s", steps[len(steps) // 2])
-    # The bound for a dead process; more where so much else runs that every step takes long.
-    assert steps[-1] < max(1.0, 30 * steps[len(steps) // 2]) or not full_length
+    assert steps[-1] < 1.0 or not full_length
 
 
 @pytest.mark.kills(30)
@@ -433,8 +436,6 @@ def test_every_push_counts_once_and_none_takes_long_while_servers_come_and_go(
 ) -> None:
     times = 10 if full_length else 1
     with groups.one() as group:
-        if full_length:  # what new processes load at their first push is no part of a resize
-            _resize_under_load(group, tmp_path / "warm")
         longest = [_resize_under_load(group, tmp_path / f"stop{n}") for n in range(times)]
     record_property("times", times)
     record_property("longest push, medians", max(longest))

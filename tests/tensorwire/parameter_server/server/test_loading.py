@@ -1,0 +1,39 @@
+"""Kernels are there before a server's first push."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("numba")
+
+
+@pytest.mark.slow
+def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None:
+    program = """
+        import numpy as np
+        from tensorwire import parameter_server as ps
+        from tensorwire.parameter_server.kernels import numba_kernels, numba_updates
+        from tensorwire.parameter_server.server.loading import load_kernels
+        from tensorwire.parameter_server.spec import TableSpec
+        from tensorwire.parameter_server.storage.table import Part, Table
+
+        def loaded():
+            compiled = {**vars(numba_kernels), **vars(numba_updates)}.items()
+            return {(name, s) for name, k in compiled for s in getattr(k, "signatures", ())}
+
+        assert not loaded()
+        load_kernels()
+        before = loaded()
+        rule = ps.RowwiseAdagrad(lr=0.1)
+        table = Table(TableSpec("items", 64, rule, ps.Uniform(0.1, seed=3)), numba_kernels)
+        ids, rows = np.arange(1000, dtype=np.int64), np.empty((1000, 64), np.float32)
+        for time in range(3):
+            places = table.pull(ids, rows, time)
+            table.apply([Part(ids, np.ones_like(rows), places)], time)
+        assert loaded() == before, loaded() - before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
