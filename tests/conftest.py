@@ -238,13 +238,13 @@ def _children(tasks: str, task: str) -> list[str]:
 
 
 def _segments() -> list[str]:
-    """The files in shared memory, but for semaphores of ``multiprocessing``.
+    """The files in shared memory, but for semaphores of ``multiprocessing`` and joblib.
 
-    Those it unlinks by itself, when the last process that knows them has ended: often another
+    Those are unlinked by themselves, when the last process that knows them has ended: often another
     test's, or another program's.
     """
     names = os.listdir(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else []
-    return [name for name in names if not name.startswith("sem.mp-")]
+    return [name for name in names if not name.startswith(("sem.mp-", "sem.loky-"))]
 
 
 def _describe_process(process: str) -> str:

@@ -7,6 +7,7 @@ agent is killed.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import runpy
@@ -164,22 +165,35 @@ class WorkerProcess:
 
     def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
         """Returns how it ended; None while it runs."""
-        result = self._context.wait(0)
+        if self._has_ended():
+            _drop_torn(Path(self._context.error_files[0]))
+        try:
+            result = self._context.wait(0)
+        except (KeyError, TypeError, ValueError):  # torn since, and torch forgot the exit code
+            self._clean_up()
+            return Ended(self.seat.id, 1, self.id, "it was killed as it wrote its error"), None
         if result is None:
             return None
-        self._end_group()
-        for tail in self.tails:
-            tail.stop()
+        self._clean_up()
         if not result.is_failed():
             self.value = result.return_values.get(0)
             return Ended(self.seat.id, 0, self.id), None
         failure = result.failures[0]
         return Ended(self.seat.id, failure.exitcode, self.id, story(failure)), failure
 
-    def _end_group(self) -> None:
-        """Ends what the process left running of what it had started."""
+    def _has_ended(self) -> bool:
+        try:
+            state = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else's child, as a fork server's
+            return not Path(f"/proc/{self.id}").exists()
+        return state is not None
+
+    def _clean_up(self) -> None:
+        """Ends what the process left running of what it had started, and who reads its output."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.id, signal.SIGKILL)
+        for tail in self.tails:
+            tail.stop()
 
     def send(self, number: int) -> None:
         """Sends it a signal, and whatever it started."""
@@ -189,6 +203,22 @@ class WorkerProcess:
         """Ends it at once."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGKILL)
+
+
+def _drop_torn(path: Path) -> None:
+    """Removes an error file whose writer was killed before it was whole.
+
+    Torch raises at such a file when it tells how the process ended, and forgets that it did.
+    """
+    if not path.is_file():
+        return
+    try:
+        message = json.loads(path.read_text())["message"]
+        is_whole = isinstance(message, str) or "timestamp" in message["extraInfo"]
+    except (KeyError, TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        path.unlink()
 
 
 def story(failure: ProcessFailure) -> str:

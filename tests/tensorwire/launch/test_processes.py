@@ -81,7 +81,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_job_whose_report_names_it(
     agent = work.start(
         *("--standalone", "--role", "ps:1,service", "--role", "trainer:2,max_restarts=2"),
         *("--monitor-interval", "0.02", "--run-path", "--start-method", "fork"),
-        *(LIGHT, str(work.folder), "trainer:1=raise"),
+        *(LIGHT, str(work.folder), "trainer:1#1=torn", "trainer:1=raise"),
     )
     assert agent.wait() == 1
     assert work.names == ["ps:0#1", "trainer:0#1"] + [f"trainer:1#{life}" for life in (1, 2, 3)]

@@ -13,6 +13,7 @@ import trustme
 from rpc.transports.tensorwire import Settings, TensorWireTransport
 from rpc.transports.tensorwire.tls import TlsOptions
 from rpc.worker_info import WorkerInfo
+from tests import waiting
 from tests.rpc.transports.conformance import Worker, introduce
 from tests.rpc.transports.cutter import Cutter
 from tests.rpc.transports.tensorwire.certificates import write
@@ -116,7 +117,7 @@ def test_certificates_change_and_no_call_breaks(make: Maker, tmp_path: Path) -> 
     for name in ("w0", "w1"):
         write(tmp_path / f"{name}-tls", name, by=new, ca=new)
     asked += [a.ask(b, b"%d" % number) for number in range(50, 100)]
-    assert cutter.cut() > 0
+    waiting.until(lambda: cutter.cut() > 0)
     asked += [a.ask(b, b"%d" % number) for number in range(100, 200)]
     assert [a.reply(each).header for each in asked] == [b"%d" % number for number in range(200)]
     assert len(b.received) == 200

@@ -10,6 +10,7 @@ its second life only, or a role; the actions:
     done     end well, at once
     fail     end with exit code 3
     raise    end with an exception
+    torn     be killed while the error file is written
     deaf     wait, and ignore SIGTERM
 """
 
@@ -35,6 +36,9 @@ def main() -> None:
     note(folder, name, life)
     if action == "fail":
         sys.exit(3)
+    if action == "torn":
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": ')
+        os.kill(os.getpid(), signal.SIGKILL)
     if action == "raise":
         raise ArithmeticError(f"{name} cannot count")
     while action != "done" and not (folder / "end").exists():
