@@ -60,6 +60,7 @@ from rpc.runtime.streams import leave_tensors, take_tensors
 from rpc.runtime.text import text_of
 from rpc.runtime.torch_modes import function_modes, is_inference
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
+from rpc.transports.host.helpers import Helpers
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
 from rpc.wire.callables import require_arguments
 from rpc.wire.remote_errors import retell
@@ -73,6 +74,7 @@ __all__ = [
     "CallExtension",
     "Destination",
     "Handler",
+    "Helpers",
     "KeyValueStore",
     "Life",
     "Member",

@@ -1,4 +1,4 @@
-"""How kernels are compiled, and the instructions that numba has no name for.
+"""Compiles kernels, and has the instructions that numba has no name for.
 
 What numba has compiled it keeps, and compiles again only when the file of that kernel changes:
 after a change of this file ``__pycache__`` must go (``make clean``).

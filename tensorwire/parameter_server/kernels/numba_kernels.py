@@ -34,7 +34,7 @@ _PARTS: Final = 12
 
 NAME: Final = "numba"
 UPDATES: Final = numba_updates
-"""How compiled rules move rows."""
+"""The compiled updates of rows, by rule."""
 
 
 # --- hashes

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rpc.transports.host import copying
+from rpc.transports.host import helpers as host_helpers
 from rpc.transports.host.copying import CopyThreads
 from rpc.transports.host.segments import Budget, SendPool
 
@@ -140,7 +141,7 @@ def test_one_that_cannot_have_threads_copies_alone(monkeypatch: pytest.MonkeyPat
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copying.Thread, "start", refuse)
+    monkeypatch.setattr(host_helpers.Thread, "start", refuse)
     with threads(3) as copier:
         assert copies(copier, 32 * MIB)
 
@@ -173,7 +174,7 @@ def test_there_is_a_helper_for_each_other_core_up_to_three(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for cores, helpers in ((1, 0), (2, 1), (4, 3), (64, 3)):
-        monkeypatch.setattr(copying, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(host_helpers, "usable_cores", lambda cores=cores: cores)
         with threads() as copier:
             copies(copier, 64 * MIB)
             assert len(helpers_alive()) == helpers

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpc.extend import Helpers
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.dense_spec import Spread, describe
 from tensorwire.parameter_server.kernels import copying, kernels, sharing
-from tensorwire.parameter_server.kernels.sharing import Helpers
 from tensorwire.parameter_server.lookup import spread
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
@@ -24,7 +24,7 @@ from tensorwire.parameter_server.wire import Wire
 
 @pytest.fixture
 def helpers() -> Iterator[Helpers]:
-    made = Helpers(3)
+    made = Helpers("test", 3)
     yield made
     made.close()
 
