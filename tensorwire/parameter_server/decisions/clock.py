@@ -13,7 +13,9 @@ the clock and reports its counts; the coordinator takes the maximum of all shard
 trainer has sent to all of them; ``cut`` lets the clock go on up to that point, where an action
 runs, and from there freely. A cut may change the *epoch*, which numbers the maps from slots to
 shards. A push was split by the map of one epoch: what lies before the cut is valid under the old
-one, what lies behind it under the new one. So every shard decides alike which is refused.
+one, what lies behind it under the new one. So every shard decides alike which is refused. Rows
+that move at a cut arrive later; a shard that awaits some reaches no further cut before they are
+here, as what is done there (a snapshot, the next move) needs them.
 
 Under BSP a step is on all shards or on none, even if a trainer dies while it pushes: a shard that
 has all pushes of its next step tells the others (``Ready``), and takes the step once all have told
@@ -423,7 +425,7 @@ class Clock:
         return effects + [Taken(push.trainer, push.number) for push in step]
 
     def _is_at_cut(self) -> bool:
-        if self._cut is None:
+        if self._cut is None or self._awaited:
             return False
         return all(
             self._counts[trainer] >= number

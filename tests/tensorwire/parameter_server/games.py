@@ -95,6 +95,10 @@ class Plan:
     zombies: bool
     newcomers: bool
     """Servers came back just before, of which not all have heard."""
+    snapshot_follows: bool
+    """A snapshot is asked for right behind each resize, while rows are on their way."""
+    slow_rows: bool
+    """Rows that move are long under way, as they are more bytes than anything else."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -116,6 +120,8 @@ def draw_plan(seed: int) -> Plan:
         duplicates=r.random() < 0.5,
         zombies=r.random() < 0.3,
         newcomers=r.random() < 0.4,
+        snapshot_follows=r.random() < 0.5,
+        slow_rows=r.random() < 0.5,
     )
 
 
@@ -1042,15 +1048,20 @@ class Game:
             if r.random() < 0.7 or victim.number < 0:
                 self.start_trainer(victim.name)
         elif kind == "snapshot" and self.budget["snapshot"]:
-            self.budget["snapshot"] -= 1
-            self.admin.snapshot(f"folder{self.budget['snapshot']}")
+            self.take_snapshot()
         elif kind == "resize" and self.budget["resize"]:
             self.budget["resize"] -= 1
             count = r.randint(1, len(healthy)) if healthy else 0
             if count:
                 self.admin.resize([p.life for p in r.sample(healthy, count)])
+                if self.plan.snapshot_follows and self.budget["snapshot"]:
+                    self.take_snapshot()
         elif kind == "restart":
             self.restart_one()
+
+    def take_snapshot(self) -> None:
+        self.budget["snapshot"] -= 1
+        self.admin.snapshot(f"folder{self.budget['snapshot']}")
 
     def restart_one(self) -> None:
         gone = [
@@ -1236,6 +1247,10 @@ class Game:
                 caller.answered(what[1], None)
             return
         if process is None:
+            return
+        is_rows = what[0] == "call" and what[2][0] == "import"
+        if self.plan.slow_rows and is_rows and self.random.random() < 0.9:
+            self.network.append((source, to, what))
             return
         if what[0] == "call":
             process.handle(source, what[1], what[2])

@@ -86,6 +86,18 @@ def _does_not_await_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clock, "_pass_cut", pass_cut)
 
 
+def _passes_cuts_before_its_rows_are_here(patch: pytest.MonkeyPatch) -> None:
+    at_cut = Clock._is_at_cut
+
+    def without_rows(self: Any) -> Any:
+        awaited, self._awaited = self._awaited, set()
+        found = at_cut(self)
+        self._awaited = awaited
+        return found
+
+    patch.setattr(Clock, "_is_at_cut", without_rows)
+
+
 def _answers_before_it_is_safe(patch: pytest.MonkeyPatch) -> None:
     def gate(self: Any, call: Any, answer: Any, position: Any = None) -> Any:
         return [] if call is None else [replica.Respond(call, answer)]
@@ -165,6 +177,7 @@ _MUTANTS: list[Mutate] = [
     _takes_pushes_of_an_old_map,
     _passes_cuts_at_once,
     _does_not_await_rows,
+    _passes_cuts_before_its_rows_are_here,
     _answers_before_it_is_safe,
     _forgets_records_of_a_copy,
     _answers_pulls_too_early,
@@ -179,10 +192,10 @@ _MUTANTS: list[Mutate] = [
 
 
 _RARE = {
-    _takes_pushes_of_an_old_map: 320,
-    _gives_up_cuts_of_a_lost_coordinator: 290,
+    _takes_pushes_of_an_old_map: 770,
+    _gives_up_cuts_of_a_lost_coordinator: 440,
     _takes_lives_for_lost_of_which_it_has_not_heard: 310,
-    _takes_steps_that_others_may_lack: 80,
+    _takes_steps_that_others_may_lack: 420,
 }
 """The seed to begin with for what few games find."""
 

@@ -126,6 +126,16 @@ def test_nothing_is_applied_until_the_rows_of_others_have_arrived() -> None:
     assert applied(it.imported(1)) == [((0, 0),)]
 
 
+def test_a_cut_behind_a_move_is_reached_once_the_rows_have_arrived() -> None:
+    it = clock(Async(), 1)
+    it.hold(1)
+    it.cut(Cut(1, {0: 0}, epoch=1, awaited={0: frozenset({1})}))
+    it.hold(2)
+    snapshot = Cut(2, {0: 0})
+    assert it.cut(snapshot) == []
+    assert it.imported(1) == [Reached(snapshot)]
+
+
 def test_a_shard_that_keeps_nothing_after_a_cut_waits_for_nobody() -> None:
     it = clock(BSP(), 2)
     it.hold(1)
