@@ -317,6 +317,8 @@ class Agent(process_forks.ForkAware):
             self._close(seconds)
 
     def _say_goodbye(self) -> None:
+        """Tells the others that this worker leaves. They hang up, which is no loss of theirs."""
+        self.group_shutdown.closing()
         for peer in self.group.living():
             if peer != self.info:
                 self.control.tell(self.group.life(peer.id), Leaving(0))

@@ -49,7 +49,7 @@ from tensorwire.launch.processes import (
     not_started,
 )
 from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback
-from tensorwire.launch.report import ProgressLine, describe_exit, describe_plan
+from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met
 from tensorwire.launch.silence import Silence
@@ -296,14 +296,16 @@ class RoleAgent(SimpleElasticAgent):
         return ended
 
     def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> None:
-        how = describe_exit(end.exit_code)
+        name, how = process.seat.name, describe_end(end)
         self._tell_guardian(f"ended {process.id}")
         if failure is None:
             self._values[process.seat.id] = process.value
+        elif end.stopped:
+            _logger.info("%s (process %d) %s", name, process.id, how)
         else:
             self._failures[process.seat.id] = failure
-            _logger.warning("%s (process %d) ended with %s", process.seat.name, process.id, how)
-        self._group().ended(process.seat.name, process.id, f"its process ended with {how}")
+            _logger.warning("%s (process %d) %s", name, process.id, how)
+        self._group().ended(name, process.id, f"its process {how}")
 
     def _silent(self, plan: Plan) -> list[str]:
         """The nodes that give no sign of life."""
@@ -343,7 +345,7 @@ class RoleAgent(SimpleElasticAgent):
             self._start(effect.seat, plan)
         elif isinstance(effect, Stop):
             if effect.seat in self._processes:
-                self._processes[effect.seat].send(signal.SIGTERM)
+                self._processes[effect.seat].ask_to_end(signal.SIGTERM)
         elif isinstance(effect, Kill):
             if effect.seat in self._processes:
                 process = self._processes[effect.seat]
@@ -451,7 +453,7 @@ class RoleAgent(SimpleElasticAgent):
 
     def _end_all(self, death_signal: int, timeout: float) -> None:
         for process in self._processes.values():
-            process.send(death_signal)
+            process.ask_to_end(death_signal)
         deadline = time.monotonic() + timeout
         while self._processes:
             if time.monotonic() > deadline:

@@ -88,6 +88,7 @@ def _log_to_stderr() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("rpcrun: %(message)s"))
         _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
         _logger.propagate = False
 
 

@@ -151,6 +151,7 @@ class WorkerProcess:
         self.value: Any = None
         self.tails: list[TailLog] = []
         entrypoint = program.entrypoint
+        self._asked_by: int | None = None
         self._context: PContext = start_processes(
             name=seat.role,
             entrypoint=entrypoint if isinstance(entrypoint, str) else _Function(entrypoint),
@@ -179,7 +180,7 @@ class WorkerProcess:
             self.value = result.return_values.get(0)
             return Ended(self.seat.id, 0, self.id), None
         failure = result.failures[0]
-        return Ended(self.seat.id, failure.exitcode, self.id, story(failure)), failure
+        return ended_badly(self.seat, self.id, failure, self._asked_by), failure
 
     def _has_ended(self) -> bool:
         try:
@@ -198,6 +199,11 @@ class WorkerProcess:
     def send(self, number: int) -> None:
         """Sends it a signal, and whatever it started."""
         guardian.send(self.id, number)
+
+    def ask_to_end(self, number: int) -> None:
+        """Sends it the signal by which it is to end."""
+        self._asked_by = number
+        self.send(number)
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -231,6 +237,20 @@ def story(failure: ProcessFailure) -> str:
     return "" if message == _NOTHING else str(message or "")[-_LONGEST_STORY:]
 
 
+def ended_badly(seat: Seat, process: int, failure: ProcessFailure, asked_by: int | None) -> Ended:
+    """The report on a process that did not end well.
+
+    Args:
+        seat: whose it was.
+        process: its id.
+        failure: torch's report.
+        asked_by: the signal by which the agent had asked it to end, if it had.
+    """
+    code = failure.exitcode
+    stopped = asked_by is not None and code == -asked_by
+    return Ended(seat.id, code, process, story(failure), stopped)
+
+
 def not_started(seat: Seat, error: Exception) -> Ended:
     """The report on a process that could not be started."""
     said = f"it could not be started: {type(error).__name__}: {error}"
@@ -240,14 +260,14 @@ def not_started(seat: Seat, error: Exception) -> Ended:
 def by_cause(ended: Iterable[tuple[Ended, ProcessFailure | None]]) -> list[Ended]:
     """Puts those first that may have made the others fail, among what was seen at once.
 
-    A process that a signal ended has no story, and its peers' errors come after it; of those
-    that left an error file, the older counts.
+    A process that a signal ended has no story, and its peers' errors come after it, unless the
+    agent had asked it to end; of those that left an error file, the older counts.
     """
 
     def when(each: tuple[Ended, ProcessFailure | None]) -> tuple[int, float]:
         end, failure = each
         if end.exit_code < 0:
-            return 0, 0.0
+            return (2 if end.stopped else 0), 0.0
         path = Path(failure.error_file) if failure is not None else None
         return 1, path.stat().st_mtime if path is not None and path.is_file() else 0.0
 
@@ -260,6 +280,7 @@ __all__ = [
     "WorkerLogs",
     "WorkerProcess",
     "by_cause",
+    "ended_badly",
     "module_program",
     "not_started",
     "story",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tensorwire.launch.plan import Failure, Order, Phase, Plan, Seat
+from tensorwire.launch.steward import Ended
 
 _SAVE, _RESTORE, _CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 _SECONDS_BETWEEN_LINES = 1.0
@@ -28,6 +29,11 @@ def describe_exit(code: int) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
+
+
+def describe_end(end: Ended) -> str:
+    """The end of a process in words, after its name."""
+    return "was stopped" if end.stopped else f"ended with {describe_exit(end.exit_code)}"
 
 
 def describe_failure(failure: Failure) -> str:

@@ -33,12 +33,14 @@ class Ended:
         exit_code: negative for a signal.
         process: its id.
         said: the traceback or message that it left.
+        stopped: the agent had asked it to end, and it ended by that signal.
     """
 
     seat: int
     exit_code: int
     process: int = 0
     said: str = ""
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,25 @@ def seconds_to_leave(*, graceful: bool, patience: float) -> float:
     return time.monotonic() - began
 
 
+def test_one_that_says_goodbye_takes_nobody_who_hangs_up_then_for_lost(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = agents[0]
+    struck_off: list[Life] = []
+    monkeypatch.setattr(alice, "strike_off", lambda life, reason: struck_off.append(life))
+    tell = alice.control.tell
+
+    def tell_and_be_cut_off(to: Life, message: ControlMessage) -> None:
+        tell(to, message)
+        alice.inbound.peer_lost(to, "it hung up")
+
+    monkeypatch.setattr(alice.control, "tell", tell_and_be_cut_off)
+    alice.shutdown(graceful=False)
+    assert [each.name for each in alice.group.living()] == ["alice"]
+    assert not caplog.records
+    assert not struck_off
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("process_server")
 @pytest.mark.parametrize("graceful", [True, False])

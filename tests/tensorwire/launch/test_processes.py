@@ -103,6 +103,9 @@ def test_a_signal_to_the_agent_ends_its_workers_and_those_that_do_not_hear_are_k
     agent.send(signal.SIGUSR1)
     assert agent.wait() == 128 + signal.SIGUSR1
     assert [each.name for each in workers if each.lives] == []
+    obeyed, deaf = (f"trainer:{n} (process {each.pid})" for n, each in enumerate(workers))
+    assert f"{obeyed} was stopped" in agent.said
+    assert f"{deaf} ended with signal SIGKILL" in agent.said
 
 
 def test_agents_come_and_go_and_a_spare_seat_takes_over_from_one_that_was_killed(

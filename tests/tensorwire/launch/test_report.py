@@ -5,14 +5,21 @@ from __future__ import annotations
 import io
 import os
 import pty
+import signal
 
-from tensorwire.launch.plan import Failure
+import pytest
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from tensorwire.launch.plan import Failure, Seat
+from tensorwire.launch.processes import by_cause, ended_badly
 from tensorwire.launch.report import (
     ProgressLine,
+    describe_end,
     describe_exit,
     describe_failure,
     describe_plan,
 )
+from tensorwire.launch.steward import Ended
 from tests.tensorwire.launch.plans import Job
 
 
@@ -22,6 +29,31 @@ def test_exit_codes_are_told_from_signals() -> None:
         "signal SIGKILL",
         "signal SIGSEGV",
         "signal 99",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "asked_by", "told"),
+    [
+        (-15, signal.SIGTERM, "was stopped"),
+        (-15, None, "ended with signal SIGTERM"),
+        (-9, signal.SIGTERM, "ended with signal SIGKILL"),
+        (1, signal.SIGTERM, "ended with exit code 1"),
+    ],
+)
+def test_a_worker_that_ends_by_the_signal_that_asked_it_to_was_stopped(
+    code: int, asked_by: int | None, told: str
+) -> None:
+    end = ended_badly(Seat("ps", 0, 0), 77, ProcessFailure(0, 77, code, ""), asked_by)
+    assert describe_end(end) == told
+
+
+def test_a_worker_that_was_stopped_is_no_cause_of_what_others_ended_with() -> None:
+    stopped = Ended(0, -15, stopped=True)
+    assert by_cause([(stopped, None), (Ended(1, 1), None), (Ended(2, -9), None)]) == [
+        Ended(2, -9),
+        Ended(1, 1),
+        stopped,
     ]
 
 

@@ -11,7 +11,7 @@ its second life only, or a role; the actions:
     fail     end with exit code 3
     raise    end with an exception
     torn     be killed while the error file is written
-    deaf     wait, and ignore SIGTERM
+    deaf     wait, and ignore SIGTERM and SIGUSR1
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main() -> None:
     name = os.environ.get("RPC_WORKER_NAME", f"{role}:{os.environ['ROLE_RANK']}")
     action = told.get(f"{name}#{life}") or told.get(name) or told.get(role, "wait")
     if action == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     print(f"{name} speaks, life {life}", flush=True)
     print(f"{name} complains", file=sys.stderr, flush=True)
     note(folder, name, life)
