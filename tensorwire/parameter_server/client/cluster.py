@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,8 +40,7 @@ from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot
 from tensorwire.parameter_server.dense_spec import describe, spread_of
 from tensorwire.parameter_server.initialisers import Constant, Initialiser
-from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.sharing import divide
+from tensorwire.parameter_server.kernels.copying import is_finite
 from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
 from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.server.calling import LOST, verdict_on
@@ -314,11 +311,12 @@ class Cluster:
         """
         for each in (push, pull):
             self._require_known(each)
-        gone: Whole | None = None
         if push is not None or skip:
             self.join()
-            gone = self._whole(push)
+        gone: Whole | None = None
         with self._account.timed("sending"):
+            if push is not None or skip:
+                gone = self._whole(push)
             number, asked = self.session.send(gone, pull)
 
         def finish(timeout: float | None) -> Pulled | None:
@@ -343,25 +341,26 @@ class Cluster:
     def _whole(self, push: Gradients | None) -> Whole:
         if push is None:
             return Whole(PushKind.SKIP)
-        bad = _not_finite(push)
-        if bad:
-            if self.nans is NanPolicy.RAISE:
-                raise errors.GradientError(f"the gradient of {bad} is not finite")
-            self.bad_steps += 1
-            if self.nans is NanPolicy.SKIP:
-                return Whole(PushKind.SKIP)
-        tables = {}
-        for name, (ids, grad) in push.tables.items():
-            table = self._tables[name]
-            if table.feedback is not None:
-                grad = table.feedback.corrected(ids, grad)
-            tables[name] = WholeTable(table.spec, ids, grad, table.rule.hyper())
         dense = {}
         for name, grads in push.dense.items():
             group = self._dense[name]
             flat = [None if g is None else to_host(g.detach()).reshape(-1) for g in grads]
             dense[name] = WholeDense(group.spec, flat, group.hyper())
-        return Whole(PushKind.UPDATE, tables, dense)
+        tables: dict[str, WholeTable] = {}
+        whole = Whole(PushKind.UPDATE, tables, dense)
+        is_good = all(is_finite(grad) for _, grad in push.tables.values())
+        if not (self.session.gather(whole) and is_good):
+            if self.nans is NanPolicy.RAISE:
+                raise errors.GradientError(f"the gradient of {_not_finite(push)} is not finite")
+            self.bad_steps += 1
+            if self.nans is NanPolicy.SKIP:
+                return Whole(PushKind.SKIP)
+        for name, (ids, grad) in push.tables.items():
+            table = self._tables[name]
+            if table.feedback is not None:
+                grad = table.feedback.corrected(ids, grad)
+            tables[name] = WholeTable(table.spec, ids, grad, table.rule.hyper())
+        return whole
 
     def _require_known(self, what: Gradients | Wanted | None) -> None:
         for name in what.tables if what is not None else ():
@@ -432,26 +431,10 @@ class Cluster:
 def _not_finite(push: Gradients) -> str:
     """The table or dense group with a gradient that is not finite; empty if there is none."""
     for name, (_, grad) in push.tables.items():
-        if not _is_finite(grad):
+        if not is_finite(grad):
             return f"table {name!r}"
     for name, grads in push.dense.items():
         for place, each in enumerate(grads):
-            if each is not None and not _is_finite(each):
+            if each is not None and not is_finite(each):
                 return f"parameter {place} of {name!r}"
     return ""
-
-
-def _is_finite(grad: Tensor) -> bool:
-    if not grad.is_floating_point():
-        return True
-    if grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous():
-        return _are_finite(grad)
-    return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
-
-
-def _are_finite(grad: Tensor) -> bool:
-    bits = grad.detach().view(-1).numpy().view(np.int32)
-    found: list[bool] = []
-    finite = kernels().finite
-    divide(len(bits), bits.nbytes, lambda begin, end: found.append(finite(bits[begin:end])))
-    return all(found)

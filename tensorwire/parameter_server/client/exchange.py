@@ -13,7 +13,8 @@ from tensorwire.parameter_server.decisions.clock import PushKind
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.splitting import Plan, WholeDense, WholeTable
-    from tensorwire.parameter_server.messages import Rows
+    from tensorwire.parameter_server.decisions.views import Server
+    from tensorwire.parameter_server.messages import DensePush, Rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Pulled:
     low: int
 
 
+Share = tuple[int, int, "Server | None"]
+"""The share of a push: the map's epoch, the shard and its head."""
+
+
 @dataclass
 class Whole:
     """A push before it is split."""
@@ -66,6 +71,8 @@ class Whole:
     dense: Mapping[str, WholeDense] = field(default_factory=dict)
     refused_by: set[int] = field(default_factory=set)
     """Shards that have no memory for it: they get an empty push in its place."""
+    gathered: dict[Share, dict[str, DensePush]] = field(default_factory=dict)
+    """Dense gradients that lie ready to be sent, once, to the head of a shard."""
 
 
 class Asked:

@@ -11,8 +11,9 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -136,6 +137,23 @@ class Session:
     def knows(self, name: str, spec: Any) -> None:
         """Takes a declaration of a table or dense group."""
         self._specs[name] = spec
+
+    def gather(self, whole: Whole) -> bool:
+        """Copies the dense gradients of a push to where they are sent from, before it is sent.
+
+        Returns:
+            False if one of them is infinite or not a number; the push may still be given up.
+        """
+        with self._condition:
+            view = self.view
+        finite = True
+        for shard in view.active if whole.dense else ():
+            found = view.shard(shard)
+            head = found.head if found is not None and found.chain else None
+            pushes = self._dense(whole, view, shard, head)
+            whole.gathered[view.epoch, shard, head] = {n: push for n, (push, _) in pushes.items()}
+            finite &= all(is_finite for _, is_finite in pushes.values())
+        return finite
 
     def send(self, whole: Whole | None, wanted: Wanted | None) -> tuple[int, Asked | None]:
         """Pushes, pulls, or both in one message to each shard."""
@@ -288,22 +306,32 @@ class Session:
     def _load(self, whole: Whole, view: View, shard: int, head: Server) -> messages.Load | None:
         if whole.kind is not PushKind.UPDATE or shard in whole.refused_by:
             return None
-
-        def buffers(shape: Any, dtype: torch.dtype) -> Tensor:
-            try:
-                return self.worker.send_buffer(head.name, shape, dtype)
-            except rpc.RpcError:
-                return torch.empty(shape, dtype=dtype)
-
-        tables = {}
+        tables, buffers = {}, partial(self._buffer, head)
         for name, table in whole.tables.items():
             plan, pulled = self._plan_of(name, table.ids, view)
             tables[name] = splitting.table_push(table, plan, shard, pulled, buffers)
-        dense = {
+        dense = whole.gathered.pop((view.epoch, shard, head), None)
+        if dense is None:
+            again = self._dense(whole, view, shard, head)
+            dense = {name: push for name, (push, _) in again.items()}
+        return messages.Load(tables, dense)
+
+    def _dense(
+        self, whole: Whole, view: View, shard: int, head: Server | None
+    ) -> dict[str, tuple[messages.DensePush, bool]]:
+        """A shard's share of each dense group, and whether it is finite."""
+        buffers = partial(self._buffer, head)
+        return {
             name: splitting.dense_push(group, view.slots, shard, buffers)
             for name, group in whole.dense.items()
         }
-        return messages.Load(tables, dense)
+
+    def _buffer(self, to: Server | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory to send from."""
+        with suppress(rpc.RpcError):
+            if to is not None:
+                return self.worker.send_buffer(to.name, shape, dtype)
+        return torch.empty(shape, dtype=dtype)
 
     def _plan_of(self, name: str, ids: Tensor, view: View) -> tuple[splitting.Plan, int]:
         """The plan by which these very ids were pulled, and the pull's number, or a new one."""

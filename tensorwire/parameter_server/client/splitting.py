@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorwire.parameter_server.dense_spec import DenseSpec
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.kernels.copying import joined
+from tensorwire.parameter_server.kernels.copying import joined, joined_finite
 from tensorwire.parameter_server.messages import DensePush, Packed, TablePush
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.wire import Float32
@@ -138,21 +138,23 @@ def _runs(spec: DenseSpec, slots: Sequence[int], shard: int) -> list[tuple[int, 
     return runs
 
 
-def dense_push(whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buffers) -> DensePush:
-    """One shard's share of a dense group's gradients."""
+def dense_push(
+    whole: WholeDense, slots: Sequence[int], shard: int, buffers: Buffers
+) -> tuple[DensePush, bool]:
+    """One shard's share of a dense group's gradients, and whether all of it is finite."""
     spec = whole.spec
     parts: dict[torch.dtype, list[Tensor]] = {}
     for parameter, start, stop in _runs(spec, slots, shard):
         grad = whole.grads[parameter]
         if grad is not None:
             parts.setdefault(spec.dtypes[parameter], []).append(grad[start:stop])
-    packed = {}
+    packed, finite = {}, True
     for dtype, slices in parts.items():
         out = buffers((sum(len(each) for each in slices),), dtype)
-        joined(slices, out)
+        finite &= joined_finite(slices, out)
         packed[dtype] = (out,)
     absent = frozenset(n for n, grad in enumerate(whole.grads) if grad is None)
-    return DensePush(packed, absent, whole.hyper)
+    return DensePush(packed, absent, whole.hyper), finite
 
 
 def joined_values(

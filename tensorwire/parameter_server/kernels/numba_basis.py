@@ -19,6 +19,8 @@ AHEAD: Final = 8
 """Rows that are asked for before they are needed."""
 LINE: Final = 16
 """Floats in a line of the cache."""
+STREAMED: Final = 8
+"""Floats that one instruction copies."""
 
 
 def compiled(function: Any) -> Any:
@@ -69,6 +71,43 @@ def prefetch(_context: Any, array: Any, i: Any, j: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream(_context: Any, source: Any, target: Any, at: Any) -> Any:
+    """Copies :data:`STREAMED` float32, as their bits, past the caches.
+
+    Returns True if one of them is infinite or not a number. ``target`` must be aligned there.
+    """
+    number = ir.IntType(32)
+    vector = ir.VectorType(number, STREAMED)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def address(place: int) -> Any:
+            made = context.make_array(signature.args[place])(context, builder, arguments[place])
+            return builder.bitcast(builder.gep(made.data, [arguments[2]]), vector.as_pointer())
+
+        values = builder.load(address(0), align=4)
+        store = builder.store(values, address(1), align=4 * STREAMED)
+        once = builder.module.add_metadata([ir.Constant(number, 1)])
+        store.set_metadata("nontemporal", once)
+        exponent = ir.Constant(vector, [0x7F800000] * STREAMED)
+        marks = builder.icmp_unsigned("==", builder.and_(values, exponent), exponent)
+        mask = builder.bitcast(marks, ir.IntType(STREAMED))
+        return builder.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0))
+
+    return types.boolean(source, target, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fence(_context: Any) -> Any:
+    """Has all that :func:`stream` wrote seen by others before what is written next."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -17,6 +17,8 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _LOW_16: Final = np.uint64(0xFFFF)
 
+_BLOCK: Final = 1 << 16
+
 NAME: Final = "torch"
 UPDATES: Final = None
 """Rules move rows by their own torch code."""
@@ -165,6 +167,16 @@ def claim(pending: Bytes, rows: Ints, out: Ints) -> int:
 def finite(bits: Any) -> bool:
     """True if none of these float32, as their bits, is infinite or not a number."""
     return bool(np.isfinite(bits.view(np.float32)).all())
+
+
+def stream_finite(source: Any, target: Any) -> bool:
+    """Copies float32, as their bits; True if all are finite."""
+    found = True
+    for begin in range(0, len(source), _BLOCK):
+        block = source[begin : begin + _BLOCK]
+        found &= finite(block)
+        target[begin : begin + _BLOCK] = block  # which is in the cache now
+    return found
 
 
 def gather(source: Floats, rows: Ints, out: Floats) -> None:

@@ -16,7 +16,9 @@ from rpc import extend
 from rpc.testing import MemoryHub, local_group
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server import kernels
+from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.exchange import Gradients, Wanted
+from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
@@ -459,6 +461,40 @@ def test_a_bad_step_is_skipped_or_counted_if_one_wants_that() -> None:
 
     assert train([lambda: go(ps.NanPolicy.SKIP)]) == [(1, 1, True)]
     assert train([lambda: go(ps.NanPolicy.COUNT)]) == [(1, 1, False)]
+
+
+def test_a_bad_gradient_on_one_shard_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    dense_push = splitting.dense_push
+
+    def counted(whole: WholeDense, slots: Any, shard: int, buffers: Any) -> Any:
+        gathered.append(shard)
+        return dense_push(whole, slots, shard, buffers)
+
+    monkeypatch.setattr(splitting, "dense_push", counted)
+
+    def go(policy: ps.NanPolicy) -> tuple[int, int, list[bool]]:
+        cluster = ps.connect(server_names(2), nans=policy)
+        weights = [nn.Parameter(torch.zeros(1 << 15)) for _ in range(2)]
+        optimizer = ps.Optimizer.wrap(torch.optim.SGD(weights, 1.0), cluster)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        gathered.clear()
+        optimizer.step()
+        assert gathered == [0, 1]
+        weights[1].grad[-1] = torch.nan
+        if policy is ps.NanPolicy.RAISE:
+            with pytest.raises(ps.GradientError, match=r"parameter 1 of 'model' is not finite"):
+                optimizer.step()
+            optimizer.skip()
+        else:
+            optimizer.step()
+        found = torch.cat(weights)
+        return cluster.step, cluster.bad_steps, (found == -1).unique().tolist()
+
+    for policy, bad in ((ps.NanPolicy.RAISE, 0), (ps.NanPolicy.SKIP, 1)):
+        assert train([partial(go, policy)], servers=2) == [(2, bad, [True])]
+    assert train([partial(go, ps.NanPolicy.COUNT)], servers=2) == [(2, 1, [False])]
 
 
 # --- going back

@@ -106,6 +106,21 @@ def test_numbers_that_are_none_are_found_anywhere(k: ModuleType) -> None:
 
 
 @both
+def test_numbers_are_looked_at_while_they_are_copied_wherever_they_lie(k: ModuleType) -> None:
+    for size in (0, 1, 7, 8, 9, 41, 1 << 17):
+        for first in range(9):
+            source = drawn(size, size).view(np.int32)
+            target = np.zeros(first + size + 8, np.int32)
+            assert k.stream_finite(source, target[first : first + size])
+            assert (target == np.concatenate(([0] * first, source, [0] * 8))).all()
+            for place in {0, size // 2, size - 1} if size else ():
+                spoilt = source.copy()
+                spoilt.view(np.float32)[place] = -np.inf if place % 2 else np.nan
+                assert not k.stream_finite(spoilt, target[first : first + size])
+                assert (target[first : first + size] == spoilt).all()
+
+
+@both
 @pytest.mark.parametrize("width", [1, 7, 64])
 def test_sums_of_rows_are_those_of_an_embedding_s_backward_pass(k: ModuleType, width: int) -> None:
     inverse = np.random.default_rng(2).integers(0, 20, 300)

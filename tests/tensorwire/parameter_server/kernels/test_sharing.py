@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from rpc.extend import Helpers
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.dense_spec import Spread, describe
-from tensorwire.parameter_server.kernels import copying, kernels, sharing
+from tensorwire.parameter_server.kernels import copying, kernels, sharing, torch_only
 from tensorwire.parameter_server.lookup import spread
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
@@ -131,7 +132,16 @@ def test_dense_parameters_are_moved_alike(
     both_ways(make)
 
 
-def test_tensors_are_joined_and_copied_as_torch_does(both_ways: Callable[..., None]) -> None:
+@pytest.mark.parametrize("stream_from", [64, 1 << 30])
+@pytest.mark.parametrize("k", [kernels(), torch_only()], ids=lambda module: module.NAME)
+def test_tensors_are_joined_and_copied_as_torch_does(
+    k: ModuleType,
+    stream_from: int,
+    both_ways: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "STREAM_FROM", stream_from)
+    monkeypatch.setattr(copying, "kernels", lambda: k)
     parts = [_drawn(n, 50 + n) for n in range(9)]
 
     def make() -> list[Tensor]:
@@ -142,9 +152,25 @@ def test_tensors_are_joined_and_copied_as_torch_does(both_ways: Callable[..., No
             copying.copied(out, target)
         assert target._version == version + 1
         assert torch.equal(out, torch.cat(parts))
-        return [out, target.detach()]
+        again = torch.empty_like(out)
+        assert copying.joined_finite(parts, again)
+        spoilt = [*parts[:4], parts[4].clone(), *parts[5:]]
+        spoilt[4][-1] = torch.inf
+        assert not copying.joined_finite(spoilt, torch.empty_like(out))
+        return [out, target.detach(), again]
 
     both_ways(make)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
+def test_tensors_of_other_dtypes_are_joined_too(dtype: torch.dtype) -> None:
+    parts = [_drawn(n, 50).mul(100).to(dtype) for n in range(3)]
+    out = torch.empty(150, dtype=dtype)
+    assert copying.joined_finite(parts, out)
+    assert torch.equal(out, torch.cat(parts))
+    if dtype.is_floating_point:
+        parts[1][7] = torch.nan
+        assert not copying.joined_finite(parts, out)
 
 
 def test_tensors_that_lie_otherwise_in_memory_are_copied_too(
