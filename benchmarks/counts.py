@@ -110,7 +110,9 @@ def count(rows: Sequence[Row], column: Column, tries: int = _TRIES) -> list[Coun
         tries: of each.
     """
     size = max(row.group_size for row in rows)
-    with Group(column, size, Launch.FORKED, counts=True) as group, group.awake():
+    modules = [module for row in rows for module in row.modules]
+    group = Group(column, size, Launch.FORKED, counts=True, modules=modules)
+    with group, group.awake():
         return [_least(row, group, tries) for row in rows]
 
 

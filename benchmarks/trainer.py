@@ -272,6 +272,17 @@ def report(case: Case, found: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
+def _import_once_for_all_processes() -> None:
+    """Imports what they would each spend many seconds on, some of it with their first step."""
+    import transformers
+    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
+
+    import rpc  # noqa: F401
+    from tensorwire.integrations.transformers import ParameterServerCallback  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -281,9 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=2, help="of a round (%(default)s)")
     options = parser.parse_args(arguments)
     case = QUICK if options.quick else FULL
-    import transformers  # once, for all processes
-
-    transformers.logging.set_verbosity_error()
+    _import_once_for_all_processes()
     print(report(case, compare(case, options.rounds, options.steps)), flush=True)
     return 0
 

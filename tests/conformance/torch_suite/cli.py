@@ -23,7 +23,7 @@ from torch_suite.setup import Sabotage, Setup, Start, Subject
 _HOME = Path(__file__).resolve().parents[1]
 _RUNS = _HOME.parents[1] / "runs" / "conformance"
 _PARTS = 24
-_PART_OF = {Subject.TORCH: 0, Subject.TENSORPIPE: 0, Subject.TENSORWIRE: 1}
+_PART_OF = {Subject.TORCH: 0, Subject.TENSORPIPE: 15, Subject.TENSORWIRE: 1}
 _TRIED_AGAIN = 10
 """With more failures than these something is broken, and trying again would take long."""
 _LINES_SHOWN = 40

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorwire import dropin
 from tests.free_ports import free_port
 from tests.tensorwire.launch.jobs import LIGHT, SECONDS, Job, job
 from tests.waiting import until
@@ -219,24 +220,13 @@ def test_a_launcher_of_ones_own_has_its_rendezvous_events_and_metrics(work: Job)
     assert seen["events"].count(["WORKER", "SUCCEEDED"]) == 3
 
 
-def test_programs_for_torchs_rpc_run_on_ours_with_dropin(work: Job) -> None:
-    program = work.folder / "program.py"
-    program.write_text(
-        "from torch.distributed import rpc\n"
-        f"open({str(work.folder / 'seen')!r}, 'w').write(rpc.rpc_sync.__module__)\n"
-    )
-    agent = work.start("--standalone", "--dropin", "--role", "trainer:1", str(program))
-    assert agent.wait() == 0, agent.said
-    assert (work.folder / "seen").read_text().startswith("rpc.")
-
-
-def test_flags_of_torchrun_have_their_effects_on_workers_with_roles(work: Job) -> None:
+def test_flags_of_torchrun_and_dropin_have_their_effects_on_workers_with_roles(work: Job) -> None:
     port = free_port()
     agent = work.start(
         *("--nnodes", "1", "--node-rank", "0", "--master-addr", "localhost"),
         *("--master-port", str(port), "--role", "trainer:2", "--monitor-interval", "0.02"),
         *("--tee", "3", "--local-ranks-filter", "1", "--duplicate-stdout-filters", "speaks"),
-        *("--virtual-local-rank", "--no-python"),
+        *("--virtual-local-rank", "--dropin", "--no-python"),
         *(sys.executable, LIGHT, str(work.folder), "trainer=done"),
         PET_LOG_DIR=str(work.folder / "logs"),
         TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${role_name} ${local_rank}> ",
@@ -246,6 +236,7 @@ def test_flags_of_torchrun_have_their_effects_on_workers_with_roles(work: Job) -
     assert {each["MASTER_PORT"] for each in seen} == {str(port)}
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["0", "1"]
     assert [each["LOCAL_RANK"] for each in seen] == ["0", "0"]
+    assert [dropin.environment(each) for each in seen] == seen  # nothing is left to add
     assert "<trainer 1> trainer:1 speaks, life 1" in agent.said
     assert "trainer:0 speaks" not in agent.said
     (filtered,) = (work.folder / "logs").glob("*/filtered_stdout.log")
