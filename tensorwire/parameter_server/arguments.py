@@ -21,12 +21,12 @@ def number(
         raise ValueError(f"{where}: {name}={value!r} must be finite, at least {least:g}{bound}")
 
 
-def whole(where: str, name: str, value: object, least: int = 1) -> None:
-    """Raises unless ``value`` is a whole number of at least ``least``.
+def whole(where: str, name: str, value: object, least: int = 1, below: int | None = None) -> None:
+    """Raises unless ``value`` is a whole number of at least ``least``, below ``below``.
 
     Raises:
         TypeError: it is no whole number.
-        ValueError: it is too small.
+        ValueError: it is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
@@ -34,6 +34,8 @@ def whole(where: str, name: str, value: object, least: int = 1) -> None:
         )
     if value < least:
         raise ValueError(f"{where}: {name}={value!r} must be at least {least}")
+    if below is not None and value >= below:
+        raise ValueError(f"{where}: {name}={value!r} must be below {below}")
 
 
 def instance(

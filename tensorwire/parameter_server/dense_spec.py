@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.decisions.slots import SLOTS
 
 _LEAST: Final = 1 << 14
@@ -133,7 +134,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def describe(name: str, optimizer: Optimizer, spread: Spread) -> DenseSpec:
-    """Describes a constructed optimizer of dense parameters."""
+    """Describes a constructed optimizer of dense parameters.
+
+    Raises:
+        TypeError: ``name`` is no text.
+    """
+    instance("dense parameters", "name", name, str, "a text")
     parameters = parameters_of(optimizer)
     owners = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     return DenseSpec(

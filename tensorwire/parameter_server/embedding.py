@@ -66,6 +66,11 @@ class _Lookup(nn.Module):
 
     def __init__(self, table: Rows, padding_idx: int | None) -> None:
         super().__init__()
+        if not hasattr(table, "gradient"):
+            raise TypeError(
+                f"{type(self).__name__}: table={table!r} is a {type(table).__name__}, not what "
+                "cluster.table() returns"
+            )
         if padding_idx is not None and (
             isinstance(padding_idx, bool) or not isinstance(padding_idx, int)
         ):
@@ -162,6 +167,9 @@ class Embedding(_Lookup):
         table: where the rows are; from ``cluster.table``.
         padding_idx: an id that reads as zeros, gets no gradient and is never sent. Default None.
 
+    Raises:
+        TypeError: ``table`` is no table, or ``padding_idx`` no id.
+
     Example::
 
         words = ps.Embedding(cluster.table("words", dim=64, optimizer=ps.Adam(), init=ps.Normal()))
@@ -207,6 +215,7 @@ class EmbeddingBag(_Lookup):
         padding_idx: an id that does not count, gets no gradient and is never sent. Default None.
 
     Raises:
+        TypeError: ``table`` is no table, or ``padding_idx`` no id.
         ValueError: there is no such mode.
 
     Example::

@@ -23,13 +23,15 @@ def hashed(names: Iterable[str | bytes], salt: str = "") -> Tensor:
         int64, one for each name.
 
     Raises:
-        TypeError: a name is neither text nor bytes.
+        TypeError: a name is neither text nor bytes, or ``names`` is a single one.
         ValueError: the salt is too long.
 
     Example::
 
         rows = table.pull(ps.hashed(["paris", "london"], salt="city"))
     """
+    if isinstance(names, (str, bytes)):
+        raise TypeError(f"hashed: names={names!r} is one name, not several; give [{names!r}]")
     key = salt.encode()
     if len(key) > hashlib.blake2b.SALT_SIZE:
         raise ValueError(f"hashed: salt={salt!r} has more than 16 bytes")

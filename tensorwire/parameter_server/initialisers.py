@@ -55,7 +55,7 @@ class Uniform(Initialiser):
 
     def __post_init__(self) -> None:
         number("Uniform", "scale", self.scale)
-        whole("Uniform", "seed", self.seed, least=0)
+        whole("Uniform", "seed", self.seed, least=0, below=1 << 63)
 
     def fill(self, out: Floats, places: Ints, ids: Ints) -> None:
         """See :class:`Initialiser`."""
@@ -79,7 +79,7 @@ class Normal(Initialiser):
     def __post_init__(self) -> None:
         number("Normal", "std", self.std)
         number("Normal", "mean", self.mean, least=-3.4e38)
-        whole("Normal", "seed", self.seed, least=0)
+        whole("Normal", "seed", self.seed, least=0, below=1 << 63)
 
     def fill(self, out: Floats, places: Ints, ids: Ints) -> None:
         """See :class:`Initialiser`."""

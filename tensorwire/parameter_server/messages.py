@@ -132,13 +132,26 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """The answer to a pull that a shard could not read, and why; the shard goes on.
+
+    Args:
+        text: why.
+        safe: as in :class:`Rows`.
+    """
+
+    text: str
+    safe: int
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The answer of a shard that cannot go on, and why."""
 
     text: str
 
 
-Reply = Rows | Accepted | Denied | Elsewhere | Full | Broken
+Reply = Rows | Accepted | Denied | Elsewhere | Full | Unread | Broken
 
 # --- among servers, and from clients to the coordinator
 

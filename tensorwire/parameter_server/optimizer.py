@@ -55,7 +55,7 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         DeclarationError: another trainer has another model under this name.
         ValueError: there is nothing to optimize.
-        TypeError: ``dense`` does not take these arguments.
+        TypeError: an argument is of a wrong kind, or ``dense`` does not take these arguments.
 
     Example::
 
@@ -75,7 +75,16 @@ class Optimizer(torch.optim.Optimizer):
         pushing: Pushing = Pushing.STEP,
         **hyper: Any,
     ) -> None:
+        instance("ps.Optimizer", "model", model, (nn.Module, type(None)), "a module or None")
+        if dense is not None and not callable(dense):
+            raise TypeError(
+                f"ps.Optimizer: dense={dense!r} is a {type(dense).__name__}, not a class such as "
+                "torch.optim.Adam; ps.Optimizer.wrap takes optimizers that are there already"
+            )
+        if dense is None and hyper:
+            raise TypeError(f"ps.Optimizer: {', '.join(hyper)} needs dense=, whose argument it is")
         found = [*_tables_of(model), *tables]
+        _check(cluster, found)
         stand_ins = {id(table.gradient.parameter) for table in found}
         parameters = [] if model is None else [p for p in model.parameters() if p.requires_grad]
         parameters = [each for each in parameters if id(each) not in stand_ins]
@@ -132,6 +141,9 @@ class Optimizer(torch.optim.Optimizer):
         pushing: Pushing,
     ) -> None:
         instance("ps.Optimizer", "pushing", pushing, Pushing, "a ps.Pushing")
+        instance("ps.Optimizer", "name", name, str, "a text")
+        tables = list(tables)
+        _check(cluster, tables)
         self.cluster = cluster
         self.local = local
         self.tables = list(dict.fromkeys(tables))
@@ -379,6 +391,12 @@ def _on_gradient(parameter: Any, then: Callable[[Tensor], None]) -> None:
 def _tables_of(model: nn.Module | None) -> list[Table]:
     found = [] if model is None else tables_of(model)
     return [table for table in found if isinstance(table, Table)]
+
+
+def _check(cluster: Cluster, tables: Iterable[Table]) -> None:
+    instance("ps.Optimizer", "cluster", cluster, Cluster, "a cluster of ps.connect()")
+    for table in tables:
+        instance("ps.Optimizer", "tables", table, Table, "a table of cluster.table()")
 
 
 def _group_of(table: Table) -> dict[str, Any]:

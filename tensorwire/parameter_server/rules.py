@@ -212,6 +212,8 @@ class Adam(Rule):
     def __post_init__(self) -> None:
         number("Adam", "lr", self.lr)
         number("Adam", "eps", self.eps)
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise TypeError(f"Adam: betas={self.betas!r} must be a tuple of two numbers")
         for beta in self.betas:
             number("Adam", "betas", beta, below=1.0)
 

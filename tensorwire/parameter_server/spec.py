@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, cast
 
 import cloudpickle
@@ -53,6 +53,10 @@ class TableSpec:
         instance(where, "name", self.name, str, "a text")
         whole(where, "dim", self.dim)
         instance(where, "optimizer", self.rule, Rule, "a rule such as ps.SGD(lr=0.1)")
+        if _is_unfinished(type(self.rule)):
+            raise TypeError(
+                f"{where}: optimizer={self.rule!r} must be a frozen dataclass that defines update()"
+            )
         instance(where, "init", self.init, Initialiser, "an initialiser such as ps.Uniform(0.01)")
         instance(where, "admit", self.admit, (MinCount, type(None)), "ps.MinCount or None")
         instance(where, "evict", self.evict, (UnusedFor, type(None)), "ps.UnusedFor or None")
@@ -71,6 +75,10 @@ class TableSpec:
             for each in fields(self)
             if repr(getattr(self, each.name)) != repr(getattr(other, each.name))
         ]
+
+
+def _is_unfinished(rule: type[Any]) -> bool:
+    return rule.update is Rule.update or not is_dataclass(rule)
 
 
 def encode(spec: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,8 @@ class Saving:
             timeout: seconds; default none.
 
         Returns:
-            Where it is, and how many pushes of each trainer are in it.
+            Where it is (``folder``), and how many pushes are in it (``counts``) of each trainer,
+            by its number (``Cluster.number``).
 
         Raises:
             SnapshotError: it could not be written.
@@ -289,7 +291,12 @@ class Cluster:
         Raises:
             GradientError: gradients are not finite; see :class:`NanPolicy`.
             OutOfMemoryError: a server has no room for these rows.
+            TypeError: ``gradients`` are not by table, or of a wrong kind.
+            ValueError: the shapes do not fit.
         """
+        if not isinstance(gradients, Mapping) or not all(isinstance(t, Table) for t in gradients):
+            raise TypeError("push: gradients must be a dict from tables to ids and gradients, not "
+                            f"{_kinds(gradients)}")  # fmt: skip
         tables = {t.name: t.gradient_of(*given) for t, given in gradients.items()}
         self.exchange(Gradients(tables), None).wait()
 
@@ -308,6 +315,8 @@ class Cluster:
             GradientError: gradients are not finite; see :class:`NanPolicy`.
             ParameterServerError: a table or dense group was not declared here.
             RolledBack: see there.
+            TypeError: ids or gradients are of a wrong kind.
+            ValueError: their shapes do not fit.
         """
         for each in (push, pull):
             self._require_known(each)
@@ -363,8 +372,10 @@ class Cluster:
         return whole
 
     def _require_known(self, what: Gradients | Wanted | None) -> None:
-        for name in what.tables if what is not None else ():
-            if name not in self._tables:
+        for name, given in what.tables.items() if what is not None else ():
+            if name in self._tables:
+                _check_rows(self._tables[name], given)
+            else:
                 raise errors.ParameterServerError(
                     f"there is no table {name!r} here; declare it with cluster.table({name!r}, ...)"
                 )
@@ -387,8 +398,13 @@ class Cluster:
             extra: plain JSON data that is kept with it.
 
         Raises:
-            TypeError: ``folder`` is no path.
+            TypeError: ``folder`` is no path, or ``extra`` is no JSON.
         """
+        instance("snapshot", "folder", folder, (str, os.PathLike), "a folder")
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"snapshot: extra={extra!r} is no plain JSON data: {error}") from None
         path = str(Path(folder).absolute())
         what = orders.TakeSnapshot(path, "", extra)
         return Saving(lambda: self.session.servers.ask_coordinator(what, patient=False))
@@ -426,6 +442,24 @@ class Cluster:
             "rollbacks": self.session.rollbacks,
             **self._account.told(),
         }
+
+
+def _kinds(given: object) -> str:
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    return f"{type(given).__name__} from {', '.join(type(each).__name__ for each in given)}"
+
+
+def _check_rows(table: Table, given: Tensor | tuple[Tensor, Tensor]) -> None:
+    """Refuses ids, or ids and gradients, that are none of a table's."""
+    if isinstance(given, Tensor):
+        table.check_ids(given)
+        ids = given
+    else:
+        table.check(*given)
+        ids = given[0]
+    if ids.dim() != 1:
+        raise ValueError(f"table {table.name!r}: ids have shape {tuple(ids.shape)}, not (n,)")
 
 
 def _not_finite(push: Gradients) -> str:

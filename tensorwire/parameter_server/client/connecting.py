@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +11,9 @@ from typing import Any, Final
 from rpc import extend
 from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
-from tensorwire.parameter_server.arguments import instance, whole
+from tensorwire.parameter_server.arguments import instance, number, whole
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
-from tensorwire.parameter_server.client.finding import life_to_come, worker_names
+from tensorwire.parameter_server.client.finding import lives_to_come, worker_names
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
@@ -71,6 +70,9 @@ def connect(
     consistency = BSP() if consistency is None else consistency
     instance("connect", "consistency", consistency, (BSP, SSP, Async), "ps.BSP(), ps.SSP(n) or "
              "ps.Async()")  # fmt: skip
+    instance("connect", "name", name, str, "a text")
+    instance("connect", "restore", restore, (str, os.PathLike, type(None)), "a folder or None")
+    number("connect", "timeout", timeout)
     instance("connect", "nans", nans, NanPolicy, "a ps.NanPolicy")
     whole("connect", "backups", backups, least=0)
     names = worker_names("connect", servers)
@@ -106,8 +108,7 @@ def _meet(
     meeting = Meeting(worker)
     view = meeting.view(name)
     if view is None:
-        deadline = time.monotonic() + timeout
-        lives = [life_to_come(worker, each, deadline) for each in settings["servers"]]
+        lives = lives_to_come(worker, settings["servers"], timeout)
         first = views.first(lives, backups, settings)
         if restore is not None:
             first = _restored(first, restore)

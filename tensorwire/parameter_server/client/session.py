@@ -359,6 +359,11 @@ class Session:
                 self._kept.safe(shard, reply.safe)
             elif isinstance(reply, messages.Broken):
                 self._fail(errors.ParameterServerError(f"shard {shard} is broken: {reply.text}"))
+            elif isinstance(reply, messages.Unread):
+                self._kept.safe(shard, reply.safe)
+                if asked is not None:
+                    text = f"shard {shard} could not answer a pull: {reply.text}"
+                    asked.error = errors.ParameterServerError(text)
             elif isinstance(reply, messages.Full):
                 self._refused_for_memory(shard, number, asked, reply.text)
             elif self._is_done_for(reply):

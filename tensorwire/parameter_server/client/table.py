@@ -69,7 +69,7 @@ class Table:
             TypeError: ``ids`` are not int64.
             RolledBack: see there.
         """
-        self._check_ids(ids)
+        self.check_ids(ids)
         unique, inverse = distinct(ids)
         return self.fetch(unique)[inverse]
 
@@ -149,24 +149,50 @@ class Table:
 
     def gradient_of(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that are all different, and a row for each; checks what a user gave."""
-        self._check_ids(ids)
+        self.check(ids, grad)
+        unique, inverse = distinct(ids)
+        return unique, summed(grad.detach(), inverse, len(unique))
+
+    def check(self, ids: Tensor, grad: Tensor) -> None:
+        """Refuses gradients that are none of this table's.
+
+        Args:
+            ids: as in :meth:`push`.
+            grad: as in :meth:`push`.
+
+        Raises:
+            TypeError: ``ids`` are not int64, or ``grad`` is not float32.
+            ValueError: the shapes do not fit.
+        """
+        self.check_ids(ids)
         if not isinstance(grad, Tensor) or grad.dtype != torch.float32:
             kind = grad.dtype if isinstance(grad, Tensor) else type(grad).__name__
             raise TypeError(f"table {self.name!r}: grad is {kind}, not torch.float32")
+        if grad.layout != torch.strided:
+            raise ValueError(f"table {self.name!r}: grad is {grad.layout}, not dense")
         if tuple(grad.shape) != (*ids.shape, self.dim):
             raise ValueError(
                 f"table {self.name!r}: grad has shape {tuple(grad.shape)}, not "
                 f"{(*ids.shape, self.dim)}"
             )
-        unique, inverse = distinct(ids)
-        return unique, summed(grad.detach(), inverse, len(unique))
 
-    def _check_ids(self, ids: Tensor) -> None:
+    def check_ids(self, ids: Tensor) -> None:
+        """Refuses what are no ids.
+
+        Args:
+            ids: as in :meth:`pull`.
+
+        Raises:
+            TypeError: they are not int64.
+            ValueError: they are sparse, or not on the CPU.
+        """
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"table {self.name!r}: ids are {kind}, not torch.int64")
         if ids.device.type != "cpu":
             raise ValueError(f"table {self.name!r}: ids are on {ids.device}, not on the CPU")
+        if ids.layout != torch.strided:
+            raise ValueError(f"table {self.name!r}: ids are {ids.layout}, not dense")
 
     def gradients(self, ids: Tensor, grad: Tensor) -> Gradients:
         """As a step."""

@@ -392,10 +392,14 @@ class Coordinator(Tasks):
         yield Others()
         parts = yield AskAll({s: orders.Write(cut.change, what.draft) for s in shards})
         lost = [shard for shard in shards if parts.get(shard) is None]
-        snapshot = Snapshot(what.folder, cut.vector, cut.time)
-        if lost or generation != self.view.generation:
-            self._effects.append(Fail(request, f"the head of shard {lost} was lost meanwhile"))
+        if any(self.view.shard(shard) is None for shard in lost):
+            self._effects.append(Fail(request, ""))  # it went with a resize before it had written
             return
+        missing = [_why_not_written(s, parts.get(s)) for s in shards]
+        if any(missing) or generation != self.view.generation:
+            self._effects.append(Fail(request, "; ".join(filter(None, missing)) or _WENT_BACK))
+            return
+        snapshot = Snapshot(what.folder, cut.vector, cut.time)
         written = yield Manifest(snapshot, what.extra, tuple(parts[s] for s in shards))
         if not all(written.values()):
             self._effects.append(Fail(request, f"the manifest in {what.folder} was not written"))
@@ -453,6 +457,12 @@ class Coordinator(Tasks):
 def _all_servers(view: View) -> set[Server]:
     """Everybody whom the view names."""
     return {each for shard in view.shards for each in shard.chain} | set(view.servers)
+
+
+def _why_not_written(shard: int, answer: Any) -> str:
+    if answer is None:
+        return f"the servers of shard {shard} that knew its rows at that point were lost meanwhile"
+    return f"shard {shard} could not write its part: {answer}" if isinstance(answer, str) else ""
 
 
 def _lost_shards(view: View) -> list[int]:

@@ -98,7 +98,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write the rows as they were at a cut; answered with what was written, or None."""
+    """Write the rows as they were at a cut.
+
+    Answered with the shard's number, a text that says why not, or None if it does not know them.
+    """
 
     change: int
     folder: str

@@ -58,7 +58,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A request cannot be done."""
+    """A request cannot be done; without a reason, whoever wants it asks again."""
 
     request: int
     reason: str

@@ -265,7 +265,7 @@ class Node:
             call.answer(number)
         except Exception as error:
             _logger.warning("shard %d could not write its snapshot: %s", number, error)
-            call.answer(None)
+            call.answer(f"{type(error).__name__}: {error}")
         finally:
             with shard.lane.state_lock:
                 shard.state.thaw(frozen)

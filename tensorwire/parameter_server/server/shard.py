@@ -26,6 +26,7 @@ from tensorwire.parameter_server.messages import (
     Elsewhere,
     Reply,
     Rows,
+    Unread,
 )
 from tensorwire.parameter_server.server.lane import Lane
 from tensorwire.parameter_server.server.state import ShardState
@@ -123,8 +124,6 @@ class ShardServer:
         except Exception as error:
             _logger.exception("shard %d of the parameter server is broken", self.replica.shard)
             self.broken = f"{type(error).__name__}: {error}"
-            if isinstance(effect, Read):
-                self._respond(effect.pull.ask, None)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -137,10 +136,15 @@ class ShardServer:
         if self.broken:
             asked.call.answer(Broken(self.broken))
             return
-        with self._timed("pulls"), self.lane.state_lock:
-            tables, dense = self.state.read(asked.ask, effect.time)
-        self.pulled += 1
         safe = self.replica.safe_count(asked.ask.trainer)
+        try:
+            with self._timed("pulls"), self.lane.state_lock:
+                tables, dense = self.state.read(asked.ask, effect.time)
+        except Exception as error:  # such as no memory for so many rows: nothing has changed
+            _logger.exception("shard %d could not answer a pull", self.replica.shard)
+            asked.call.answer(Unread(f"{type(error).__name__}: {error}", safe))
+            return
+        self.pulled += 1
         asked.call.answer(Rows(tables, dense, safe, effect.low))
 
     def _respond(self, call: Any, answer: Any) -> None:

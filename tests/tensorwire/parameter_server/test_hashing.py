@@ -21,3 +21,5 @@ def test_what_has_no_bytes_has_no_id() -> None:
         ps.hashed([7])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="more than 16 bytes"):
         ps.hashed(["paris"], salt="x" * 17)
+    with pytest.raises(TypeError, match=r"'paris' is one name, not several; give \['paris'\]"):
+        ps.hashed("paris")

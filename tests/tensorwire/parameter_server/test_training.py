@@ -20,6 +20,7 @@ from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.exchange import Gradients, Wanted
 from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
+from tensorwire.parameter_server.server import node, writing
 from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
 from tests import waiting
@@ -371,6 +372,58 @@ def test_a_snapshot_is_taken_by_whoever_coordinates_after_the_first_was_lost(
         run(agents[2:], [go])
 
 
+def _held(write: Callable[..., None], shard: int) -> tuple[Callable[..., None], threading.Event]:
+    """As ``write``, but this shard's part is written only when it may be."""
+    may = threading.Event()
+
+    def held(folder: str, number: int, *rest: Any) -> None:
+        if number == shard:
+            assert may.wait(30)
+        write(folder, number, *rest)
+
+    return held, may
+
+
+def test_a_snapshot_is_taken_again_if_a_shard_goes_before_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, may = _held(writing.write, 2)
+    monkeypatch.setattr(node, "write", write)
+
+    def go() -> None:
+        cluster = ps.connect(server_names(3))
+        table = cluster.table("counts", 2, ps.SGD(lr=1.0))
+        table.push(torch.arange(IDS), -torch.ones(IDS, 2))
+        saving = cluster.snapshot(tmp_path / "one")
+        cluster.resize(server_names(2))
+        assert not saving.done()
+        table.push(torch.arange(IDS), -torch.ones(IDS, 2))
+        may.set()
+        count = saving.wait(30).counts[0]
+        ids, rows = ps.read(tmp_path / "one", "counts")
+        assert ids.tolist() == list(range(IDS))
+        assert bool((rows == count).all())
+
+    train([go], servers=3)
+
+
+def test_a_snapshot_that_cannot_be_written_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(node, "write", full)
+
+    def go() -> None:
+        cluster = ps.connect(server_names(1))
+        cluster.table("items", 8, ps.SGD(lr=0.1))
+        with pytest.raises(ps.SnapshotError, match=r"shard 0 could not write.* No space left"):
+            cluster.snapshot(tmp_path / "one").wait(30)
+
+    train([go])
+
+
 def test_servers_come_and_go_while_trainers_push() -> None:
     def go(resizes: bool) -> Callable[..., Tensor]:
         def run() -> Tensor:
@@ -425,7 +478,72 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
             cluster.exchange(None, Wanted(dense=("top",)))
         with pytest.raises(ps.GradientError, match=r"table 'items' is not finite"):
             table.push(torch.arange(3), torch.full((3, 8), float("nan")))
+        with pytest.raises(ValueError, match=r"\(1, 5\), not \(1, 8\)"):
+            cluster.exchange(Gradients({"items": (torch.zeros(1).long(), torch.ones(1, 5))}), None)
+        with pytest.raises(TypeError, match=r"torch.float32, not torch.int64"):
+            cluster.exchange(None, Wanted({"items": torch.ones(3)}))
+        with pytest.raises(ValueError, match=r"sparse_coo, not dense"):
+            table.push(torch.arange(3), torch.ones(3, 8).to_sparse())
+        with pytest.raises(TypeError, match=r"from tables .* not dict from str"):
+            cluster.push({"items": (torch.arange(3), torch.ones(3, 8))})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match=r"extra=\{1\} is no plain JSON"):
+            cluster.snapshot("folder", extra={1})
+        with pytest.raises(TypeError, match=r"must be a frozen dataclass"):
+            cluster.table("mine", 8, ps.Rule())
         assert cluster.step == 0
+
+    train([go])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"servers": None}, r"servers=None must be a list of names"),
+        ({"name": 3}, r"name=3 is a int, not a text"),
+        ({"restore": 3}, r"restore=3 is a int, not a folder"),
+        ({"timeout": "a"}, r"timeout='a' is a str, not a number"),
+    ],
+)
+def test_mistakes_in_connecting_name_the_argument(arguments: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(TypeError, match=wanted):
+        ps.connect(**{"servers": server_names(1), **arguments})
+
+
+def test_a_server_that_does_not_come_is_named_beside_those_that_are_there() -> None:
+    def go() -> None:
+        with pytest.raises(TimeoutError, match=r"'ps9' did not .* in it are ps0, trainer0"):
+            ps.connect(["ps0", "ps9"], timeout=0.1)
+
+    train([go])
+
+
+def test_a_pull_that_a_server_cannot_answer_fails_alone() -> None:
+    def go() -> None:
+        cluster = ps.connect(server_names(1))
+        wide = cluster.table("wide", 1 << 44, ps.SGD(lr=0.1))
+        items = cluster.table("items", 8, ps.SGD(lr=0.1), init=ps.Constant(2.0))
+        with pytest.raises(ps.ParameterServerError, match=r"shard 0 could not answer a pull"):
+            wide.pull(torch.arange(1))
+        assert bool((items.pull(torch.arange(3)) == 2.0).all())
+        items.push(torch.arange(3), torch.ones(3, 8))
+
+    train([go])
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"name": 3, "dense": torch.optim.Adam}, r"name=3 is a int, not a text"),
+        ({"dense": "adam"}, r"dense='adam' is a str, not a class"),
+        ({"lr": 0.1}, r"lr needs dense="),
+        ({"tables": ["items"], "dense": torch.optim.Adam}, r"tables='items' is a str, not a table"),
+        ({"model": "net", "dense": torch.optim.Adam}, r"model='net' is a str, not a module"),
+    ],
+)
+def test_an_optimizer_refuses_what_it_cannot_step(given: dict[str, Any], wanted: str) -> None:
+    def go() -> None:
+        with pytest.raises(TypeError, match=wanted):
+            ps.Optimizer(ps.connect(server_names(1)), **{"model": nn.Linear(2, 1), **given})
 
     train([go])
 
