@@ -307,6 +307,7 @@ class Service:
         except TypeError as error:
             refuse_as_torch_does(func, error)
             raise
+        del args, kwargs
         if getattr(func, _ASYNC_MARK, None) is not None:
             self._finish_with_future(result)
         elif type(result) is CoroutineType:
@@ -314,7 +315,6 @@ class Service:
             if self.cancelled:
                 self._stop()
         else:
-            del args, kwargs
             self._succeed(result)
 
     def _method_of(self, value: Slot, adopted: Adopted, scopes: Scopes | None) -> Any:
@@ -339,6 +339,9 @@ class Service:
                 f"torch.futures.Future object, but got {type(future).__name__}"
             )
         # Unlike its value(), a done future's wait() has this thread's streams wait, too.
+        if future.done():  # by the function itself, so without another thread
+            self._settle(future.wait, self._fail)
+            return
         settle = self._later(lambda done: self._settle(done.wait, self._fail))
         self._suspend(future.add_done_callback, settle)
 

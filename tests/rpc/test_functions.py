@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from typing import Any
 
@@ -44,6 +45,32 @@ def test_a_marked_function_keeps_its_names_and_can_be_called():
     assert is_async_execution(_marked)
     assert not is_async_execution(_plain)
     assert _marked(1).wait() == 2
+
+
+_THREADS: list[int] = []
+
+
+class _Noting:
+    """Notes by which thread it is packed."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        _THREADS.append(threading.get_ident())
+        return int, (7,)
+
+
+@async_execution
+def _done_at_once() -> torch.futures.Future[_Noting]:
+    _THREADS[:] = [threading.get_ident()]
+    future: torch.futures.Future[_Noting] = torch.futures.Future()
+    future.set_result(_Noting())
+    return future
+
+
+def test_a_future_that_is_done_at_once_is_answered_by_the_thread_that_made_it() -> None:
+    with local_group("alice", "bob") as (alice, _), as_worker(alice):
+        assert rpc.rpc_sync("bob", _done_at_once) == 7
+    assert len(_THREADS) == 2
+    assert _THREADS[0] == _THREADS[1]
 
 
 def test_anything_but_a_future_fails_the_call():
