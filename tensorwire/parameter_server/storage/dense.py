@@ -160,20 +160,17 @@ class DenseShard:
             work()
 
     def _add_grads(self, part: DensePart) -> None:
-        begins = dict.fromkeys(part.grads, 0)
-        for place in self.pieces:
-            piece = self.spec.pieces[place]
-            if piece.parameter in part.absent:
-                continue
-            dtype = self._dtype(place)
-            begin = begins[dtype]
-            begins[dtype] = begin + len(piece)
-            parameter = self._parameters[place]
-            grad = part.grads[dtype][begin : begin + len(piece)].view(parameter.shape)
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad = parameter.grad + grad
+        pieces = self.spec.pieces
+        present = [p for p in self.pieces if pieces[p].parameter not in part.absent]
+        for dtype, flat in part.grads.items():
+            same = [place for place in present if self._dtype(place) == dtype]
+            grads = torch.split(flat, [len(pieces[place]) for place in same])
+            for place, grad in zip(same, grads, strict=True):
+                parameter = self._parameters[place]
+                if self.spec.spread is not Spread.ELEMENTS:
+                    grad = grad.view(parameter.shape)
+                before = parameter.grad
+                parameter.grad = grad if before is None else before + grad
 
     def load(self, data: Mapping[int, PieceData], loader: int, keeps_state: bool = False) -> None:
         """Sets pieces, all of them or some, as ``loader`` says they are.
