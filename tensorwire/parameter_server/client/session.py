@@ -117,6 +117,7 @@ class Session:
         with self._acting():
             if self._failure is None:
                 self._failure = error
+                self._later(self._caller.give_up)
             self._condition.notify_all()
 
     @property
@@ -276,6 +277,8 @@ class Session:
                 self._replied(shard, number, epoch, asked, reply)
 
             self._caller.call(head, message, replied)
+            if self._failure is not None:
+                self._caller.give_up()
 
         self._later(send)
 

@@ -39,6 +39,7 @@ class Caller:
     def __init__(self, worker: extend.Worker, cluster: str) -> None:
         self._worker = worker
         self._cluster = cluster
+        self._open: set[rpc.Future[Any]] = set()
 
     def call(self, to: Server, message: Any, then: Callable[[Any], object]) -> None:
         """Calls a server; ``then`` gets its answer, or ``LOST``, on some thread."""
@@ -51,10 +52,18 @@ class Caller:
             then(LOST)
             return
 
-        def done(future: torch.futures.Future[Any]) -> None:
+        self._open.add(future)
+
+        def done(future: rpc.Future[Any]) -> None:
+            self._open.discard(future)
             then(_answer_of(future))
 
         future.add_done_callback(done)
+
+    def give_up(self) -> None:
+        """Gives up all calls: a server may keep one for ever, and this worker could not leave."""
+        for future in list(self._open):
+            future.cancel()
 
 
 def _answer_of(future: torch.futures.Future[Any]) -> Any:
@@ -66,7 +75,8 @@ def _answer_of(future: torch.futures.Future[Any]) -> Any:
 
 
 def _note(error: rpc.RpcError) -> None:
-    expected = (rpc.WorkerLostError, rpc.UnknownWorkerError, rpc.AgentClosedError)
+    expected = (rpc.WorkerLostError, rpc.UnknownWorkerError, rpc.AgentClosedError,
+                rpc.CallCancelledError)  # fmt: skip
     if not isinstance(error, expected):
         _logger.error("a call of the parameter server failed: %s", error)
 
