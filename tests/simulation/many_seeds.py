@@ -20,7 +20,7 @@ from rpc.testing import (
     simulate_silence,
 )
 from tests.tensorwire.launch.game import Game
-from tests.tensorwire.parameter_server.games import check_game
+from tests.tensorwire.parameter_server.game import check_game
 
 _BATCH = 250
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tensorwire.parameter_server.games import check_game
+from tests.tensorwire.parameter_server.game import check_game
 
 _SEEDS_EACH = 15
 

@@ -22,8 +22,7 @@ from tensorwire.parameter_server.decisions import (
 )
 from tensorwire.parameter_server.decisions import unacknowledged as kept
 from tensorwire.parameter_server.decisions.clock import Clock
-from tests.tensorwire.parameter_server import games
-from tests.tensorwire.parameter_server.games import check_game
+from tests.tensorwire.parameter_server.game import check_game, cluster
 
 _SEEDS = 200
 _TURNS = 15_000
@@ -203,7 +202,7 @@ _RARE = {
 def seeds_until_found(mutate: Mutate, seeds: int = _SEEDS) -> int | None:
     """The seed of the first game that a mutant does not survive; None if it survives all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(games, "_PATIENCE", _TURNS)
+        patch.setattr(cluster, "PATIENCE", _TURNS)
         mutate(patch)
         first = _RARE.get(mutate, 0)
         for seed in range(first, first + seeds):

@@ -1,0 +1,20 @@
+"""Plays whole clusters without I/O: servers, trainers, a coordinator, a store, a network.
+
+A seed says what happens in which order: messages arrive in any order and some twice, servers and
+trainers are killed or cut off, come back, join, finish; snapshots are taken, shards move. The
+decisions are the real ones. The state is a list of what was applied to each of a few ids; at the
+end, and at each cut, it is compared with what the trainers know that they sent.
+"""
+
+from __future__ import annotations
+
+from tests.tensorwire.parameter_server.game.cluster import Game
+from tests.tensorwire.parameter_server.game.plans import Broken
+
+
+def check_game(seed: int) -> int:
+    """Plays the game of a seed; raises if a rule is broken."""
+    try:
+        return Game(seed).play()
+    except Exception as error:
+        raise Broken(f"seed {seed}: {type(error).__name__}: {error}") from error

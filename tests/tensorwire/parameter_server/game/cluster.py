@@ -1,0 +1,383 @@
+"""One game: the network, the store, what goes wrong, and whose turn it is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions.clock import (
+    PushKind,
+)
+from tensorwire.parameter_server.decisions.lives import Latest
+from tensorwire.parameter_server.decisions.tasks import (
+    Reply,
+    Store,
+)
+from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.settings import settings_of
+from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan, draw_plan
+from tests.tensorwire.parameter_server.game.processes import Process
+from tests.tensorwire.parameter_server.game.rules import Rules
+from tests.tensorwire.parameter_server.game.servers import ServerProcess
+from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
+
+PATIENCE = 60_000
+
+
+class Game:
+    """One cluster from its start until all trainers are done."""
+
+    def __init__(self, seed: int, plan: Plan | None = None) -> None:
+        self.random = random.Random(seed ^ 0x5EED)
+        self.plan = plan or draw_plan(seed)
+        self.rules = Rules(self)
+        self.numbers = 0
+        self.network: list[tuple[Server, Server, Any]] = []
+        self.tasks: list[tuple[Server, Callable[[], None]]] = []
+        self.living: dict[Server, Process] = {}
+        self.dead: set[Server] = set()
+        self.islands: set[Server] = set()
+        self.lives: Counter[str] = Counter()
+        self.folders: dict[str, dict[int, History]] = {}
+        self.kinds: dict[tuple[int, int], PushKind] = {}
+        self.names: dict[int, str] = {}
+        self.finished: set[int] = set()
+        self.kinds_seen: Counter[str] = Counter()
+        self.lost_trainers: set[Server] = set()
+        self.ever_lost = False
+        self.broken = False
+        self.rolled = False
+        self.budget = Counter(
+            kill=self.plan.kills, trainer=self.plan.trainer_kills,
+            snapshot=self.plan.snapshots, resize=self.plan.resizes,
+        )  # fmt: skip
+        names = [f"ps{k}" for k in range(self.plan.servers)]
+        self.spare = [f"ps{self.plan.servers + k}" for k in range(self.plan.spare)]
+        for name in [*names, *self.spare]:
+            if self.plan.newcomers and self.random.random() < 0.5:
+                self.dead.add(Server(name, 0))
+                self.lives[name] += 1
+            self.start_server(name)
+        servers = [self.server(name).life for name in names]
+        settings = settings_of(self.plan.consistency, names, self.plan.trainers)
+        self.view = views.first(servers, self.plan.backups, settings)
+        self.admin = Admin(self, "admin", 0)
+        self.living[self.admin.life] = self.admin
+        self.publish(self.server(names[0]), self.view)
+        for k in range(self.plan.trainers):
+            self.start_trainer(f"trainer{k}")
+        self.meet()
+
+    def meet(self) -> None:
+        """All know each other, but for some who came back just now."""
+        for process in self.living.values():
+            for life in self.living:
+                former = Latest(0, self.random.random() < 0.5)
+                if life.incarnation and life != process.life and self.random.random() < 0.6:
+                    if self.random.random() < 0.7:
+                        process.heard[life.name] = former
+                    self.later(process, lambda p=process, new=life: p.hear_came(new))
+                else:
+                    process.heard[life.name] = Latest(life.incarnation, True)
+
+    def server(self, name: str) -> ServerProcess:
+        life = Server(name, self.lives[name] - 1)
+        process = self.living[life]
+        assert isinstance(process, ServerProcess)
+        return process
+
+    def start_server(self, name: str) -> ServerProcess:
+        process = ServerProcess(self, name, self.lives[name])
+        self.lives[name] += 1
+        self.arrive(process)
+        return process
+
+    def arrive(self, process: Process) -> None:
+        """It looks who is there; the others hear of it some time."""
+        for life in self.living:
+            process.heard[life.name] = Latest(life.incarnation, True)
+        process.heard[process.name] = Latest(process.life.incarnation, True)
+        for other in self.living.values():
+            self.later(other, lambda o=other: o.hear_came(process.life))
+        self.living[process.life] = process
+
+    def start_trainer(self, name: str) -> None:
+        process = TrainerProcess(self, name, self.lives[name], self.plan.steps)
+        self.lives[name] += 1
+        self.arrive(process)
+        self.later(process, process.begin)
+
+    @property
+    def trainers(self) -> list[TrainerProcess]:
+        return [p for p in self.living.values() if isinstance(p, TrainerProcess)]
+
+    @property
+    def servers(self) -> list[ServerProcess]:
+        return [p for p in self.living.values() if isinstance(p, ServerProcess)]
+
+    # --- network
+
+    def cut_off(self, one: Server, other: Server) -> bool:
+        return (one in self.islands) != (other in self.islands)
+
+    def send(self, source: Server, to: Server, what: Any) -> None:
+        if to in self.living and not self.cut_off(source, to):
+            self.network.append((source, to, what))
+            may_be_repeated = what[0] == "call" and what[2][0] != "install"
+            if self.plan.duplicates and may_be_repeated and self.random.random() < 0.05:
+                self.network.append((source, to, what))
+
+    def later(self, process: Process, task: Callable[[], None]) -> None:
+        self.tasks.append((process.life, task))
+
+    def publish(self, source: Process, view: View) -> None:
+        for process in list(self.living.values()):
+            if process is source:
+                self.later(process, lambda p=process: p.see(view))
+            elif isinstance(process, ServerProcess | TrainerProcess):
+                self.send(source.life, process.life, ("tell", view))
+
+    def spread(self, source: Process, view: View) -> None:
+        """Tells all servers of the view when no coordinator is found, lest none knows it."""
+        for server in view.servers:
+            self.send(source.life, server, ("tell", view))
+
+    def store_later(self, process: ServerProcess, effect: Store) -> None:
+        coordinator = process.coordinator
+        assert coordinator is not None
+
+        def put() -> None:
+            accepted = self.view == effect.expected
+            if accepted:
+                self.rules.check_view(effect.view)
+                self.view = effect.view
+            view = self.view
+
+            def stored() -> None:
+                if process.coordinator is coordinator:
+                    process.coordinate(coordinator.stored(view, accepted))
+                process.see(view)
+
+            self.later(process, stored)
+
+        self.later(process, put)
+
+    def alarm(self, process: ServerProcess) -> None:
+        def ring() -> None:
+            if any(name not in {p.name for p in self.servers} for name in ("ps0",)) and (
+                self.random.random() < 0.8
+            ):
+                self.later(process, ring)
+                return
+            if process.coordinator is not None:
+                process.coordinate(process.coordinator.rang())
+
+        self.later(process, ring)
+
+    # --- what goes wrong
+
+    def kill(self, process: Process) -> None:
+        del self.living[process.life]
+        self.dead.add(process.life)
+        self.ever_lost = True
+        if isinstance(process, TrainerProcess):
+            self.lost_trainers.add(process.life)
+        self.network = [m for m in self.network if m[1] != process.life]
+        self.tasks = [t for t in self.tasks if t[0] != process.life]
+        for other in list(self.living.values()):
+            self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
+
+    def tell_lost(self, hearer: Process, life: Server) -> None:
+        self.network = [m for m in self.network if not (m[0] == life and m[1] == hearer.life)]
+        hearer.hear_lost(life)
+
+    def isolate(self, process: ServerProcess) -> None:
+        """It lives, but everybody takes it for lost; it still reaches the store."""
+        self.islands.add(process.life)
+        self.dead.add(process.life)
+        self.ever_lost = True
+        self.network = [m for m in self.network if not self.cut_off(m[0], m[1])]
+        for other in list(self.living.values()):
+            if other is not process:
+                self.tasks.append((other.life, lambda o=other: self.tell_lost(o, process.life)))
+
+    def restart(self, name: str) -> None:
+        process = self.start_server(name)
+        self.later(process, lambda: process.see(self.view))
+        self.admin.arrive(process.life)
+
+    def mishap(self) -> None:
+        r = self.random
+        healthy = [p for p in self.servers if p.life not in self.islands]
+        kind = r.choice(["kill", "kill", "trainer", "snapshot", "resize", "restart"])
+        if kind == "kill" and self.budget["kill"] and len(healthy) > 0:
+            self.budget["kill"] -= 1
+            victim = r.choice(healthy)
+            if self.plan.zombies and r.random() < 0.5 and len(healthy) > 1:
+                self.isolate(victim)
+            else:
+                self.kill(victim)
+        elif kind == "trainer" and self.budget["trainer"] and len(self.trainers) > 0:
+            self.budget["trainer"] -= 1
+            victim = r.choice(self.trainers)
+            self.kill(victim)
+            if r.random() < 0.7 or victim.number < 0:
+                self.start_trainer(victim.name)
+        elif kind == "snapshot" and self.budget["snapshot"]:
+            self.take_snapshot()
+        elif kind == "resize" and self.budget["resize"]:
+            self.budget["resize"] -= 1
+            count = r.randint(1, len(healthy)) if healthy else 0
+            if count:
+                self.admin.resize([p.life for p in r.sample(healthy, count)])
+                if self.plan.snapshot_follows and self.budget["snapshot"]:
+                    self.take_snapshot()
+        elif kind == "restart":
+            self.restart_one()
+
+    def take_snapshot(self) -> None:
+        self.budget["snapshot"] -= 1
+        self.admin.snapshot(f"folder{self.budget['snapshot']}")
+
+    def restart_one(self) -> None:
+        gone = [
+            name for name in self.lives
+            if name.startswith("ps")
+            and Server(name, self.lives[name] - 1) in self.dead
+        ]  # fmt: skip
+        if gone:
+            self.restart(self.random.choice(gone))
+
+    # --- playing
+
+    def over(self) -> bool:
+        return all(t.phase == "done" for t in self.trainers)
+
+    def play(self) -> int:
+        """Plays to the end; returns how many events there were."""
+        r = self.random
+        for turn in range(PATIENCE):
+            if self.over():
+                self.drain()
+                self.rules.check_end()
+                return turn
+            if r.random() < 0.02:
+                self.mishap()
+            choices = len(self.network) + len(self.tasks)
+            if choices == 0:
+                self.idle()
+                continue
+            self.one(r.randrange(choices))
+        raise Broken(f"stuck: {self.plan}; {self.describe()}")
+
+    def drain(self) -> None:
+        """Plays on until nothing is under way and the view names only the living."""
+        for _ in range(PATIENCE):
+            choices = len(self.network) + len(self.tasks)
+            if choices:
+                self.one(self.random.randrange(choices))
+            elif self.view.broken or self.is_whole():
+                return
+            else:
+                self.idle()
+
+    def is_whole(self) -> bool:
+        heads = [shard.head for shard in self.view.shards if shard.chain]
+        healthy = {life for life in self.living if life not in self.islands}
+        return len(heads) == len(self.view.shards) and healthy.issuperset(heads)
+
+    def one(self, choice: int) -> None:
+        if choice < len(self.tasks):
+            life, task = self.tasks.pop(choice)
+            if life in self.living:
+                task()
+            return
+        source, to, what = self.network.pop(choice - len(self.tasks))
+        process = self.living.get(to)
+        if what[0] == "lost":
+            caller = self.living.get(to)
+            if caller is not None:
+                caller.answered(what[1], None)
+            return
+        if process is None:
+            return
+        is_rows = what[0] == "call" and what[2][0] == "import"
+        if self.plan.slow_rows and is_rows and self.random.random() < 0.9:
+            self.network.append((source, to, what))
+            return
+        if what[0] == "call":
+            process.handle(source, what[1], what[2])
+        elif what[0] == "answer":
+            process.answered(what[1], what[2])
+        else:
+            process.see(what[1])
+
+    def idle(self) -> None:
+        """Nothing is under way: somebody looks again, as after a time, or a server comes back."""
+        if not self.servers or any(
+            not shard.chain or shard.head in self.dead for shard in self.view.shards
+        ):
+            self.restart_one()
+        for trainer in self.trainers:
+            if trainer.phase != "done":
+                self.later(trainer, trainer.look)
+        for server in self.servers:
+            self.later(server, lambda s=server: s.see(self.view))
+            self.later(server, server.maybe_coordinate)
+        self.idles = getattr(self, "idles", 0) + 1
+        if self.idles > 200:
+            raise Broken(f"stuck: {self.plan}; {self.describe()}")
+
+    def describe(self) -> str:
+        lines = [str(replace(self.view, slots=()))]
+        for p in self.servers:
+            for n, replica in p.replicas.items():
+                lines.append(
+                    f"{p.life} shard {n} head={replica.is_head} primed={replica.is_primed} "
+                    f"{replica.clock.dump()} {vars(replica)}"
+                )
+            if p.coordinator:
+                lines.append(f"{p.life} coordinates {vars(p.coordinator)}")
+        for t in self.trainers:
+            lines.append(
+                f"{t.life} {t.number} {t.phase} next={t.next} waiting={t.waiting} "
+                f"kept={vars(t.kept)} view={t.view.number if t.view else None}"
+            )
+        return "\n".join(lines)
+
+
+class Admin(Process):
+    """Asks for snapshots and resizes, and tells the coordinator of servers that came."""
+
+    def lost(self, life: Server) -> None:
+        pass
+
+    def see(self, view: View) -> None:
+        pass
+
+    def ask(self, what: Any, again: bool) -> None:
+        def answered(answer: Any) -> None:
+            if again and not isinstance(answer, Reply):
+                self.game.later(self, lambda: self.ask(what, again))
+
+        self.call(self.game.view.coordinator, ("request", what), answered)
+
+    def snapshot(self, folder: str) -> None:
+        self.ask(orders.TakeSnapshot(folder, folder), again=False)
+
+    def resize(self, servers: list[Server]) -> None:
+        self.ask(orders.Resize(tuple(servers)), again=False)
+
+    def arrive(self, server: Server) -> None:
+        if server in self.game.living and not self.game.over() and not self.game.view.broken:
+
+            def answered(answer: Any) -> None:
+                if not isinstance(answer, Reply):
+                    self.game.later(self, lambda: self.arrive(server))
+
+            what = ("request", orders.Arrive(server))
+            self.call(self.game.view.coordinator, what, answered)

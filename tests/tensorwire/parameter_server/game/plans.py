@@ -1,0 +1,72 @@
+"""What may happen in a game, drawn from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tensorwire.parameter_server.decisions.consistency import (
+    BSP,
+    SSP,
+    Async,
+    Consistency,
+)
+from tensorwire.parameter_server.decisions.slots import SLOTS
+
+IDS = tuple(range(0, SLOTS, SLOTS // 7))
+"""Some ids; an id is its own slot."""
+
+History = tuple[tuple[tuple[int, int], ...], ...]
+"""By update: the pushes in it, each a trainer's number and its own."""
+
+
+class Broken(AssertionError):
+    """A rule does not hold."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The things that may happen in a game."""
+
+    consistency: Consistency
+    servers: int
+    spare: int
+    backups: int
+    trainers: int
+    steps: int
+    kills: int
+    trainer_kills: int
+    snapshots: int
+    resizes: int
+    duplicates: bool
+    zombies: bool
+    newcomers: bool
+    """Servers came back just before, of which not all have heard."""
+    snapshot_follows: bool
+    """A snapshot is asked for right behind each resize, while rows are on their way."""
+    slow_rows: bool
+    """Rows that move are long under way, as they are more bytes than anything else."""
+
+
+def draw_plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    r = random.Random(seed)
+    servers = r.randint(1, 3)
+    backups = r.choice([0, 1, 1, 1, 2])
+    return Plan(
+        consistency=r.choice([BSP(), BSP(), SSP(0), SSP(2), Async()]),
+        servers=servers,
+        spare=r.randint(0, 2),
+        backups=backups,
+        trainers=r.randint(1, 3),
+        steps=r.randint(2, 7),
+        kills=r.choice([0, 0, 1, 1, 2, 3]),
+        trainer_kills=r.choice([0, 0, 0, 1]),
+        snapshots=r.choice([0, 1, 2]),
+        resizes=r.choice([0, 0, 1, 2]),
+        duplicates=r.random() < 0.5,
+        zombies=r.random() < 0.3,
+        newcomers=r.random() < 0.4,
+        snapshot_follows=r.random() < 0.5,
+        slow_rows=r.random() < 0.5,
+    )

@@ -1,0 +1,75 @@
+"""A life of a worker in a game: how it calls others, and hears who came and who was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.parameter_server.decisions.lives import Latest
+from tensorwire.parameter_server.decisions.views import Server
+
+if TYPE_CHECKING:
+    from tests.tensorwire.parameter_server.game.cluster import Game
+
+
+class Process:
+    """A life of a worker."""
+
+    def __init__(self, game: Game, name: str, incarnation: int) -> None:
+        self.game = game
+        self.name = name
+        self.life = Server(name, incarnation)
+        self.calls: dict[int, Callable[[Any], None]] = {}
+        self.callees: dict[int, Server] = {}
+        self.heard: dict[str, Latest] = {}
+
+    def call(self, to: Server, what: Any, then: Callable[[Any], None]) -> None:
+        """Calls; ``then`` gets the answer, or None if the callee is lost."""
+        game = self.game
+        game.numbers += 1
+        number = game.numbers
+        self.calls[number], self.callees[number] = then, to
+        if to not in game.living or game.cut_off(self.life, to) or not self.has_heard_of(to):
+            game.network.append((to, self.life, ("lost", number)))
+        else:
+            game.send(self.life, to, ("call", number, what))
+
+    def answered(self, number: int, answer: Any) -> None:
+        then = self.calls.pop(number, None)
+        self.callees.pop(number, None)
+        if then is not None:
+            then(answer)
+
+    def has_heard_of(self, life: Server) -> bool:
+        """A call to a life that came back meets the one before, which is dead."""
+        latest = self.heard.get(life.name)
+        return latest is not None and latest.incarnation >= life.incarnation
+
+    def hear_came(self, life: Server) -> None:
+        """Lives that came and went between two looks into the store are never heard of."""
+        if self.has_heard_of(life) or (life in self.game.dead and life not in self.game.islands):
+            return
+        former = self.heard.get(life.name)
+        if former is not None and former.lives:
+            self.hear_lost(Server(life.name, former.incarnation))
+        self.heard[life.name] = Latest(life.incarnation, True)
+        self.came(life)
+
+    def came(self, life: Server) -> None:
+        pass
+
+    def hear_lost(self, life: Server) -> None:
+        if not self.has_heard_of(life):
+            return
+        if self.heard[life.name].incarnation == life.incarnation:
+            self.heard[life.name] = Latest(life.incarnation, False)
+        for number, to in list(self.callees.items()):
+            if to == life:
+                self.answered(number, None)
+        self.lost(life)
+
+    def lost(self, life: Server) -> None:
+        raise NotImplementedError
+
+    def handle(self, sender: Server, number: int, what: Any) -> None:
+        raise NotImplementedError

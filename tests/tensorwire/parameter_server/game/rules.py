@@ -1,0 +1,154 @@
+"""The rules of a game: what must be so at each pull, at each cut, and at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tensorwire.parameter_server.decisions.clock import (
+    PushKind,
+)
+from tensorwire.parameter_server.decisions.consistency import (
+    BSP,
+    staleness_of,
+)
+from tensorwire.parameter_server.decisions.tasks import (
+    Conclude,
+)
+from tensorwire.parameter_server.decisions.views import Client, Server, Snapshot, View
+from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
+from tests.tensorwire.parameter_server.game.servers import ServerProcess
+from tests.tensorwire.parameter_server.game.trainers import TrainerProcess
+
+if TYPE_CHECKING:
+    from tests.tensorwire.parameter_server.game.cluster import Game
+
+
+class Rules:
+    """Looks at one game, and raises ``Broken`` if a rule does not hold."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+
+    def check_view(self, view: View) -> None:
+        if view.number != self.game.view.number + 1:
+            raise Broken(f"view {self.game.view.number} is followed by {view.number}")
+        if view.generation != self.game.view.generation:
+            self.game.rolled = True
+            assert view.snapshot is not None
+            for life, process in self.game.living.items():
+                if isinstance(process, TrainerProcess) and process.number >= 0:
+                    del life
+
+    def note_sent(self, trainer: TrainerProcess, number: int, kind: PushKind) -> None:
+        self.game.kinds[trainer.number, number] = kind
+        self.game.names[trainer.number] = trainer.name
+
+    def start_of(self, trainer: TrainerProcess) -> int | None:
+        for process in self.game.servers:
+            if process.life in self.game.islands:
+                continue
+            for shard, replica in process.replicas.items():
+                counts = replica.clock.status().counts
+                if replica.is_head and trainer.number in counts and shard in self.game.view.active:
+                    return counts[trainer.number]
+        return None
+
+    def check_pull(
+        self, trainer: TrainerProcess, rows: dict[int, History], low: int | None
+    ) -> None:
+        staleness = staleness_of(self.game.plan.consistency)
+        if staleness >= 0 and low is not None and low < trainer.next - staleness:
+            raise Broken(f"pull {trainer.next} of {trainer.name} was answered at {low}")
+        if isinstance(self.game.plan.consistency, BSP) and not self.game.rolled:
+            own = [n for n in range(trainer.start, trainer.next)
+                   if self.game.kinds[trainer.number, n] is PushKind.UPDATE]  # fmt: skip
+            for each, history in rows.items():
+                seen = [n for step in history for who, n in step if who == trainer.number]
+                if seen != own:
+                    raise Broken(f"{trainer.name} pulled {each} with {seen}, not {own}")
+
+    def conclude(self, effect: Conclude) -> None:
+        """Every snapshot is exact: of each trainer what the cut says, on every shard."""
+        whole: dict[int, History] = {}
+        for _, rows in effect.parts:
+            if set(rows) & set(whole):
+                raise Broken("two shards wrote the same row")
+            whole |= rows
+        self.check_exact(whole, effect.snapshot)
+        self.game.folders[effect.snapshot.folder] = whole
+
+    def check_exact(self, whole: dict[int, History], snapshot: Snapshot) -> None:
+        lost = {self.number_of(life) for life in self.game.lost_trainers}
+        if isinstance(self.game.plan.consistency, BSP):
+            self.check_whole(whole)
+        for each in IDS:
+            seen = Counter(pair for step in whole.get(each, ()) for pair in step)
+            if any(count > 1 for count in seen.values()):
+                raise Broken(f"id {each} got a push twice: {seen}")
+            for trainer, count in snapshot.counts.items():
+                if trainer in lost:
+                    continue
+                numbers = sorted(n for who, n in seen if who == trainer)
+                sent = [n for (who, n), kind in self.game.kinds.items()
+                        if who == trainer and kind is PushKind.UPDATE and n < count]  # fmt: skip
+                if numbers != sorted(sent) and not self.game.rolled:
+                    raise Broken(f"snapshot: id {each} has {numbers} of {trainer}, not {sent}")
+
+    def number_of(self, life: Server) -> int:
+        trainer = self.game.view.trainer(Client(life.name, life.incarnation))
+        known = [n for n, name in self.game.names.items() if name == life.name]
+        return trainer.number if trainer else (min(known) if known else -1)
+
+    def check_end(self) -> None:
+        if self.game.view.broken:
+            plan = self.game.plan
+            kills, resizes = (
+                getattr(plan, f"{k}s") - self.game.budget[k] for k in ("kill", "resize")
+            )
+            may_lose = kills > min(plan.backups, plan.servers - 1) or resizes
+            if self.game.view.snapshot is not None or not may_lose:
+                raise Broken(f"the cluster gave up: {self.game.view.broken}")
+            return
+        rows: dict[int, History] = {}
+        for shard in self.game.view.shards:
+            process = self.game.living[shard.head]
+            assert isinstance(process, ServerProcess)
+            state = process.states[shard.number]
+            for each in state.owned():
+                if each in rows:
+                    raise Broken(f"id {each} is kept twice")
+                rows[each] = state.rows.get(each, ())
+        if sorted(rows) != sorted(IDS):
+            raise Broken(f"kept are {sorted(rows)}")
+        self.check_once(rows)
+        self.check_backups()
+
+    def check_once(self, rows: dict[int, History]) -> None:
+        for each, history in rows.items():
+            seen = Counter(pair for step in history for pair in step)
+            if any(count > 1 for count in seen.values()):
+                raise Broken(f"id {each} got a push twice: {seen}")
+            for trainer in self.game.trainers:
+                sent = {n for (who, n), kind in self.game.kinds.items()
+                        if who == trainer.number and kind is PushKind.UPDATE}  # fmt: skip
+                numbers = {n for who, n in seen if who == trainer.number}
+                if numbers != sent and not self.game.rolled:
+                    raise Broken(f"id {each} has {numbers} of {trainer.name}, not {sent}")
+        if isinstance(self.game.plan.consistency, BSP):
+            self.check_whole(rows)
+
+    def check_whole(self, rows: dict[int, History]) -> None:
+        """Every step is on all shards or on none, whoever died."""
+        first = rows.get(IDS[0], ())
+        for each in IDS:
+            if rows.get(each, ()) != first:
+                raise Broken(f"ids {IDS[0]} and {each} went different ways")
+
+    def check_backups(self) -> None:
+        """Once all is quiet, every server of a chain has the same state."""
+        for shard in self.game.view.shards:
+            states = [self.game.living[life] for life in shard.chain if life in self.game.living]
+            kept = [p.states[shard.number].rows for p in states if isinstance(p, ServerProcess)]
+            if any(each != kept[0] for each in kept):
+                raise Broken(f"the chain of shard {shard.number} differs")

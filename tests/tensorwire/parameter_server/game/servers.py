@@ -1,0 +1,449 @@
+"""A server in a game: real decisions; a list of pushes for each id instead of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.parameter_server.decisions import orders, views
+from tensorwire.parameter_server.decisions.clock import (
+    Apply,
+    Cut,
+    Reached,
+    Refusal,
+    Taken,
+)
+from tensorwire.parameter_server.decisions.coordination import Coordinator
+from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
+from tensorwire.parameter_server.decisions.reads import Pull
+from tensorwire.parameter_server.decisions.replica import (
+    Exported,
+    Heard,
+    Import,
+    Inform,
+    NotHead,
+    Read,
+    Replica,
+    Respond,
+    Run,
+    Safe,
+    StartCopy,
+)
+from tensorwire.parameter_server.decisions.replication import Forward
+from tensorwire.parameter_server.decisions.tasks import (
+    Alarm,
+    Conclude,
+    Fail,
+    Publish,
+    Reply,
+    Resign,
+    Store,
+    Tell,
+)
+from tensorwire.parameter_server.decisions.views import Server, View
+from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
+from tests.tensorwire.parameter_server.game.processes import Process
+
+if TYPE_CHECKING:
+    from tests.tensorwire.parameter_server.game.cluster import Game
+
+
+@dataclass
+class State:
+    """The state that storage holds of one shard."""
+
+    number: int
+    slots: tuple[int, ...] = ()
+    rows: dict[int, History] = field(default_factory=dict)
+    frozen: dict[int, dict[int, History]] = field(default_factory=dict)
+    exports: dict[tuple[int, int], dict[int, History]] = field(default_factory=dict)
+
+    def owned(self) -> list[int]:
+        return [each for each in IDS if self.slots and self.slots[each] == self.number]
+
+
+class ServerProcess(Process):
+    def __init__(self, game: Game, name: str, incarnation: int) -> None:
+        super().__init__(game, name, incarnation)
+        self.view: View | None = None
+        self.term = -1
+        self.replicas: dict[int, Replica] = {}
+        self.states: dict[int, State] = {}
+        self.early: dict[int, list[tuple[Server, int, Any]]] = {}
+        self.coordinator: Coordinator | None = None
+        self.requests: dict[int, tuple[Server, int]] = {}
+        self.known = Lives(self.heard.get)
+        self.joining: set[int] = set()
+
+    # --- other servers
+
+    def call(self, to: Server, what: Any, then: Callable[[Any], None]) -> None:
+        was_heard_of = self.known.verdict(to) is not Verdict.UNHEARD
+
+        def answered(answer: Any) -> None:
+            if answer is not None:
+                then(answer)
+                return
+            fate = self.known.failed(to, (to, what, then), was_heard_of)
+            if fate is Fate.AGAIN:
+                self.call(to, what, then)
+            elif fate is Fate.GIVEN_UP:
+                then(None)
+            else:
+                self.trust(to)
+
+        super().call(to, what, answered)
+
+    def trust(self, life: Server) -> None:
+        if self.known.trust(life):
+            self.game.later(self, lambda: self.doubt(life))
+
+    def doubt(self, life: Server) -> None:
+        """News of who lives comes within that time."""
+        if not self.known.doubt(life):
+            return
+        if life in self.game.living and life not in self.game.islands:
+            self.game.later(self, lambda: self.doubt(life))
+        else:
+            self.lost(life)
+
+    def believes_in(self, life: Server) -> bool:
+        self.trust(life)
+        return self.known.verdict(life) is not Verdict.OVER
+
+    # --- views
+
+    def see(self, view: View) -> None:
+        if self.view is not None and view.number <= self.view.number:
+            self.maybe_coordinate()
+            return
+        self.view = view
+        self.term = max(self.term, view.term)
+        mine = {s.number: s for s in view.shards if self.life in s.chain}
+        for number in [n for n in self.replicas if n not in mine]:
+            if any(s.number == number for s in view.shards) and number in self.joining:
+                continue
+            self.carry_out(number, self.replicas[number].deposed())
+            del self.replicas[number], self.states[number]
+        for number, shard in mine.items():
+            if number not in self.replicas:
+                self.make(number)
+            self.carry_out(number, self.replicas[number].rechained(shard))
+            for sender, call, what in self.early.pop(number, []):
+                self.receive(number, sender, call, what)
+        coordinator = self.coordinator
+        if (
+            coordinator is not None
+            and view.coordinator != self.life
+            and view.term > coordinator.view.term
+        ):
+            self.coordinator = None
+        for number in list(self.states):
+            self.resend_exports(number)
+            self.carry_out(number, self.replicas[number].inform_again())
+        self.maybe_coordinate()
+
+    def make(self, number: int, position: int = 0, version: int = -1) -> Replica:
+        replica = Replica(self.life, number, self.game.plan.consistency, position, version)
+        self.replicas[number] = replica
+        self.states[number] = State(number)
+        return replica
+
+    def maybe_coordinate(self) -> None:
+        view = self.view
+        if view is None or self.coordinator is not None or view.broken:
+            return
+        living = self.living(view)
+        starts = view.coordinator == self.life
+        if starts or views.is_next_coordinator(view, self.life, living):
+            trainers = [
+                t.number
+                for t in view.trainers
+                if self.believes_in(Server(t.client.name, t.client.incarnation))
+            ]
+            self.coordinator = Coordinator(self.life, view, living, trainers)
+            self.coordinate(self.coordinator.start())
+
+    def living(self, view: View) -> set[Server]:
+        known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
+        known |= {Server(name, latest.incarnation) for name, latest in self.heard.items()}
+        return {s for s in known if s.name.startswith("ps") and self.believes_in(s)}
+
+    # --- coordinating
+
+    def coordinate(self, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, Store):
+                self.game.store_later(self, effect)
+            elif isinstance(effect, Tell):
+                assert self.coordinator is not None
+                self.call(
+                    effect.to,
+                    (
+                        "order",
+                        self.coordinator.view,
+                        self.coordinator.view.term,
+                        effect.shard,
+                        effect.order,
+                    ),
+                    lambda answer, ask=effect.ask: self.order_answered(ask, answer),
+                )
+            elif isinstance(effect, Publish):
+                self.game.publish(self, effect.view)
+            elif isinstance(effect, Reply | Fail):
+                to, number = self.requests.pop(effect.request)
+                self.game.send(self.life, to, ("answer", number, effect))
+            elif isinstance(effect, Conclude):
+                self.game.rules.conclude(effect)
+                self.game.later(self, lambda ask=effect.ask: self.order_answered(ask, True))
+            elif isinstance(effect, Alarm):
+                self.game.alarm(self)
+            elif isinstance(effect, Resign):
+                self.coordinator = None
+                self.game.later(self, lambda: self.see(self.game.view))
+
+    def order_answered(self, ask: int, answer: Any) -> None:
+        if answer is None or isinstance(answer, NotHead):
+            return  # it will be told to another, or this coordinator is out of date
+        if self.coordinator is not None:
+            self.coordinate(self.coordinator.answered(ask, None if answer == "none" else answer))
+
+    def lost(self, life: Server) -> None:
+        for to, _, then in self.known.lost(life):
+            del to
+            then(None)
+        for number, replica in list(self.replicas.items()):
+            self.carry_out(number, replica.heir_lost(life))
+        if self.view is not None and self.view.coordinator == life:
+            self.game.spread(self, self.view)
+        if self.coordinator is not None:
+            self.coordinate(self.coordinator.server_lost(life))
+        if self.coordinator is not None:
+            self.coordinate(self.coordinator.worker_lost(life.name, life.incarnation))
+        self.maybe_coordinate()
+
+    def came(self, life: Server) -> None:
+        news = self.known.came(life)
+        for former in news.over:
+            self.lost(former)
+        for call in news.again:
+            self.call(*call)
+        if self.coordinator is not None and life.name.startswith("ps"):
+            self.coordinate(self.coordinator.server_came(life))
+
+    # --- serving
+
+    def handle(self, sender: Server, number: int, what: Any) -> None:
+        kind = what[0]
+        call = (sender, number)
+        self.game.kinds_seen[kind] += 1
+        if kind == "order":
+            self.take_order(call, *what[1:])
+        elif kind == "request":
+            self.take_request(call, what[1])
+        elif kind == "view":
+            self.see(what[1])
+            self.reply(call, True)
+        elif kind == "record":
+            self.take_record(sender, call, what)
+        elif kind == "install":
+            self.install(call, *what[1:])
+        else:
+            self.take_work(call, what)
+
+    def take_work(self, call: Any, what: Any) -> None:
+        kind, shard = what[0], what[1]
+        replica = self.replicas.get(shard)
+        if replica is None:
+            self.reply(call, NotHead())
+        elif kind == "push":
+            self.carry_out(shard, replica.pushed(what[2], call))
+        elif kind == "pull":
+            self.carry_out(shard, replica.pulled(replace(what[2], ask=(call, what[2].ask))))
+        elif kind == "import":
+            self.carry_out(shard, replica.imported(what[2], call))
+        elif kind == "ready":
+            self.carry_out(shard, replica.told(what[2], call))
+
+    def take_order(self, call: Any, view: View, term: int, shard: int, order: Any) -> None:
+        self.see(view)
+        if term < self.term:
+            self.reply(call, NotHead())
+            return
+        self.term = term
+        replica = self.replicas.get(shard)
+        if replica is None:
+            self.reply(call, NotHead())
+        elif isinstance(order, orders.Write):
+            frozen = self.states[shard].frozen.pop(order.change, None)
+            self.reply(call, "none" if frozen is None else (shard, frozen))
+        else:
+            self.carry_out(shard, replica.ordered(order, call))
+
+    def take_request(self, call: Any, what: Any) -> None:
+        if self.coordinator is None:
+            self.reply(call, Fail(0, ""))
+            return
+        self.game.numbers += 1
+        self.requests[self.game.numbers] = call
+        self.coordinate(self.coordinator.asked(self.game.numbers, what))
+
+    def take_record(self, sender: Server, call: Any, what: Any) -> None:
+        shard = what[1]
+        if shard in self.replicas:
+            self.receive(shard, sender, call, what)
+        else:
+            self.early.setdefault(shard, []).append((sender, call, what))
+
+    def receive(self, shard: int, sender: Server, call: Any, what: Any) -> None:
+        _, _, version, position, record = what
+        self.carry_out(shard, self.replicas[shard].received(version, position, record, call))
+
+    def install(
+        self, call: Any, shard: int, position: int, version: int, dumped: Any, state: State
+    ) -> None:
+        if shard in self.replicas and self.replicas[shard].version >= version:
+            self.reply(call, "none")  # somebody who was replaced
+            return
+        replica = self.make(shard, position, version)
+        replica.load(dumped)
+        self.joining.add(shard)
+        self.states[shard] = State(
+            shard, state.slots, dict(state.rows), {}, {k: dict(v) for k, v in state.exports.items()}
+        )
+        for sender, early, what in self.early.pop(shard, []):
+            self.receive(shard, sender, early, what)
+        self.reply(call, True)
+
+    def reply(self, call: Any, answer: Any) -> None:
+        to, number = call
+        self.game.send(self.life, to, ("answer", number, answer))
+
+    def carry_out(self, shard: int, effects: list[Any]) -> None:
+        for effect in effects:
+            replica = self.replicas.get(shard)
+            if isinstance(effect, Run):
+                self.run(shard, effect.what)
+            elif isinstance(effect, Read):
+                self.read(shard, effect.pull)
+            elif isinstance(effect, Respond):
+                call = effect.call
+                if isinstance(effect.answer, Refusal) or isinstance(call[0], tuple):
+                    call = call[0]
+                answer = "none" if effect.answer in (None, False) else effect.answer
+                if isinstance(answer, Taken):
+                    answer = (answer, replica.safe_count(answer.trainer) if replica else 0)
+                self.reply(call, answer)
+            elif isinstance(effect, Forward):
+                self.forward(shard, effect)
+            elif isinstance(effect, StartCopy):
+                self.copy(shard, effect)
+            elif isinstance(effect, Inform):
+                self.inform(shard, effect)
+
+    def inform(self, shard: int, effect: Inform) -> None:
+        def done(answer: Any) -> None:
+            if (answer is None or isinstance(answer, NotHead)) and (
+                self.life not in self.game.islands
+            ):
+                self.game.later(self, lambda: self.inform_again(shard))
+
+        assert self.view is not None
+        for other in effect.ready.others:
+            found = self.view.shard(other)
+            if found is not None and found.chain:
+                self.call(found.head, ("ready", other, Heard(shard, effect.ready)), done)
+
+    def inform_again(self, shard: int) -> None:
+        if shard in self.replicas:
+            self.carry_out(shard, self.replicas[shard].inform_again())
+
+    def forward(self, shard: int, effect: Forward) -> None:
+        def acked(answer: Any) -> None:
+            if isinstance(answer, Safe) and shard in self.replicas:
+                replica = self.replicas[shard]
+                self.carry_out(shard, replica.acknowledged(effect.to, answer.position))
+
+        what = ("record", shard, effect.version, effect.position, effect.record)
+        self.call(effect.to, what, acked)
+
+    def copy(self, shard: int, effect: StartCopy) -> None:
+        def installed(answer: Any) -> None:
+            if shard in self.replicas:
+                replica = self.replicas[shard]
+                follow = replica.copied if answer is True else replica.heir_lost
+                self.carry_out(shard, follow(effect.heir))
+
+        state = self.states[shard]
+        copied = State(shard, state.slots, dict(state.rows), {}, dict(state.exports))
+        what = ("install", shard, effect.position, effect.version, dict(effect.clock), copied)
+        self.call(effect.heir, what, installed)
+
+    # --- the state
+
+    def run(self, shard: int, what: Any) -> None:
+        state = self.states[shard]
+        if isinstance(what, Apply):
+            step = tuple((push.trainer, push.number) for push in what.pushes)
+            for push in what.pushes:
+                if sorted(push.load) != state.owned():
+                    raise Broken(f"{push} was split by another map than {state.owned()}")
+            for each in state.owned():
+                state.rows[each] = (*state.rows.get(each, ()), step)
+        elif isinstance(what, orders.Prime):
+            state.slots = what.slots
+            state.rows = {}
+            if what.folder and not what.awaited:
+                whole = self.game.folders[what.folder]
+                state.rows = {each: whole[each] for each in state.owned() if each in whole}
+        elif isinstance(what, Reached):
+            self.pass_cut(state, what.cut)
+        elif isinstance(what, Import):
+            for each, history in what.load.items():
+                state.rows[each] = history
+        elif isinstance(what, Exported):
+            state.exports.pop((what.target, what.epoch), None)
+
+    def pass_cut(self, state: State, cut: Cut) -> None:
+        if isinstance(cut.action, orders.Freeze):
+            state.frozen[cut.change] = dict(state.rows)
+        if isinstance(cut.action, orders.Move):
+            state.slots = cut.action.slots
+            assert cut.epoch is not None
+            for target in cut.awaited:
+                if target != state.number:
+                    load = {
+                        each: state.rows.pop(each)
+                        for each in list(state.rows)
+                        if cut.action.slots[each] == target
+                    }
+                    state.exports[target, cut.epoch] = load
+            self.resend_exports(state.number)
+
+    def resend_exports(self, shard: int) -> None:
+        replica = self.replicas.get(shard)
+        if replica is None or not replica.is_head or self.view is None:
+            return
+        for (target, epoch), load in list(self.states[shard].exports.items()):
+            found = self.view.shard(target)
+            if found is None or not found.chain:
+                continue
+
+            def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
+                if shard not in self.replicas:
+                    return
+                if self.life in self.game.islands:
+                    return
+                if answer is None or isinstance(answer, NotHead):
+                    self.game.later(self, lambda: self.resend_exports(shard))
+                else:
+                    self.carry_out(shard, self.replicas[shard].exported(target, epoch))
+
+            self.call(found.head, ("import", target, Import(shard, epoch, load)), done)
+
+    def read(self, shard: int, pull: Pull) -> None:
+        call, trainer = pull.ask
+        state, replica = self.states[shard], self.replicas[shard]
+        rows = {each: state.rows.get(each, ()) for each in state.owned()}
+        self.reply(call, ("rows", rows, replica.safe_count(trainer), replica.clock.low))

@@ -1,0 +1,286 @@
+"""A trainer in a game: joins, pulls and pushes its steps, finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tensorwire.parameter_server.decisions import orders
+from tensorwire.parameter_server.decisions.clock import (
+    Push,
+    PushKind,
+    Refusal,
+    Refused,
+)
+from tensorwire.parameter_server.decisions.reads import Pull
+from tensorwire.parameter_server.decisions.tasks import (
+    Reply,
+)
+from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
+from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
+from tests.tensorwire.parameter_server.game.processes import Process
+
+if TYPE_CHECKING:
+    from tests.tensorwire.parameter_server.game.cluster import Game
+
+
+class TrainerProcess(Process):
+    def __init__(self, game: Game, name: str, incarnation: int, steps: int) -> None:
+        super().__init__(game, name, incarnation)
+        self.view: View | None = None
+        self.client = Client(name, incarnation)
+        self.number = -1
+        self.next = 0
+        self.start = 0
+        self.left = steps
+        self.kept = Unacknowledged()
+        self.phase = "join"
+        self.waiting: set[int] = set()
+        self.generation = 0
+        self.rows: dict[int, History] = {}
+        self.wanted: tuple[int, int] | None = None
+        self.refreshing = False
+        self.sent: set[int] = set()
+        self.rollbacks = 0
+
+    def begin(self) -> None:
+        self.refresh()
+
+    def lost(self, life: Server) -> None:
+        if self.view is not None and self.view.coordinator == life:
+            self.game.spread(self, self.game.view)
+        self.refresh()
+
+    # --- the view
+
+    def refresh(self) -> None:
+        """Looks into the store, soon."""
+        if not self.refreshing:
+            self.refreshing = True
+            self.game.later(self, self.look)
+
+    def look(self) -> None:
+        self.refreshing = False
+        self.see(self.game.view)
+
+    def see(self, view: View) -> None:
+        if self.view is not None and view.number <= self.view.number:
+            if self.phase != "done":
+                self.act()
+            return
+        old, self.view = self.view, view
+        if view.broken:
+            self.phase = "done"
+            self.game.broken = True
+            return
+        if self.number >= 0 and view.generation > self.generation:
+            self.roll_back(view)
+            return
+        self.generation = view.generation
+        numbers = {s.number for s in view.shards}
+        if self.number >= 0:
+            self.kept.only(numbers)
+        for shard in view.shards:
+            before = old.shard(shard.number) if old else None
+            if before is not None and before.chain[:1] != shard.chain[:1]:
+                self.send_again(shard.number)
+        self.act()
+
+    def roll_back(self, view: View) -> None:
+        self.generation = view.generation
+        self.kept.clear()
+        self.rollbacks += 1
+        snapshot = view.snapshot
+        assert snapshot is not None
+        if view.trainer(self.client) is None:
+            self.phase = "done"  # it had finished
+            return
+        known = [snapshot.counts[t.number] for t in view.trainers if t.number in snapshot.counts]
+        start = min(known, default=snapshot.time)
+        self.next = snapshot.counts.get(self.number, start)
+        self.left = self.game.plan.steps
+        self.phase = "work"
+        self.wanted = None
+        self.waiting = set()
+        self.pull()
+
+    # --- what it does
+
+    def act(self) -> None:
+        """Whatever was not answered is tried again by somebody who waits."""
+        if self.phase == "join":
+            self.ask_coordinator(orders.Join(self.client), self.joined)
+        elif self.phase == "leave":
+            leave = orders.Leave(self.number, self.generation, self.start, self.next - 1)
+            self.ask_coordinator(leave, self.gone)
+        elif self.phase in ("work", "finish"):
+            if self.wanted is not None and self.view is not None:
+                if self.wanted[1] != self.view.epoch:
+                    self.pull()
+                for shard in list(self.waiting):
+                    self.pull_from(shard)
+            for shard in self.view.shards if self.view else ():
+                self.send_again(shard.number)
+
+    def ask_coordinator(self, what: Any, then: Callable[[Any], None]) -> None:
+        assert self.view is not None
+
+        def answered(answer: Any) -> None:
+            if isinstance(answer, Reply):
+                then(answer.result)
+            else:
+                self.game.spread(self, self.game.view)
+                self.refresh()
+
+        self.call(self.view.coordinator, ("request", what), answered)
+
+    def joined(self, number: Any) -> None:
+        if self.phase != "join":
+            return
+        if number < 0:
+            raise Broken("joined without a number")
+        self.number = number
+        self.phase = "start"
+        self.ask_count()
+
+    def ask_count(self) -> None:
+        """Where does it begin? Any shard can tell."""
+        start = self.game.rules.start_of(self)
+        if start is None:
+            self.look()
+            if self.phase == "start":
+                self.game.later(self, self.ask_count)
+            return
+        self.next = self.start = start
+        self.phase = "work"
+        self.generation = self.game.view.generation
+        self.see(self.game.view)
+        self.pull()
+
+    def pull(self) -> None:
+        assert self.view is not None
+        self.rows = {}
+        self.waiting = set(self.view.active)
+        self.wanted = (self.next, self.view.epoch)
+        for shard in list(self.waiting):
+            self.pull_from(shard)
+
+    def pull_from(self, shard: int) -> None:
+        assert self.view is not None
+        found = self.view.shard(shard)
+        if found is None or not found.chain:
+            self.refresh()
+            return
+        pull = Pull(self.next, self.view.epoch, self.number)
+        wanted, epoch = self.wanted, self.view.epoch
+
+        def answered(answer: Any) -> None:
+            if self.wanted != wanted or shard not in self.waiting or self.phase != "work":
+                return
+            if isinstance(answer, tuple) and answer[0] == "rows":
+                if self.view is not None and epoch == self.view.epoch:
+                    self.kept.safe(shard, answer[2])
+                    self.take_rows(shard, answer[1], answer[3])
+            elif answer is Refusal.MOVED:
+                self.game.later(self, self.pull_anew)
+            else:
+                self.refresh()
+
+        self.call(found.head, ("pull", shard, pull), answered)
+
+    def pull_anew(self) -> None:
+        """The map is another: everything is asked again."""
+        if self.phase == "work" and self.waiting:
+            self.refresh()
+            self.pull()
+
+    def take_rows(self, shard: int, rows: dict[int, History], low: int | None) -> None:
+        self.rows |= rows
+        self.waiting.discard(shard)
+        self.game.rules.check_pull(self, rows, low)
+        if not self.waiting:
+            if sorted(self.rows) != sorted(IDS):
+                raise Broken(f"{self.name} pulled {sorted(self.rows)}")
+            self.wanted = None
+            self.step()
+
+    def step(self) -> None:
+        last = self.left == 0
+        kind = PushKind.FINISH if last else PushKind.UPDATE
+        if kind is PushKind.UPDATE and self.game.random.random() < 0.1:
+            kind = PushKind.SKIP
+        self.push(self.next, kind)
+        self.next += 1
+        if last:
+            self.phase = "finish"
+        else:
+            self.left -= 1
+            self.pull()
+
+    def push(self, number: int, kind: PushKind) -> None:
+        assert self.view is not None
+        view = self.view
+        parts = {
+            shard: {each: number for each in IDS if view.slots[each] == shard}
+            for shard in view.active
+        }
+        self.kept.add(number, view.epoch, kind, parts)
+        if kind is PushKind.UPDATE:
+            self.sent.add(number)
+        self.game.rules.note_sent(self, number, kind)
+        for shard, part in parts.items():
+            self.send(shard, number, view.epoch, kind, part)
+
+    def send(self, shard: int, number: int, epoch: int, kind: PushKind, part: Any) -> None:
+        assert self.view is not None
+        found = self.view.shard(shard)
+        if found is None or not found.chain:
+            self.refresh()
+            return
+
+        def answered(answer: Any) -> None:
+            self.push_answered(shard, number, epoch, answer)
+
+        push = Push(self.number, number, epoch, kind, part)
+        self.call(found.head, ("push", shard, push), answered)
+
+    def send_again(self, shard: int) -> None:
+        for number, epoch, part in self.kept.again(shard):
+            kind = self.game.kinds[self.number, number]
+            self.send(shard, number, epoch, kind, part)
+
+    def push_answered(self, shard: int, number: int, epoch: int, answer: Any) -> None:
+        generation = self.generation
+        if isinstance(answer, Refused) and answer.reason is Refusal.MOVED:
+            self.game.later(self, lambda: self.split_again(number, epoch, generation))
+        elif isinstance(answer, tuple) or self.is_gone(answer):
+            safe = answer[1] if isinstance(answer, tuple) else 0
+            self.kept.safe(shard, max(safe, number + 1))
+            if self.phase == "finish" and not len(self.kept):
+                self.phase = "leave"
+                self.act()
+        else:
+            self.refresh()
+
+    def is_gone(self, answer: Any) -> bool:
+        """True if a shard has forgotten this trainer, as it took all, the last push included."""
+        known = self.view is not None and self.view.trainer(self.client)
+        return self.phase == "finish" and bool(known) and isinstance(answer, Refused)
+
+    def split_again(self, number: int, epoch: int, generation: int) -> None:
+        self.look()
+        if generation != self.generation or self.phase == "done":
+            return
+        assert self.view is not None
+        if self.view.epoch <= epoch:
+            self.game.later(self, lambda: self.split_again(number, epoch, generation))
+            return
+        kind = self.kept.refused(number, epoch)
+        if kind is not None:
+            self.push(number, kind)
+
+    def gone(self, _: Any) -> None:
+        if self.phase == "leave":
+            self.phase = "done"
+            self.game.finished.add(self.number)
