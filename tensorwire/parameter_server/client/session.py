@@ -492,7 +492,8 @@ class Session:
         elif view.generation > old.generation:
             self._roll_back(view)
         else:
-            self._kept.only({shard.number for shard in view.shards})
+            for number in self._kept.stranded({shard.number for shard in view.shards}):
+                self._again.add(("push", -1, number))
             for shard in view.shards:
                 before = old.shard(shard.number)
                 if before is not None and before.chain[:1] != shard.chain[:1]:

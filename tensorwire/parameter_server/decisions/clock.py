@@ -248,10 +248,10 @@ class Clock:
         trainer, number = push.trainer, push.number
         if number < self._counts.get(trainer, 0):
             return [Taken(trainer, number)]
-        if trainer not in self._members or trainer in self._silenced:
-            return [Refused(trainer, number, push.epoch, Refusal.UNKNOWN)]
         if push.epoch < self.epoch:
             return [Refused(trainer, number, push.epoch, Refusal.MOVED)]
+        if trainer not in self._members or trainer in self._silenced:
+            return [Refused(trainer, number, push.epoch, Refusal.UNKNOWN)]
         known = self._held.get((trainer, number))
         effects: list[Effect] = []
         if known is not None:

@@ -192,8 +192,8 @@ class Replica:
     # --- calls to the head
 
     def pushed(self, push: Push, call: Any) -> list[Effect]:
-        """A trainer pushes; answered with ``Taken`` or ``Refused``."""
-        if not self.is_head:
+        """A trainer pushes; answered with ``Taken`` or ``Refused``, or it must ask again."""
+        if not self.is_head or not self.is_primed:
             return [Respond(call, NotHead())]
         self._pushes.setdefault((push.trainer, push.number), []).append((push.epoch, call))
         return self._enter(push)

@@ -2,7 +2,8 @@
 
 A push is kept until every shard has said that it is safe. If a shard has a new head, it is sent
 what it did not say that of, as it was. If a shard refuses a push, as it was split by the map
-of an earlier epoch, the push is split anew and goes to all shards under the same number.
+of an earlier epoch, the push is split anew and goes to all shards under the same number; so it is
+if a shard that has not answered is no more.
 """
 
 from __future__ import annotations
@@ -66,11 +67,14 @@ class Unacknowledged:
         for number in [number for number in self._kept if number < count]:
             self._drop(number, shard)
 
-    def only(self, shards: Collection[int]) -> None:
-        """There are no other shards any more: what they had, they have handed on."""
-        for number, kept in list(self._kept.items()):
-            for shard in set(kept.parts) - set(shards):
-                self._drop(number, shard)
+    def stranded(self, shards: Collection[int]) -> list[int]:
+        """The pushes of which a part went to a shard that is not one of these, in order.
+
+        A shard that is no more does not say what it took. These must be split anew and sent to
+        all under the same number: those who keep what it had say whether they have it.
+        """
+        there = set(shards)
+        return [number for number, kept in sorted(self._kept.items()) if set(kept.parts) - there]
 
     def _drop(self, number: int, shard: int) -> None:
         kept = self._kept[number]

@@ -128,6 +128,16 @@ def _sends_nothing_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kept.Unacknowledged, "again", lambda self, shard: [])
 
 
+def _forgets_what_lies_at_shards_that_are_no_more(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Any, shards: Any) -> Any:
+        for number, push in list(self._kept.items()):
+            for shard in set(push.parts) - set(shards):
+                self._drop(number, shard)
+        return []
+
+    patch.setattr(kept.Unacknowledged, "stranded", drop)
+
+
 def _gives_up_cuts_of_a_lost_coordinator(patch: pytest.MonkeyPatch) -> None:
     def finish(self: Any) -> Any:
         answers = yield self._to_all(coordination.orders.Query())
@@ -181,6 +191,7 @@ _MUTANTS: list[Mutate] = [
     _forgets_records_of_a_copy,
     _answers_pulls_too_early,
     _sends_nothing_again,
+    _forgets_what_lies_at_shards_that_are_no_more,
     _gives_up_cuts_of_a_lost_coordinator,
     _forgets_that_shards_were_lost,
     _gives_a_new_server_the_shard_without_a_copy,

@@ -144,6 +144,13 @@ def test_a_shard_that_keeps_nothing_after_a_cut_waits_for_nobody() -> None:
     assert it.silence(0) is None
 
 
+def test_a_shard_that_keeps_nothing_any_more_refuses_a_late_push_as_moved() -> None:
+    it = clock(Async(), 1)
+    it.hold(1)
+    it.cut(Cut(1, {0: 0}, epoch=1, awaited={1: frozenset({0})}))
+    assert it.push(Push(0, 0, 0)) == [Refused(0, 0, 0, Refusal.MOVED)]
+
+
 def test_who_joins_at_a_cut_begins_where_the_coordinator_said() -> None:
     it = clock(BSP(), 1)
     it.push(Push(0, 0, 0))

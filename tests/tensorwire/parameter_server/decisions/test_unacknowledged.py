@@ -38,11 +38,13 @@ def test_a_refused_push_is_split_anew_once() -> None:
     assert kept.again(2) == [(0, 0, "0 to 2")]
 
 
-def test_what_a_shard_had_that_is_no_more_is_safe() -> None:
+def test_what_a_shard_had_that_is_no_more_must_be_split_anew() -> None:
     kept = two_pushes()
-    kept.only({1})
-    kept.safe(1, 2)
-    assert len(kept) == 0
+    kept.safe(2, 1)
+    assert kept.stranded({1}) == [1]
+    kept.add(1, 1, "whole 1", {1: "1 to 1"})
+    assert kept.stranded({1}) == []
+    assert kept.again(1) == [(0, 0, "0 to 1"), (1, 1, "1 to 1")]
 
 
 def test_a_cluster_that_went_back_is_owed_nothing() -> None:

@@ -275,7 +275,13 @@ class Game:
         raise Broken(f"stuck: {self.plan}; {self.describe()}")
 
     def drain(self) -> None:
-        """Plays on until nothing is under way and the view names only the living."""
+        """Plays on until nothing is under way and the view names only the living.
+
+        A server that was taken for lost has found that out by now, and has left.
+        """
+        for process in self.servers:
+            if process.life in self.islands:
+                self.kill(process)
         for _ in range(PATIENCE):
             choices = len(self.network) + len(self.tasks)
             if choices:

@@ -75,6 +75,7 @@ class ServerProcess(Process):
         self.requests: dict[int, tuple[Server, int]] = {}
         self.known = Lives(self.heard.get)
         self.joining: set[int] = set()
+        self.exporting: set[tuple[int, int, int]] = set()
 
     # --- other servers
 
@@ -427,10 +428,13 @@ class ServerProcess(Process):
             return
         for (target, epoch), load in list(self.states[shard].exports.items()):
             found = self.view.shard(target)
-            if found is None or not found.chain:
+            key = (shard, target, epoch)
+            if found is None or not found.chain or key in self.exporting:
                 continue
+            self.exporting.add(key)
 
             def done(answer: Any, target: int = target, epoch: int = epoch) -> None:
+                self.exporting.discard((shard, target, epoch))
                 if shard not in self.replicas:
                     return
                 if self.life in self.game.islands:

@@ -80,7 +80,8 @@ class TrainerProcess(Process):
         self.generation = view.generation
         numbers = {s.number for s in view.shards}
         if self.number >= 0:
-            self.kept.only(numbers)
+            for number in self.kept.stranded(numbers):
+                self.push(number, self.kept.whole(number))
         for shard in view.shards:
             before = old.shard(shard.number) if old else None
             if before is not None and before.chain[:1] != shard.chain[:1]:
