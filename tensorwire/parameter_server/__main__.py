@@ -5,6 +5,8 @@
     rpcrun --role ps:2,service=tensorwire.parameter_server --role trainer:2 train.py
 """
 
+import gc
+
 import rpc
 from tensorwire.parameter_server import serve
 from tensorwire.parameter_server.server.loading import load_kernels
@@ -15,6 +17,7 @@ def main() -> None:
     load_kernels()
     rpc.init_rpc()
     serve()
+    gc.freeze()  # as the process ends, Python would collect all of torch and numba for seconds
 
 
 if __name__ == "__main__":
