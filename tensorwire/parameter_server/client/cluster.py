@@ -249,7 +249,7 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """Pushes that this trainer has made."""
+        """Pushes that this trainer has made; :meth:`finish` makes one more."""
         return self.session.next
 
     @property
@@ -273,8 +273,7 @@ class Cluster:
     def finish(self) -> None:
         """Leaves the clock: from here on nobody waits for pushes of this trainer.
 
-        Returns when all its pushes are safe. Pulls are possible afterwards; who pushes again
-        joins again.
+        Returns when all its pushes are safe. Pulls are possible afterwards, pushes are not.
 
         Raises:
             RolledBack: see there; it is a trainer still.
