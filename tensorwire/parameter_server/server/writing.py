@@ -158,14 +158,16 @@ class Restored:
         """Takes in the pieces that a shard keeps."""
         name = group.spec.name
         found: dict[int, PieceData] = {}
+        is_saved = False
         for part, content in self._saved.parts.items():
             about = content.meta["dense"].get(name)
             if about is None:
                 continue
+            is_saved = is_saved or bool(about["pieces"])
             group.steps = max(group.steps, about["steps"])
             for place in set(about["pieces"]) & set(group.pieces):
                 found[place] = self._piece(part, name, place, about["plain"].get(str(place), {}))
-        if found:
+        if is_saved:  # also where no piece is kept, lest trainers set the group anew
             group.load(found, -1)
 
     def _piece(self, part: str, name: str, place: int, plain: Mapping[str, Any]) -> PieceData:

@@ -285,6 +285,25 @@ def test_a_snapshot_is_restored_into_another_number_of_servers(tmp_path: Path) -
         assert torch.equal(rows, again)
 
 
+def test_dense_parameters_are_restored_onto_more_servers_than_they_have_pieces(
+    tmp_path: Path,
+) -> None:
+    def go(servers: int, restore: Path | None) -> Tensor:
+        cluster = ps.connect(server_names(servers), restore=restore)
+        model = nn.Linear(2, 1)
+        optimizer = ps.Optimizer(cluster, model, dense=torch.optim.Adam)
+        if restore is None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            cluster.snapshot(tmp_path / "one").wait(30)
+        assert optimizer.state_dict()["state"][0]["step"] == 1
+        return model.weight.detach().clone()
+
+    (saved,) = train([lambda: go(1, None)], servers=1)
+    (restored,) = train([lambda: go(4, tmp_path / "one")], servers=4)
+    assert torch.equal(saved, restored)
+
+
 @pytest.mark.kills
 def test_snapshots_under_pushes_are_of_one_point_in_all_of_them(
     tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]
