@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -339,8 +339,10 @@ class Optimizer(torch.optim.Optimizer):
             state_dict: of this optimizer, or of a local one of the same class.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: it is that of another model.
         """
+        instance("load_state_dict", "state_dict", state_dict, Mapping, "a dict of state")
         given = dict(state_dict)
         for saved in given.pop("tables", []):
             for group in self._table_groups:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.client.exchange import Exchanging, Wanted
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.distinct import distinct
@@ -40,6 +41,8 @@ def prefetch(
         The batches.
 
     Raises:
+        TypeError: the loader cannot be iterated over, a module is none of these, or ``ids`` is no
+            function.
         ValueError: no module is given, or ``ids`` returns another number of tensors.
 
     Example::
@@ -49,6 +52,12 @@ def prefetch(
     """
     if not modules:
         raise ValueError("prefetch: give the modules whose rows it is to fetch")
+    for module in modules:
+        instance("prefetch", "module", module, (Embedding, EmbeddingBag), "a ps.Embedding or "
+                 "ps.EmbeddingBag")  # fmt: skip
+    if not callable(ids):
+        raise TypeError(f"prefetch: ids={ids!r} is a {type(ids).__name__}, not a function")
+    instance("prefetch", "loader", loader, Iterable, "an iterable of batches")
     batches = iter(loader)
     ahead = _Ahead(modules, ids)
     known = deque(itertools.islice(batches, 1))

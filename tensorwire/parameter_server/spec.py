@@ -51,6 +51,8 @@ class TableSpec:
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
         instance(where, "name", self.name, str, "a text")
+        if not self.name:
+            raise ValueError("a table needs a name, not ''")
         whole(where, "dim", self.dim)
         instance(where, "optimizer", self.rule, Rule, "a rule such as ps.SGD(lr=0.1)")
         if _is_unfinished(type(self.rule)):

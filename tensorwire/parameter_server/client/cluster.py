@@ -47,6 +47,7 @@ from tensorwire.parameter_server.rules import Rule
 from tensorwire.parameter_server.server.calling import LOST, verdict_on
 from tensorwire.parameter_server.settings import Meeting, consistency_of
 from tensorwire.parameter_server.spec import Precision, TableSpec
+from tensorwire.parameter_server.storage.dense import require_step
 from tensorwire.parameter_server.storage.device_memory import to_host
 from tensorwire.parameter_server.wire import FLOAT32, Kind, Wire, both_ways
 
@@ -192,9 +193,11 @@ class Cluster:
 
         Raises:
             DeclarationError: there is a table or dense group of that name that is another.
-            ValueError: the optimizer needs a closure.
+            ValueError: the optimizer needs a closure, or cannot step where servers keep its
+                parameters.
         """
         spec = describe(name, optimizer, spread_of(optimizer))
+        require_step(spec)
         self._declare(name, spec, specs.encode(spec))
         group = self._dense[name] = DenseGroup(self, spec, optimizer)
         self._load(group)

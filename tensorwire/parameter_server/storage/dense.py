@@ -5,16 +5,19 @@ Values lie next to each other in one tensor for each dtype, so that a pull is on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server.dense_spec import DenseSpec, Spread
+from tensorwire.parameter_server.dense_spec import DenseSpec, Piece, Spread
 from tensorwire.parameter_server.kernels.sharing import MOST_SHARES, share_out, shares_of
+
+_LARGE: Final = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,38 @@ class DenseShard:
         """Takes pieces in that were another shard's."""
         self.steps = max(self.steps, steps)
         self._arrange({**self.data(self.pieces), **data})
+
+
+def require_step(spec: DenseSpec) -> None:
+    """Has a throw-away optimizer make one step on zeros, as a server would on what it keeps.
+
+    Args:
+        spec: what the group is. Of each parameter group the smallest parameter of each number of
+            dimensions is tried, unless it is large.
+
+    Raises:
+        ValueError: the step fails.
+    """
+    smallest: dict[tuple[int, int], Piece] = {}
+    for piece in spec.pieces:
+        kind = piece.group, len(spec.shapes[piece.parameter])
+        if len(piece) <= min(_LARGE, len(smallest.get(kind, range(_LARGE)))):
+            smallest[kind] = piece
+    tried = _build(copy.deepcopy(spec))
+    for piece in smallest.values():
+        shape = spec.shapes[piece.parameter]
+        flat = (len(piece),) if spec.spread is Spread.ELEMENTS else shape
+        parameter = nn.Parameter(torch.zeros(flat, dtype=spec.dtypes[piece.parameter]))
+        parameter.grad = torch.zeros_like(parameter)
+        tried.param_groups[piece.group]["params"].append(parameter)
+    try:
+        tried.step()
+    except Exception as error:
+        raise ValueError(
+            f"{spec.optimizer.__name__} cannot step on servers, which keep parameters and dense "
+            f"gradients on the CPU: {type(error).__name__}: {error}; choose another optimizer or "
+            "other options of it, or keep this one local"
+        ) from error
 
 
 def _copy(value: Any) -> Any:

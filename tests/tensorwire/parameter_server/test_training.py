@@ -532,6 +532,12 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
             cluster.snapshot("folder", extra={1})
         with pytest.raises(TypeError, match=r"must be a frozen dataclass"):
             cluster.table("mine", 8, ps.Rule())
+        with pytest.raises(ValueError, match=r"a table needs a name"):
+            cluster.table("", 8, ps.SGD(lr=0.1))
+        with pytest.raises(TypeError, match=r"module=Table.* is a Table, not a ps.Embedding"):
+            next(ps.prefetch([1], table, ids=lambda b: b))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"ids=0 is a int, not a function"):
+            next(ps.prefetch([1], ps.Embedding(table), ids=0))  # type: ignore[arg-type]
         assert cluster.step == 0
 
     train([go])
@@ -580,11 +586,12 @@ def test_a_pull_that_a_server_cannot_answer_fails_alone() -> None:
         ({"lr": 0.1}, r"lr needs dense="),
         ({"tables": ["items"], "dense": torch.optim.Adam}, r"tables='items' is a str, not a table"),
         ({"model": "net", "dense": torch.optim.Adam}, r"model='net' is a str, not a module"),
+        ({"dense": torch.optim.SparseAdam}, r"SparseAdam cannot step on servers"),
     ],
 )
 def test_an_optimizer_refuses_what_it_cannot_step(given: dict[str, Any], wanted: str) -> None:
     def go() -> None:
-        with pytest.raises(TypeError, match=wanted):
+        with pytest.raises((TypeError, ValueError), match=wanted):
             ps.Optimizer(ps.connect(server_names(1)), **{"model": nn.Linear(2, 1), **given})
 
     train([go])

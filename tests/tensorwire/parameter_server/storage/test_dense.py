@@ -22,7 +22,7 @@ from tensorwire.parameter_server.dense_spec import (
     spread_of,
     state_of_piece,
 )
-from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, PieceData
+from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, PieceData, require_step
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -202,6 +202,24 @@ def test_gradients_of_trainers_are_added_in_order_and_divided() -> None:
 def test_what_needs_a_closure_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         spread_of(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
+
+
+def test_what_cannot_step_on_a_server_is_refused_before_anything_is_declared() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))]
+    for optimizer, why in (
+        (torch.optim.SparseAdam(parameters), "SparseAdam .* does not support dense gradients"),
+        (torch.optim.Adam(parameters, capturable=True), "Adam .* capturable"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s){why}"):
+            require_step(describe("d", optimizer, spread_of(optimizer)))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Adam])
+def test_a_step_that_is_tried_leaves_the_optimizer_as_it_was(make: Make) -> None:
+    optimizer = make([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))])
+    require_step(describe("d", optimizer, spread_of(optimizer)))
+    assert not optimizer.state
+    assert all(torch.equal(p, torch.ones_like(p)) for p in parameters_of(optimizer))
 
 
 def test_large_parameters_are_cut_and_those_of_other_optimizers_stay_whole() -> None:
