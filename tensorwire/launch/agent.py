@@ -298,13 +298,13 @@ class RoleAgent(SimpleElasticAgent):
     def _note_end(self, process: WorkerProcess, end: Ended, failure: ProcessFailure | None) -> None:
         name, how = process.seat.name, describe_end(end)
         self._tell_guardian(f"ended {process.id}")
-        if failure is None:
+        if end.exit_code == 0:
             self._values[process.seat.id] = process.value
-        elif end.stopped:
-            _logger.info("%s (process %d) %s", name, process.id, how)
         else:
+            level = logging.INFO if end.stopped else logging.WARNING
+            _logger.log(level, "%s (process %d) %s", name, process.id, how)
+        if failure is not None and not end.stopped:
             self._failures[process.seat.id] = failure
-            _logger.warning("%s (process %d) %s", name, process.id, how)
         self._group().ended(name, process.id, f"its process {how}")
 
     def _silent(self, plan: Plan) -> list[str]:

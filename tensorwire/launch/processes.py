@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from tensorwire.launch.steward import Ended
 _logger = logging.getLogger("rpcrun")
 _NOT_STARTED = 127
 _LONGEST_STORY = 16_000
+_SECONDS_TO_TELL = 5.0
 _NOTHING = "<NONE>"
 """The message that torch has of a process that left no error file."""
 
@@ -152,6 +154,8 @@ class WorkerProcess:
         self.tails: list[TailLog] = []
         entrypoint = program.entrypoint
         self._asked_by: int | None = None
+        self._exit_code: int | None = None
+        self._gone_since: float | None = None
         self._context: PContext = start_processes(
             name=seat.role,
             entrypoint=entrypoint if isinstance(entrypoint, str) else _Function(entrypoint),
@@ -166,15 +170,14 @@ class WorkerProcess:
 
     def poll(self) -> tuple[Ended, ProcessFailure | None] | None:
         """Returns how it ended; None while it runs."""
-        if self._has_ended():
+        if has_ended := self._has_ended():
             _drop_torn(Path(self._context.error_files[0]))
         try:
             result = self._context.wait(0)
-        except (KeyError, TypeError, ValueError):  # torn since, and torch forgot the exit code
-            self._clean_up()
-            return Ended(self.seat.id, 1, self.id, "it was killed as it wrote its error"), None
+        except Exception:  # at what it was killed while it wrote; torch now forgets that it ended
+            return self._untold("it was killed as it wrote its error")
         if result is None:
-            return None
+            return self._untold("") if has_ended and self._is_long_gone() else None
         self._clean_up()
         if not result.is_failed():
             self.value = result.return_values.get(0)
@@ -182,11 +185,31 @@ class WorkerProcess:
         failure = result.failures[0]
         return ended_badly(self.seat, self.id, failure, self._asked_by), failure
 
+    def _untold(self, said: str) -> tuple[Ended, ProcessFailure | None]:
+        """The report on a process of whose end torch does not tell."""
+        self._clean_up()
+        code = 1 if self._exit_code is None else self._exit_code
+        return Ended(self.seat.id, code, self.id, said), None
+
+    def _is_long_gone(self) -> bool:
+        """True if torch had the time to tell of its end, and did not.
+
+        It never does if the program left by ``os._exit``. A fork server tells it a little later.
+        """
+        if self._exit_code is not None:
+            return True
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since > _SECONDS_TO_TELL
+
     def _has_ended(self) -> bool:
         try:
             state = os.waitid(os.P_PID, self.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else's child, as a fork server's
+        except ChildProcessError:  # somebody else's child, as a fork server's, or torch asked
             return not Path(f"/proc/{self.id}").exists()
+        if state is not None:
+            is_exit = state.si_code == os.CLD_EXITED
+            self._exit_code = state.si_status if is_exit else -state.si_status
         return state is not None
 
     def _clean_up(self) -> None:

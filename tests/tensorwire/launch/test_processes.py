@@ -79,15 +79,18 @@ def test_workers_of_roles_have_names_ids_and_logs_of_their_own(work: Job) -> Non
 
 
 def test_a_worker_that_fails_again_and_again_ends_the_job_whose_report_names_it(work: Job) -> None:
+    """Also one that is killed while it tells of its failure, or that ends without a word."""
     agent = work.start(
-        *("--standalone", "--role", "ps:1,service", "--role", "trainer:2,max_restarts=2"),
+        *("--standalone", "--role", "ps:1,service", "--role", "trainer:3,max_restarts=3"),
         *("--monitor-interval", "0.02", "--run-path", "--start-method", "fork"),
-        *(LIGHT, str(work.folder), "trainer:1#1=torn", "trainer:1=raise"),
+        *(LIGHT, str(work.folder), "trainer:1#1=torn", "trainer:1#2=cut", "trainer:1=raise"),
+        "trainer:2=vanish",
     )
     assert agent.wait() == 1
-    assert work.names == ["ps:0#1", "trainer:0#1"] + [f"trainer:1#{life}" for life in (1, 2, 3)]
+    names = ["ps:0#1", "trainer:0#1", *(f"trainer:1#{life}" for life in range(1, 5)), "trainer:2#1"]
+    assert work.names == names
     assert "trainer:1 (id 2, process " in agent.said
-    assert "failed first, with exit code 1 after 2 restarts" in agent.said
+    assert "failed first, with exit code 1 after 3 restarts" in agent.said
     assert "ArithmeticError: trainer:1 cannot count" in agent.said
     assert [each.name for each in work.starts if each.lives] == []
 
