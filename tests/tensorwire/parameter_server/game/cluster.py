@@ -35,6 +35,8 @@ class Game:
         self.random = random.Random(seed ^ 0x5EED)
         self.plan = plan or draw_plan(seed)
         self.rules = Rules(self)
+        slow = {"import": self.plan.slow_rows, "push": self.plan.slow_pushes}
+        self.slow = {kind for kind, is_slow in slow.items() if is_slow}
         self.numbers = 0
         self.network: list[tuple[Server, Server, Any]] = []
         self.tasks: list[tuple[Server, Callable[[], None]]] = []
@@ -311,8 +313,7 @@ class Game:
             return
         if process is None:
             return
-        is_rows = what[0] == "call" and what[2][0] == "import"
-        if self.plan.slow_rows and is_rows and self.random.random() < 0.9:
+        if what[0] == "call" and what[2][0] in self.slow and self.random.random() < 0.9:
             self.network.append((source, to, what))
             return
         if what[0] == "call":

@@ -46,6 +46,8 @@ class Plan:
     """A snapshot is asked for right behind each resize, while rows are on their way."""
     slow_rows: bool
     """Rows that move are long under way, as they are more bytes than anything else."""
+    slow_pushes: bool
+    """Pushes are, too: some arrive when their shard is no more."""
 
 
 def draw_plan(seed: int) -> Plan:
@@ -69,4 +71,5 @@ def draw_plan(seed: int) -> Plan:
         newcomers=r.random() < 0.4,
         snapshot_follows=r.random() < 0.5,
         slow_rows=r.random() < 0.5,
+        slow_pushes=r.random() < 0.2,
     )
