@@ -178,6 +178,7 @@ class Replica:
         self._safe_counts: dict[int, int] = {}
         self._control = 0
         self._copies: dict[Server, list[Any]] = {}
+        self._binding: list[Any] = []
         self._bound: Server | None = None
 
     @property
@@ -266,9 +267,12 @@ class Replica:
     def rechained(self, shard: Shard) -> list[Effect]:
         """The chain is another; this server is in it."""
         was_head, self.is_head = self.is_head, shard.head == self.me
+        effects: list[Effect] = []
         if shard.chain[-1] != self.me:
             self._bound = None
-        effects = self._carry_out(self._log.rechained(shard.version, shard.chain))
+            effects += [Respond(call, NotHead()) for call in self._binding]
+            self._binding = []
+        effects += self._carry_out(self._log.rechained(shard.version, shard.chain))
         if was_head and not self.is_head:
             effects += self.deposed()
         return effects
@@ -296,7 +300,7 @@ class Replica:
 
     def acknowledged(self, by: Server, position: int) -> list[Effect]:
         """The server behind this one in the chain has all before a position."""
-        return self._carry_out(self._log.acknowledged(by, position))
+        return [*self._carry_out(self._log.acknowledged(by, position)), *self._answer_bound()]
 
     def _begin_copy(self, order: orders.Copy, call: Any) -> list[Effect]:
         if self._log.has_next:
@@ -305,7 +309,8 @@ class Replica:
             self._copies[order.to].append(call)
             return []
         if order.to == self._bound:
-            return self._gate(call, True)
+            self._binding.append(call)
+            return self._answer_bound()
         effects = [] if self._bound is None else self.heir_lost(self._bound)
         self._copies[order.to] = [call]
         position, version = self._log.adopt(order.to), self._log.version
@@ -318,6 +323,13 @@ class Replica:
             return []
         self._log.bind(heir)
         self._bound = heir
+        self._binding += calls
+        return self._answer_bound()
+
+    def _answer_bound(self) -> list[Effect]:
+        if not self._log.heir_is_whole:
+            return []
+        calls, self._binding = self._binding, []
         return [effect for call in calls for effect in self._gate(call, True)]
 
     def heir_lost(self, heir: Server) -> list[Effect]:
@@ -325,6 +337,7 @@ class Replica:
         calls = self._copies.pop(heir, [])
         if self._bound == heir:
             self._bound = None
+            calls, self._binding = [*calls, *self._binding], []
         effects = self._carry_out(self._log.disown(heir))
         return [*effects, *(Respond(call, False) for call in calls)]
 

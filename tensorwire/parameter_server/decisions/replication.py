@@ -6,8 +6,9 @@ what its predecessor has. A record is *durable* at a server when all behind it h
 are at once. What the head answers to trainers and coordinators waits for that.
 
 A new backup, the *heir*, gets a copy of the state, and every record since the copy was begun.
-Once the copy is there it is *bound*: records are durable only if it has them, too. Only then does
-the view name it, so that whatever was durable before is still so if the others are lost just then.
+Once the copy is there it is *bound*: records are durable only if it has them, too. The view names
+it only when it also has what was durable before that, so that it is still so if the others are lost
+just then.
 
 Records carry the version of the chain in which they were sent. A server refuses those of an
 earlier version than it knows: a head that was replaced, but lives, gets nothing acknowledged.
@@ -74,6 +75,8 @@ class Replication:
         self._next: Server | None = None
         self._heir: Server | None = None
         self._is_bound = False
+        self._bound_at = 0
+        self._heir_has = 0
         self._kept: deque[tuple[int, Any]] = deque()
         self._early: dict[int, Any] = {}
 
@@ -91,6 +94,11 @@ class Replication:
     def has_follower(self) -> bool:
         """True if records are sent to a backup, or to a server that becomes one."""
         return self._next is not None or self._heir is not None
+
+    @property
+    def heir_is_whole(self) -> bool:
+        """True if the new backup has all that was safe here alone before it was bound."""
+        return self._is_bound and self._heir_has >= self._bound_at
 
     def rechained(self, version: int, chain: tuple[Server, ...]) -> list[Effect]:
         """The chain is another: who follows this server may have changed."""
@@ -136,6 +144,8 @@ class Replication:
 
     def acknowledged(self, by: Server, position: int) -> list[Effect]:
         """All before this position are safe at ``by``."""
+        if by == self._heir:
+            self._heir_has = max(self._heir_has, position)
         if by == self._next:
             return self._safe_until(position)
         if by == self._heir:
@@ -160,13 +170,17 @@ class Replication:
         Only the tail of a chain can do so.
         """
         self._heir, self._is_bound = heir, False
+        self._heir_has = self.position
         self._kept.clear()
         return self.position
 
     def bind(self, heir: Server) -> None:
-        """The copy is there: what is durable from now on, the new backup has."""
+        """The copy is there: what is durable from now on, the new backup has.
+
+        What was durable before, it has once :attr:`heir_is_whole`.
+        """
         if heir == self._heir:
-            self._next, self._is_bound = heir, True
+            self._next, self._is_bound, self._bound_at = heir, True, self.position
 
     def disown(self, heir: Server) -> list[Effect]:
         """The new backup did not come to be."""

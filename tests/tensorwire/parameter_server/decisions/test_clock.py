@@ -144,11 +144,14 @@ def test_a_shard_that_keeps_nothing_after_a_cut_waits_for_nobody() -> None:
     assert it.silence(0) is None
 
 
-def test_a_shard_that_keeps_nothing_any_more_refuses_a_late_push_as_moved() -> None:
+def test_a_shard_that_keeps_nothing_any_more_knows_what_it_took_and_refuses_the_rest() -> None:
     it = clock(Async(), 1)
+    it.push(Push(0, 0, 0))
     it.hold(1)
-    it.cut(Cut(1, {0: 0}, epoch=1, awaited={1: frozenset({0})}))
-    assert it.push(Push(0, 0, 0)) == [Refused(0, 0, 0, Refusal.MOVED)]
+    it.cut(Cut(1, {0: 1}, epoch=1, awaited={1: frozenset({0})}))
+    assert it.push(Push(0, 0, 0)) == [Taken(0, 0)]
+    assert it.push(Push(0, 1, 0)) == [Refused(0, 1, 0, Refusal.MOVED)]
+    assert it.silence(0) is None
 
 
 def test_who_joins_at_a_cut_begins_where_the_coordinator_said() -> None:

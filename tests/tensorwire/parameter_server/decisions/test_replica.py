@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tensorwire.parameter_server.decisions.clock import Apply, Push
-from tensorwire.parameter_server.decisions.consistency import BSP
-from tensorwire.parameter_server.decisions.orders import Prime
+from tensorwire.parameter_server.decisions.clock import Apply, Push, Taken
+from tensorwire.parameter_server.decisions.consistency import BSP, Async
+from tensorwire.parameter_server.decisions.orders import Copy, Prime
 from tensorwire.parameter_server.decisions.replica import NotHead, Replica, Respond, Run
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
@@ -18,3 +18,14 @@ def test_a_push_that_comes_before_its_shard_was_told_where_to_begin_is_sent_agai
     assert it.pushed(push, "call") == [Respond("call", NotHead())]
     it.ordered(Prime({0: 0}, 0, 0, (0,)), "order")
     assert Run(Apply((push,), 1)) in it.pushed(push, "call")
+
+
+def test_a_backup_counts_only_when_it_has_what_was_acknowledged_while_it_was_made() -> None:
+    me, heir = Server("ps0", 0), Server("ps1", 0)
+    it = Replica(me, 0, Async())
+    it.rechained(Shard(0, (me,), 1))
+    it.ordered(Prime({0: 0}, 0, 0, (0,)), "order")
+    it.ordered(Copy(heir), "copy")
+    assert Respond("push", Taken(0, 0)) in it.pushed(Push(0, 0, 0), "push")
+    assert it.copied(heir) == []
+    assert it.acknowledged(heir, 2) == [Respond("copy", True)]
