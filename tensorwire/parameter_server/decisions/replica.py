@@ -321,10 +321,9 @@ class Replica:
         calls = self._copies.pop(heir, [])
         if not calls:
             return []
-        self._log.bind(heir)
         self._bound = heir
         self._binding += calls
-        return self._answer_bound()
+        return [*self._carry_out(self._log.bind(heir)), *self._answer_bound()]
 
     def _answer_bound(self) -> list[Effect]:
         if not self._log.heir_is_whole:

@@ -174,13 +174,16 @@ class Replication:
         self._kept.clear()
         return self.position
 
-    def bind(self, heir: Server) -> None:
+    def bind(self, heir: Server) -> list[Effect]:
         """The copy is there: what is durable from now on, the new backup has.
 
-        What was durable before, it has once :attr:`heir_is_whole`.
+        What was durable before, it has once :attr:`heir_is_whole`. What it did not acknowledge
+        is sent again: what came before the copy may have met a former one, which is no more.
         """
-        if heir == self._heir:
-            self._next, self._is_bound, self._bound_at = heir, True, self.position
+        if heir != self._heir:
+            return []
+        self._next, self._is_bound, self._bound_at = heir, True, self.position
+        return [Forward(heir, self._version, at, record) for at, record in self._kept]
 
     def disown(self, heir: Server) -> list[Effect]:
         """The new backup did not come to be."""

@@ -6,6 +6,7 @@ from tensorwire.parameter_server.decisions.clock import Apply, Push, Taken
 from tensorwire.parameter_server.decisions.consistency import BSP, Async
 from tensorwire.parameter_server.decisions.orders import Copy, Prime
 from tensorwire.parameter_server.decisions.replica import NotHead, Replica, Respond, Run
+from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.views import Server, Shard
 
 
@@ -26,6 +27,7 @@ def test_a_backup_counts_only_when_it_has_what_was_acknowledged_while_it_was_mad
     it.rechained(Shard(0, (me,), 1))
     it.ordered(Prime({0: 0}, 0, 0, (0,)), "order")
     it.ordered(Copy(heir), "copy")
-    assert Respond("push", Taken(0, 0)) in it.pushed(Push(0, 0, 0), "push")
-    assert it.copied(heir) == []
+    push = Push(0, 0, 0)
+    assert Respond("push", Taken(0, 0)) in it.pushed(push, "push")
+    assert it.copied(heir) == [Forward(heir, 1, 1, push)]
     assert it.acknowledged(heir, 2) == [Respond("copy", True)]

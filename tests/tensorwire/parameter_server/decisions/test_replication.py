@@ -62,7 +62,7 @@ def test_a_new_backup_counts_from_when_it_has_the_copy_and_all_that_followed() -
     head.append("before")
     assert head.adopt(B) == 1
     assert head.append("x") == (1, [Forward(B, 1, 1, "x"), Durable(2)])
-    head.bind(B)
+    assert head.bind(B) == [Forward(B, 1, 1, "x")]
     assert head.append("y") == (2, [Forward(B, 1, 2, "y")])
     assert not head.heir_is_whole
     assert head.acknowledged(B, 2) == []
