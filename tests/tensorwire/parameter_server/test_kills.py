@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rpc
 from tensorwire import parameter_server as ps
 from tensorwire.parameter_server.server.host import host
 from tensorwire.parameter_server.server.loading import load_kernels
@@ -272,11 +273,16 @@ def _counts(name: str, consistency: Any) -> Tensor:
 
 
 def _resize(name: str, consistency: Any, *sizes: int) -> None:
-    """Waits for a trainer; then resizes the cluster to each of these numbers of servers."""
+    """Waits for a trainer; then resizes the cluster to each of these numbers of servers.
+
+    A server that came back just now is known here a little later.
+    """
     cluster = _connect(name, 2, 1, consistency)
     while not cluster.stats()["trainers"]:
         time.sleep(0.01)
     for size in sizes:
+        wanted = set(server_names(size))
+        waiting.until(lambda wanted=wanted: wanted <= {each.name for each in rpc.workers()})
         cluster.resize(server_names(size))
 
 
