@@ -198,7 +198,7 @@ class Clock:
         self._others: frozenset[int] = frozenset()
         self._heard: dict[int, Ready] = {}
         self._told: Ready | None = None
-        self._given_away: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
 
     @property
     def low(self) -> int | None:
@@ -247,7 +247,7 @@ class Clock:
     def push(self, push: Push) -> list[Effect]:
         """A push came, for the first time or again."""
         trainer, number = push.trainer, push.number
-        if number < max(self._counts.get(trainer, 0), self._given_away.get(trainer, 0)):
+        if number < max(self._counts.get(trainer, 0), self._taken.get(trainer, 0)):
             return [Taken(trainer, number)]
         if push.epoch < self.epoch:
             return [Refused(trainer, number, push.epoch, Refusal.MOVED)]
@@ -438,6 +438,7 @@ class Clock:
         cut = self._cut
         assert cut is not None
         self._cut, self._last = None, cut
+        self._taken |= self._counts  # also of who has finished: their pushes may come again
         self._counts = {each: self._counts[each] for each in self._members}
         self._admit(cut.joins)
         effects: list[Effect] = [Reached(cut)]
@@ -447,7 +448,6 @@ class Clock:
             self._awaited = set(cut.awaited.get(self._shard, ()))
             effects += self._refuse_moved()
             if self._shard not in cut.awaited:  # it keeps nothing any more
-                self._given_away = self._counts
                 self._counts, self._members = {}, set()
         return effects
 
@@ -516,5 +516,5 @@ class Clock:
             ("_others", self._others),
             ("_heard", dict(self._heard)),
             ("_told", self._told),
-            ("_given_away", dict(self._given_away)),
+            ("_taken", dict(self._taken)),
         ]

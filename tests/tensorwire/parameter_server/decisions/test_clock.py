@@ -154,6 +154,15 @@ def test_a_shard_that_keeps_nothing_any_more_knows_what_it_took_and_refuses_the_
     assert it.silence(0) is None
 
 
+def test_a_push_of_one_who_has_finished_is_known_when_it_comes_again_after_a_move() -> None:
+    it = clock(Async(), 1)
+    it.push(Push(0, 0, 0))
+    it.push(Push(0, 1, 0, PushKind.FINISH))
+    it.hold(1)
+    it.cut(Cut(1, {0: 2}, epoch=1, awaited={0: frozenset()}))
+    assert it.push(Push(0, 0, 0)) == [Taken(0, 0)]
+
+
 def test_who_joins_at_a_cut_begins_where_the_coordinator_said() -> None:
     it = clock(BSP(), 1)
     it.push(Push(0, 0, 0))
