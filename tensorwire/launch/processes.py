@@ -189,7 +189,7 @@ class WorkerProcess:
         """The report on a process of whose end torch does not tell."""
         self._clean_up()
         code = 1 if self._exit_code is None else self._exit_code
-        return Ended(self.seat.id, code, self.id, said), None
+        return Ended(self.seat.id, code, self.id, said, _is_as_asked(code, self._asked_by)), None
 
     def _is_long_gone(self) -> bool:
         """True if torch had the time to tell of its end, and did not.
@@ -270,8 +270,12 @@ def ended_badly(seat: Seat, process: int, failure: ProcessFailure, asked_by: int
         asked_by: the signal by which the agent had asked it to end, if it had.
     """
     code = failure.exitcode
-    stopped = asked_by is not None and code == -asked_by
-    return Ended(seat.id, code, process, story(failure), stopped)
+    return Ended(seat.id, code, process, story(failure), _is_as_asked(code, asked_by))
+
+
+def _is_as_asked(exit_code: int, asked_by: int | None) -> bool:
+    """True if a process ended by the very signal by which it was asked to end."""
+    return asked_by is not None and exit_code == -asked_by
 
 
 def not_started(seat: Seat, error: Exception) -> Ended:
