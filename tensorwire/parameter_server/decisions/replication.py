@@ -114,7 +114,7 @@ class Replication:
         self._next = successor
         if successor is None:
             return self._safe_until(self.position)
-        return [Forward(successor, version, at, record) for at, record in self._kept]
+        return self._kept_again(successor)
 
     def append(self, record: Any) -> tuple[int, list[Effect]]:
         """The head takes an input; returns its position and what to send."""
@@ -146,11 +146,8 @@ class Replication:
         """All before this position are safe at ``by``."""
         if by == self._heir:
             self._heir_has = max(self._heir_has, position)
-        if by == self._next:
-            return self._safe_until(position)
-        if by == self._heir:
             self._drop_kept(position)
-        return []
+        return self._safe_until(position) if by == self._next else []
 
     def _safe_until(self, position: int) -> list[Effect]:
         if self._heir is None or self._is_bound:
@@ -159,6 +156,9 @@ class Replication:
             return []
         self.durable = position
         return [Durable(position)]
+
+    def _kept_again(self, to: Server) -> list[Effect]:
+        return [Forward(to, self._version, at, record) for at, record in self._kept]
 
     def _drop_kept(self, position: int) -> None:
         while self._kept and self._kept[0][0] < position:
@@ -183,7 +183,7 @@ class Replication:
         if heir != self._heir:
             return []
         self._next, self._is_bound, self._bound_at = heir, True, self.position
-        return [Forward(heir, self._version, at, record) for at, record in self._kept]
+        return self._kept_again(heir)
 
     def disown(self, heir: Server) -> list[Effect]:
         """The new backup did not come to be."""

@@ -1,4 +1,4 @@
-"""What one server answers for its shard."""
+"""A server answers for its shard what is so, and no earlier than it is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen in a game, drawn from its seed."""
+"""Draws from its seed the things that may happen in a game."""
 
 from __future__ import annotations
 

@@ -36,9 +36,6 @@ class Rules:
         if view.generation != self.game.view.generation:
             self.game.rolled = True
             assert view.snapshot is not None
-            for life, process in self.game.living.items():
-                if isinstance(process, TrainerProcess) and process.number >= 0:
-                    del life
 
     def note_sent(self, trainer: TrainerProcess, number: int, kind: PushKind) -> None:
         self.game.kinds[trainer.number, number] = kind

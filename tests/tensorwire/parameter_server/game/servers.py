@@ -211,8 +211,7 @@ class ServerProcess(Process):
             self.coordinate(self.coordinator.answered(ask, None if answer == "none" else answer))
 
     def lost(self, life: Server) -> None:
-        for to, _, then in self.known.lost(life):
-            del to
+        for _, _, then in self.known.lost(life):
             then(None)
         for number, replica in list(self.replicas.items()):
             self.carry_out(number, replica.heir_lost(life))
