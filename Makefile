@@ -46,7 +46,7 @@ READY := $(VENV)/.tensorwire-ready
 TEST := $(RUN) -m pytest -n 2 --dist loadgroup --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-command check docs bench soak chaos conformance simulate mutants clean
+.PHONY: help setup train test check docs bench soak chaos conformance simulate mutants clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^Which torch/,$$d'
@@ -94,10 +94,6 @@ tutorials: $(READY)
 
 test: $(READY)
 	@$(TEST) $(ARGS)
-
-# For scripts that want pytest's own last line and exit status, without make's after it.
-test-command: $(READY)
-	@echo $(TEST) $(ARGS)
 
 check: $(READY)
 	$(RUN) -m ruff check .
