@@ -11,6 +11,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parent.parent
 _FLOORS = ("rpc", "autograd_dist", "optim_dist", "remote_module", "tensorwire")
 _MAP = (_ROOT / "ARCHITECTURE.md").read_text()
+_SERVER = "tensorwire.parameter_server"
 _PUBLIC = {"rpc", "rpc.extend", "rpc.errors"}
 """The modules of ``rpc`` that the floors above it may import."""
 _NAMES_OF_TORCH = {
@@ -85,9 +86,9 @@ def _section(heading: str) -> str:
     return _MAP.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
-def _stairs() -> list[list[list[str]]]:
+def _stairs(section: str = "The staircase") -> list[list[list[str]]]:
     """The drawn stairs, lowest first: on each, its rooms; those joined by ``+`` are one."""
-    drawing = _section("The staircase").split("```")[1]
+    drawing = _section(section).split("```")[1]
     lines = [line.split(" — ")[0] for line in drawing.strip().splitlines()]
     return [[joined.strip().split(" + ") for joined in line.split(",")] for line in reversed(lines)]
 
@@ -123,6 +124,29 @@ def test_every_room_uses_only_rooms_on_lower_stairs() -> None:
         for imported in _imports(path)
         if stair_of[_room(module)] != (above := stair_of[_room(imported)])
         and stair_of[_room(module)][0] <= above[0]
+    ]
+    assert wrong == []
+
+
+def _room_of_server(module: str) -> str:
+    """The room of the parameter server that a module is in."""
+    inside = module.removeprefix(_SERVER).lstrip(".")
+    return inside.split(".")[0] or "__init__"
+
+
+def test_every_room_of_the_parameter_server_uses_only_rooms_on_lower_stairs() -> None:
+    stairs = _stairs("The rooms of the parameter server")
+    stair_of = {room: height for height, stair in enumerate(stairs) for (room,) in stair}
+    modules = {m: path for m, path in _MODULES.items() if m.startswith(_SERVER)}
+    assert {_room_of_server(m) for m in modules} == set(stair_of)
+    wrong = [
+        f"{module} imports {imported}"
+        for module, path in modules.items()
+        for imported in _imports(path)
+        if imported.startswith(f"{_SERVER}.")
+        if (here := _room_of_server(module)) != (there := _room_of_server(imported))
+        and stair_of[here] <= stair_of[there]
+        and here not in ("__init__", "__main__")
     ]
     assert wrong == []
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from benchmarks.parameter_server.case import EPS, LR, Case, Program, join
 from benchmarks.stepping import Step
 from tensorwire import parameter_server as ps
-from tensorwire.parameter_server.distinct import distinct
+from tensorwire.parameter_server.client.distinct import distinct
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.declarations.wire import Wire
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
-from tensorwire.parameter_server.wire import Wire
 
 _PIECE = 1 << 18
 

@@ -1,17 +1,45 @@
 """A parameter server: tables and dense parameters kept by several servers for several trainers.
 
-Rooms: ``decisions`` is the protocol, without I/O; ``kernels`` and ``storage`` keep rows;
-``server`` and ``client`` do what was decided.
+Rooms, upper ones first: ``client`` and ``server`` do what was decided and meet in ``messaging``;
+``storage`` keeps a shard's state; ``rows`` is memory for rows and their index; ``declarations``
+says what tables are; ``decisions`` is the protocol, without I/O; ``kernels`` are the loops.
 """
 
-from tensorwire.parameter_server.cache import Cache
+from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy, Saving
 from tensorwire.parameter_server.client.connecting import connect
 from tensorwire.parameter_server.client.dense import DenseGroup
+from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.optimizer import Optimizer, Pushing, TrainerOptimizer
+from tensorwire.parameter_server.client.prefetch import prefetch
 from tensorwire.parameter_server.client.table import Table
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Reduce
-from tensorwire.parameter_server.embedding import Embedding, EmbeddingBag
+from tensorwire.parameter_server.declarations.initialisers import (
+    Constant,
+    Initialiser,
+    Normal,
+    Uniform,
+)
+from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.declarations.rules import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Per,
+    RowwiseAdagrad,
+    Rule,
+)
+from tensorwire.parameter_server.declarations.spec import Precision
+from tensorwire.parameter_server.declarations.wire import (
+    BFloat16,
+    Float16,
+    Float32,
+    Int8,
+    TopK,
+    Wire,
+)
 from tensorwire.parameter_server.errors import (
     DeclarationError,
     GradientError,
@@ -23,23 +51,8 @@ from tensorwire.parameter_server.errors import (
     SnapshotError,
 )
 from tensorwire.parameter_server.hashing import hashed
-from tensorwire.parameter_server.initialisers import Constant, Initialiser, Normal, Uniform
-from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.optimizer import Optimizer, Pushing, TrainerOptimizer
-from tensorwire.parameter_server.prefetch import prefetch
 from tensorwire.parameter_server.reading import read
-from tensorwire.parameter_server.rules import (
-    FTRL,
-    SGD,
-    Adagrad,
-    Adam,
-    Per,
-    RowwiseAdagrad,
-    Rule,
-)
 from tensorwire.parameter_server.server.host import metrics, serve
-from tensorwire.parameter_server.spec import Precision
-from tensorwire.parameter_server.wire import BFloat16, Float16, Float32, Int8, TopK, Wire
 
 __all__ = [
     "BSP",

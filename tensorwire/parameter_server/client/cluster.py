@@ -14,11 +14,9 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server import errors, messages
-from tensorwire.parameter_server import spec as specs
-from tensorwire.parameter_server.arguments import instance
-from tensorwire.parameter_server.cache import Cache
+from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.account import Account
+from tensorwire.parameter_server.client.cache import Cache
 from tensorwire.parameter_server.client.dense import DenseGroup
 from tensorwire.parameter_server.client.exchange import (
     Exchanging,
@@ -39,17 +37,19 @@ from tensorwire.parameter_server.decisions.consistency import (
 )
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot
-from tensorwire.parameter_server.dense_spec import describe, spread_of
-from tensorwire.parameter_server.initialisers import Constant, Initialiser
+from tensorwire.parameter_server.declarations import spec as specs
+from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.declarations.dense_spec import describe, require_step, spread_of
+from tensorwire.parameter_server.declarations.initialisers import Constant, Initialiser
+from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
+from tensorwire.parameter_server.declarations.wire import FLOAT32, Kind, Wire, both_ways
 from tensorwire.parameter_server.kernels.copying import is_finite
-from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.rules import Rule
-from tensorwire.parameter_server.server.calling import LOST, verdict_on
-from tensorwire.parameter_server.settings import Meeting, consistency_of
-from tensorwire.parameter_server.spec import Precision, TableSpec
-from tensorwire.parameter_server.storage.dense import require_step
-from tensorwire.parameter_server.storage.device_memory import to_host
-from tensorwire.parameter_server.wire import FLOAT32, Kind, Wire, both_ways
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import LOST, verdict_on
+from tensorwire.parameter_server.messaging.settings import Meeting, consistency_of
+from tensorwire.parameter_server.rows.device_memory import to_host
 
 _PAUSE_FOR_LOADER: Final = 0.25
 """Before it is looked whether the loader lives; news of what it did comes at once."""

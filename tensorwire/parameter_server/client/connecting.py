@@ -11,14 +11,14 @@ from typing import Any, Final
 from rpc import extend
 from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
-from tensorwire.parameter_server.arguments import instance, number, whole
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
 from tensorwire.parameter_server.client.finding import lives_to_come, worker_names
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
 from tensorwire.parameter_server.decisions.views import Snapshot, View
-from tensorwire.parameter_server.settings import Meeting, settings_of
+from tensorwire.parameter_server.declarations.arguments import instance, number, whole
+from tensorwire.parameter_server.messaging.settings import Meeting, settings_of
 
 _NAME: Final = "default"
 

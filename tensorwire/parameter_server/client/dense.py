@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.decisions.replica import Assign, NotHead
-from tensorwire.parameter_server.dense_spec import (
+from tensorwire.parameter_server.declarations.dense_spec import (
     DenseSpec,
     Piece,
+    PieceData,
     hyper_of,
     parameters_of,
     split_state,
     whole_state,
 )
 from tensorwire.parameter_server.kernels.copying import copied
-from tensorwire.parameter_server.server.calling import LOST
-from tensorwire.parameter_server.server.state import Values
-from tensorwire.parameter_server.storage.dense import PieceData
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import LOST
+from tensorwire.parameter_server.messaging.messages import Values
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster

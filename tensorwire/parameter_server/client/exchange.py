@@ -14,7 +14,7 @@ from tensorwire.parameter_server.decisions.clock import PushKind
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.splitting import Plan, WholeDense, WholeTable
     from tensorwire.parameter_server.decisions.views import Server
-    from tensorwire.parameter_server.messages import DensePush, Rows
+    from tensorwire.parameter_server.messaging.messages import DensePush, Rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import rpc
 from rpc import extend
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.decisions.views import Server
-from tensorwire.parameter_server.server.calling import own_incarnation
+from tensorwire.parameter_server.messaging.calling import own_incarnation
 
 _SECONDS_TO_ANSWER: Final = 30.0
 _SHORTEST: Final = 0.05

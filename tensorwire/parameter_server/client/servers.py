@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Final
 
 from rpc import extend
-from tensorwire.parameter_server import errors, messages
+from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, View
-from tensorwire.parameter_server.server.calling import LOST, Caller, verdict_on
-from tensorwire.parameter_server.server.waiting import Answer
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import LOST, Caller, verdict_on
 
 PAUSE: Final = 0.02
 LONGEST_PAUSE: Final = 0.5
@@ -78,15 +79,15 @@ class Servers:
     def _ask_unless_lost(self, server: Server, message: Any) -> Any:
         if verdict_on(self._worker, server) is Verdict.OVER:
             return messages.Rejected("")
-        return self._ask(server, message).wait()
+        return self._ask(server, message).result()
 
     def _has_heard_of(self, server: Server) -> bool:
         """False if calls to that life may have met the one before it."""
         return verdict_on(self._worker, server) is not Verdict.UNHEARD
 
-    def _ask(self, server: Server, message: Any) -> Answer:
-        answer = Answer()
-        self._caller.call(server, message, answer.set)
+    def _ask(self, server: Server, message: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._caller.call(server, message, answer.set_result)
         return answer
 
     def ask_head(self, shard: int, message: Any) -> Any:
@@ -94,10 +95,10 @@ class Servers:
         found = self._view().shard(shard)
         if found is None or not found.chain:
             return LOST
-        return self._ask(found.head, message).wait()
+        return self._ask(found.head, message).result()
 
     def ask_all(self, message: Any) -> Mapping[Server, Any]:
         """One call to each server that keeps anything."""
         keepers = sorted({each for shard in self._view().shards for each in shard.chain})
         answers = {server: self._ask(server, message) for server in keepers}
-        return {server: answer.wait() for server, answer in answers.items()}
+        return {server: answer.result() for server, answer in answers.items()}

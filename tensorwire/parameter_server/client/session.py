@@ -21,7 +21,7 @@ from torch import Tensor
 
 import rpc
 from rpc import extend
-from tensorwire.parameter_server import errors, messages
+from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.bottleneck import Watch, reason
 from tensorwire.parameter_server.client.exchange import Asked, Pulled, Wanted, Whole
@@ -33,9 +33,10 @@ from tensorwire.parameter_server.decisions.clock import Push, PushKind, Refusal
 from tensorwire.parameter_server.decisions.reads import AT_ONCE, Pull
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
-from tensorwire.parameter_server.server.calling import Caller
-from tensorwire.parameter_server.server.coordinating import CHANNEL
-from tensorwire.parameter_server.settings import Meeting
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import Caller
+from tensorwire.parameter_server.messaging.messages import CHANNEL
+from tensorwire.parameter_server.messaging.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
 _UNDER_WAY: Final = 8

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.dense_spec import DenseSpec
+from tensorwire.parameter_server.declarations.dense_spec import DenseSpec
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.copying import joined, joined_finite
-from tensorwire.parameter_server.messages import DensePush, Packed, TablePush
-from tensorwire.parameter_server.spec import TableSpec
-from tensorwire.parameter_server.wire import Float32
+from tensorwire.parameter_server.messaging.messages import DensePush, TablePush
 
 Buffers = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes a tensor from which to send to one server."""

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.cache import Cache, RowCache
+from tensorwire.parameter_server.client.cache import Cache, RowCache
+from tensorwire.parameter_server.client.distinct import distinct
 from tensorwire.parameter_server.client.exchange import Gradients, Pulled, Wanted
-from tensorwire.parameter_server.distinct import distinct
-from tensorwire.parameter_server.feedback import Feedback
-from tensorwire.parameter_server.fetched import Fetched
-from tensorwire.parameter_server.gradient import RowGradient
-from tensorwire.parameter_server.lookup import summed
-from tensorwire.parameter_server.rules import Rule
-from tensorwire.parameter_server.spec import TableSpec
-from tensorwire.parameter_server.storage.device_memory import to_host
+from tensorwire.parameter_server.client.feedback import Feedback
+from tensorwire.parameter_server.client.fetched import Fetched
+from tensorwire.parameter_server.client.gradient import RowGradient
+from tensorwire.parameter_server.client.lookup import summed
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.rows.device_memory import to_host
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.client.cluster import Cluster

@@ -9,7 +9,7 @@ from typing import Final
 
 from tensorwire.parameter_server.client.news import News
 from tensorwire.parameter_server.decisions.views import Client, View
-from tensorwire.parameter_server.settings import Meeting
+from tensorwire.parameter_server.messaging.settings import Meeting
 
 _SECONDS: Final = 5.0
 """For which trainers are waited for to say it."""

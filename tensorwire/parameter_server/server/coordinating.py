@@ -9,24 +9,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import rpc
 from tensorwire.checkpoint import CheckpointError, Draft
-from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.decisions import orders, tasks, views
 from tensorwire.parameter_server.decisions.coordination import Coordinator
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.replica import NotHead
 from tensorwire.parameter_server.decisions.views import Server, View
-from tensorwire.parameter_server.server.calling import LOST, latest_life
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import LOST, latest_life
+from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.server.shard import Call
 from tensorwire.parameter_server.server.writing import part_name
-from tensorwire.parameter_server.settings import Meeting
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.node import Node
 
 _logger: Final = logging.getLogger("tensorwire")
-
-CHANNEL: Final = "tensorwire.ps/view/"
-"""Clients hear of views here; the cluster's name follows."""
 
 
 class Coordinating:
@@ -196,9 +193,10 @@ class Coordinating:
         node.later(lambda: self._post(names, text))
 
     def _post(self, names: set[str], text: str) -> None:
+        channel = messages.CHANNEL + self._node.cluster
         for name in names:
             with contextlib.suppress(rpc.RpcError):
-                self._node.host.worker.post(name, CHANNEL + self._node.cluster, text.encode())
+                self._node.host.worker.post(name, channel, text.encode())
 
     def _settle(self, request: int, answer: Any) -> None:
         call = self._requests.pop(request, None)

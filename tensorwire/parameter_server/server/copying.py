@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from tensorwire.parameter_server.decisions.replica import StartCopy
 from tensorwire.parameter_server.decisions.views import Server
-from tensorwire.parameter_server.messages import CopyPiece, Install
+from tensorwire.parameter_server.messaging.messages import CopyPiece, Install
 from tensorwire.parameter_server.server.shard import ShardServer
-from tensorwire.parameter_server.server.waiting import Answer
 from tensorwire.parameter_server.storage.table import Rows
 
 if TYPE_CHECKING:
@@ -87,6 +87,6 @@ class Copies:
         return True
 
     def _ask(self, to: Server, message: Any) -> Any:
-        answer = Answer()
-        self._node.caller.call(to, message, answer.set)
-        return answer.wait()
+        answer: Future[Any] = Future()
+        self._node.caller.call(to, message, answer.set_result)
+        return answer.result()

@@ -15,18 +15,18 @@ import torch
 
 import rpc
 from rpc import extend
-from tensorwire.parameter_server import messages
-from tensorwire.parameter_server.arguments import whole
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.views import Server, View
+from tensorwire.parameter_server.declarations.arguments import whole
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import Caller
+from tensorwire.parameter_server.messaging.settings import Meeting
 from tensorwire.parameter_server.metrics import text_of
 from tensorwire.parameter_server.server import available
-from tensorwire.parameter_server.server.calling import Caller
 from tensorwire.parameter_server.server.loading import load_kernels
 from tensorwire.parameter_server.server.node import Node, _turned_away
 from tensorwire.parameter_server.server.shard import Call
 from tensorwire.parameter_server.server.state import ShardState
-from tensorwire.parameter_server.settings import Meeting
 
 _logger: Final = logging.getLogger("tensorwire")
 _SECONDS_BETWEEN_TRIES: Final = 0.1

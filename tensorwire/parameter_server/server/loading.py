@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from tensorwire.parameter_server.initialisers import Uniform
+from tensorwire.parameter_server.declarations.initialisers import Uniform
+from tensorwire.parameter_server.declarations.rules import RowwiseAdagrad
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.rules import RowwiseAdagrad
-from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
-from tensorwire.parameter_server import messages
 from tensorwire.parameter_server.decisions import lives, orders
 from tensorwire.parameter_server.decisions.clock import Reached
 from tensorwire.parameter_server.decisions.lives import Fate, Lives, Verdict
@@ -31,13 +30,14 @@ from tensorwire.parameter_server.decisions.replica import (
 from tensorwire.parameter_server.decisions.replication import Forward
 from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.kernels import kernels
-from tensorwire.parameter_server.server.calling import LOST, Caller, latest_life
+from tensorwire.parameter_server.messaging import messages
+from tensorwire.parameter_server.messaging.calling import LOST, Caller, latest_life
+from tensorwire.parameter_server.messaging.settings import consistency_of
 from tensorwire.parameter_server.server.coordinating import Coordinating
 from tensorwire.parameter_server.server.copying import Copies
 from tensorwire.parameter_server.server.shard import Call, PullCall, PushCall, ShardServer
 from tensorwire.parameter_server.server.state import ShardState
 from tensorwire.parameter_server.server.writing import write
-from tensorwire.parameter_server.settings import consistency_of
 
 if TYPE_CHECKING:
     from tensorwire.parameter_server.server.host import Host

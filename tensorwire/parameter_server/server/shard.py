@@ -18,7 +18,7 @@ from tensorwire.parameter_server.decisions.replica import (
     Run,
     StartCopy,
 )
-from tensorwire.parameter_server.messages import (
+from tensorwire.parameter_server.messaging.messages import (
     Accepted,
     Ask,
     Broken,

@@ -16,20 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server import spec as specs
 from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Apply, Cut, Push, Reached
 from tensorwire.parameter_server.decisions.consistency import BSP, Consistency, Reduce
 from tensorwire.parameter_server.decisions.replica import Assign, Exported, Import
-from tensorwire.parameter_server.dense_spec import DenseSpec
+from tensorwire.parameter_server.declarations import spec as specs
+from tensorwire.parameter_server.declarations.dense_spec import DenseSpec, PieceData
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.declarations.wire import Float32, Packed
 from tensorwire.parameter_server.kernels.copying import joined
-from tensorwire.parameter_server.messages import Ask, DensePush, Load, Packed, TablePush
+from tensorwire.parameter_server.messaging.messages import (
+    Ask,
+    DensePush,
+    Load,
+    TablePush,
+    Values,
+)
 from tensorwire.parameter_server.server.writing import Restored
-from tensorwire.parameter_server.spec import TableSpec
-from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, PieceData
+from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.frozen import Frozen
 from tensorwire.parameter_server.storage.table import Part, Places, Rows, Table
-from tensorwire.parameter_server.wire import Float32
 
 _MEMOS: Final = 3
 """Pulls of each trainer that are remembered; it may have asked for more before it pushes."""
@@ -63,23 +69,6 @@ class Moved:
 
     tables: Mapping[str, MovedTable]
     dense: Mapping[str, MovedDense]
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The values that an ``Assign`` sets: pieces of a dense group, by their places.
-
-    Args:
-        name: of the group.
-        loader: the trainer that says so.
-        data: the pieces.
-        keeps_state: whether the state of the optimizer stays as it is.
-    """
-
-    name: str
-    loader: int
-    data: Mapping[int, PieceData]
-    keeps_state: bool = False
 
 
 @dataclass(slots=True)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tensorwire.checkpoint import Checkpoint, PartWriter
-from tensorwire.parameter_server.spec import Precision
-from tensorwire.parameter_server.storage.dense import DenseShard, PieceData
+from tensorwire.parameter_server.declarations.dense_spec import PieceData
+from tensorwire.parameter_server.declarations.spec import Precision
+from tensorwire.parameter_server.storage.dense import DenseShard
 from tensorwire.parameter_server.storage.table import Rows, Table
 
 if TYPE_CHECKING:

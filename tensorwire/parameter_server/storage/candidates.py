@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tensorwire.parameter_server.kernels.arrays import Ints
-from tensorwire.parameter_server.storage.index import Index
-from tensorwire.parameter_server.storage.memory import Column
+from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.memory import Column
 
 
 class Candidates:

@@ -5,27 +5,21 @@ Values lie next to each other in one tensor for each dtype, so that a pull is on
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from tensorwire.parameter_server.dense_spec import DenseSpec, Piece, Spread
+from tensorwire.parameter_server.declarations.dense_spec import (
+    DenseSpec,
+    PieceData,
+    Spread,
+    copied,
+    optimizer_of,
+)
 from tensorwire.parameter_server.kernels.sharing import MOST_SHARES, share_out, shares_of
-
-_LARGE: Final = 1 << 22
-
-
-@dataclass(frozen=True)
-class PieceData:
-    """A piece's elements and its state in the optimizer."""
-
-    value: Tensor
-    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class DenseShard:
         self.loader = -1
         self._shard = shard
         count = MOST_SHARES if spec.spread is Spread.ELEMENTS else 1
-        self._optimizers = [_build(spec) for _ in range(count)]
+        self._optimizers = [optimizer_of(spec) for _ in range(count)]
         self._state = self._optimizers[0].state
         for each in self._optimizers:
             each.state = self._state
@@ -121,13 +115,13 @@ class DenseShard:
 
     def data(self, places: Sequence[int]) -> dict[int, PieceData]:
         """A copy of some pieces with their state."""
-        found = {}
+        pieces = {}
         for place in places:
             parameter = self._parameters[place]
             state = self._state.get(parameter, {})
-            copied = {key: _copy(value) for key, value in state.items()}
-            found[place] = PieceData(parameter.detach().clone(), copied)
-        return found
+            kept = {key: copied(value) for key, value in state.items()}
+            pieces[place] = PieceData(parameter.detach().clone(), kept)
+        return pieces
 
     # --- changing
 
@@ -203,50 +197,3 @@ class DenseShard:
         """Takes pieces in that were another shard's."""
         self.steps = max(self.steps, steps)
         self._arrange({**self.data(self.pieces), **data})
-
-
-def require_step(spec: DenseSpec) -> None:
-    """Has a throw-away optimizer make one step on zeros, as a server would on what it keeps.
-
-    Args:
-        spec: what the group is. Of each parameter group the smallest parameter of each number of
-            dimensions is tried, unless it is large.
-
-    Raises:
-        ValueError: the step fails.
-    """
-    smallest: dict[tuple[int, int], Piece] = {}
-    for piece in spec.pieces:
-        kind = piece.group, len(spec.shapes[piece.parameter])
-        if len(piece) <= min(_LARGE, len(smallest.get(kind, range(_LARGE)))):
-            smallest[kind] = piece
-    tried = _build(copy.deepcopy(spec))
-    for piece in smallest.values():
-        shape = spec.shapes[piece.parameter]
-        flat = (len(piece),) if spec.spread is Spread.ELEMENTS else shape
-        parameter = nn.Parameter(torch.zeros(flat, dtype=spec.dtypes[piece.parameter]))
-        parameter.grad = torch.zeros_like(parameter)
-        tried.param_groups[piece.group]["params"].append(parameter)
-    try:
-        tried.step()
-    except Exception as error:
-        raise ValueError(
-            f"{spec.optimizer.__name__} cannot step on servers, which keep parameters and dense "
-            f"gradients on the CPU: {type(error).__name__}: {error}; choose another optimizer or "
-            "other options of it, or keep this one local"
-        ) from error
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _build(spec: DenseSpec) -> Optimizer:
-    """An optimizer of that class without parameters. Its own constructor may want anything."""
-    made: Optimizer = spec.optimizer.__new__(spec.optimizer)
-    groups = [{"params": [torch.zeros(1)], **hyper} for hyper in spec.groups]
-    Optimizer.__init__(made, groups, dict(spec.defaults))
-    vars(made).update(spec.attributes)
-    for group in made.param_groups:
-        group["params"] = []
-    return made

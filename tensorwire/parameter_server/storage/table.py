@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorwire.parameter_server.declarations.rules import Per, Rule
+from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints, Slots
 from tensorwire.parameter_server.kernels.sharing import divide
-from tensorwire.parameter_server.rules import Per, Rule
-from tensorwire.parameter_server.spec import Precision, TableSpec
+from tensorwire.parameter_server.rows.device_memory import DeviceColumn
+from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.memory import Column
 from tensorwire.parameter_server.storage import updates
 from tensorwire.parameter_server.storage.candidates import Candidates
-from tensorwire.parameter_server.storage.device_memory import DeviceColumn
 from tensorwire.parameter_server.storage.frozen import Frozen
-from tensorwire.parameter_server.storage.index import Index
-from tensorwire.parameter_server.storage.memory import Column
 
 _SWEEPS: Final = 8
 """The number of searches for rows that are too old while one row grows too old."""

@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tensorwire.parameter_server import rules
+from tensorwire.parameter_server.declarations import rules
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
 from tensorwire.parameter_server.kernels.sharing import divide
-from tensorwire.parameter_server.storage.device_memory import DeviceColumn, to_device
+from tensorwire.parameter_server.rows.device_memory import DeviceColumn, to_device
 
 State = Mapping[str, Floats]
 

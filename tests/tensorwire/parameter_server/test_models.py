@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
+from tensorwire.parameter_server.client.feedback import Feedback
 from tensorwire.parameter_server.decisions.consistency import Consistency
-from tensorwire.parameter_server.feedback import Feedback
 from tensorwire.parameter_server.kernels import kernels
+from tensorwire.parameter_server.rows.index import Index
 from tensorwire.parameter_server.server.host import host
-from tensorwire.parameter_server.storage.index import Index
 from tests.tensorwire.parameter_server.clusters import server_names, train
 
 IDS, DIM, STEPS = 60, 8, 6

@@ -20,8 +20,8 @@ from tensorwire.parameter_server.client import splitting
 from tensorwire.parameter_server.client.exchange import Gradients, Wanted
 from tensorwire.parameter_server.client.splitting import WholeDense
 from tensorwire.parameter_server.decisions import tasks
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.server import node, writing
-from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
 from tests import waiting
 from tests.tensorwire.parameter_server.clusters import run, server_names, train

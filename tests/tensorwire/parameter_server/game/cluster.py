@@ -18,7 +18,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Store,
 )
 from tensorwire.parameter_server.decisions.views import Server, View
-from tensorwire.parameter_server.settings import settings_of
+from tensorwire.parameter_server.messaging.settings import settings_of
 from tests.tensorwire.parameter_server.game.plans import Broken, History, Plan, draw_plan
 from tests.tensorwire.parameter_server.game.processes import Process
 from tests.tensorwire.parameter_server.game.rules import Rules

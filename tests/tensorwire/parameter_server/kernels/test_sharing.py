@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rpc.extend import Helpers
 from tensorwire import parameter_server as ps
-from tensorwire.parameter_server.dense_spec import Spread, describe
+from tensorwire.parameter_server.client.lookup import spread
+from tensorwire.parameter_server.declarations.dense_spec import Spread, describe
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.declarations.wire import Wire
 from tensorwire.parameter_server.kernels import copying, kernels, sharing, torch_only
-from tensorwire.parameter_server.lookup import spread
-from tensorwire.parameter_server.spec import TableSpec
 from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 from tensorwire.parameter_server.storage.table import Part, Table
-from tensorwire.parameter_server.wire import Wire
 
 
 @pytest.fixture

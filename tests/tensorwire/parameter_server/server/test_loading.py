@@ -18,7 +18,7 @@ def test_a_server_that_loaded_its_kernels_loads_none_at_its_first_push() -> None
         from tensorwire import parameter_server as ps
         from tensorwire.parameter_server.kernels import numba_kernels, numba_updates
         from tensorwire.parameter_server.server.loading import load_kernels
-        from tensorwire.parameter_server.spec import TableSpec
+        from tensorwire.parameter_server.declarations.spec import TableSpec
         from tensorwire.parameter_server.storage.table import Part, Table
 
         def loaded():

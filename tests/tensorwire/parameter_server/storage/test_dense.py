@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tensorwire.parameter_server.decisions.slots import SLOTS, evenly, moved
-from tensorwire.parameter_server.dense_spec import (
+from tensorwire.parameter_server.declarations.dense_spec import (
     DenseSpec,
+    PieceData,
     Spread,
     describe,
     hyper_of,
     joined_state,
     parameters_of,
+    require_step,
     spread_of,
     state_of_piece,
 )
-from tensorwire.parameter_server.storage.dense import DensePart, DenseShard, PieceData, require_step
+from tensorwire.parameter_server.storage.dense import DensePart, DenseShard
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -10,14 +10,15 @@ import torch
 
 from rpc.testing import as_worker, local_group
 from tensorwire import parameter_server as ps
-from tensorwire.parameter_server import kernels, rules
-from tensorwire.parameter_server.initialisers import Normal
-from tensorwire.parameter_server.lifetimes import UnusedFor
-from tensorwire.parameter_server.rules import Rule
+from tensorwire.parameter_server import kernels
+from tensorwire.parameter_server.declarations import rules
+from tensorwire.parameter_server.declarations.initialisers import Normal
+from tensorwire.parameter_server.declarations.lifetimes import UnusedFor
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.spec import TableSpec
+from tensorwire.parameter_server.rows.device_memory import DeviceColumn
 from tensorwire.parameter_server.server import available
 from tensorwire.parameter_server.server.host import host
-from tensorwire.parameter_server.spec import TableSpec
-from tensorwire.parameter_server.storage.device_memory import DeviceColumn
 from tensorwire.parameter_server.storage.table import Part, Table
 
 _CPU = torch.device("cpu")

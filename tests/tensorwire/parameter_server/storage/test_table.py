@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tensorwire.parameter_server import kernels, rules
+from tensorwire.parameter_server import kernels
 from tensorwire.parameter_server.decisions.slots import SLOTS, slot_of
-from tensorwire.parameter_server.initialisers import Constant, Uniform
-from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.spec import Precision, TableSpec
+from tensorwire.parameter_server.declarations import rules
+from tensorwire.parameter_server.declarations.initialisers import Constant, Uniform
+from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.declarations.spec import Precision, TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
 
 K = kernels.kernels()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tensorwire.parameter_server.lookup import spread
+from tensorwire.parameter_server.client.lookup import spread
 
 
 def _torchs(rows: Tensor, places: Tensor) -> Tensor:

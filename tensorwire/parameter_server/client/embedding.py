@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tensorwire.parameter_server.distinct import distinct
-from tensorwire.parameter_server.gradient import RowGradient
-from tensorwire.parameter_server.lookup import spread
-from tensorwire.parameter_server.storage.device_memory import to_device
+from tensorwire.parameter_server.client.distinct import distinct
+from tensorwire.parameter_server.client.gradient import RowGradient
+from tensorwire.parameter_server.client.lookup import spread
+from tensorwire.parameter_server.rows.device_memory import to_device
 
 _MODES: Final = ("sum", "mean", "max")
 _PLANS: Final = 3

@@ -12,10 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.arguments import instance, number
-from tensorwire.parameter_server.messages import Packed
+from tensorwire.parameter_server.declarations.arguments import instance, number
 
 _TINY: Final = 1e-30
+
+Packed = tuple[Tensor, ...]
+"""Rows as a ``Wire`` packed them."""
 
 
 class Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tensorwire.parameter_server.decisions.lives import Latest, Verdict, verdict
 from tensorwire.parameter_server.decisions.views import Client, Server
 
 _logger: Final = logging.getLogger("tensorwire")
+_SERVER: Final = "tensorwire.parameter_server.server.host"
 
 
 class Gone(enum.Enum):
@@ -112,8 +114,7 @@ def handle(cluster: str, incarnation: int, message: Any) -> torch.futures.Future
         incarnation: of the server that is meant.
         message: one of ``messages``.
     """
-    from tensorwire.parameter_server.server.host import host
-
     future: torch.futures.Future[Any] = torch.futures.Future()
-    host().take(cluster, incarnation, future, message)
+    server = importlib.import_module(_SERVER)  # by name: a trainer never imports it
+    server.host().take(cluster, incarnation, future, message)
     return future

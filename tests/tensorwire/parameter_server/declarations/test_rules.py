@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorwire.parameter_server import kernels, rules
-from tensorwire.parameter_server.initialisers import Constant, Normal
-from tensorwire.parameter_server.rules import Per, Rule
-from tensorwire.parameter_server.spec import TableSpec
+from tensorwire.parameter_server import kernels
+from tensorwire.parameter_server.declarations import rules
+from tensorwire.parameter_server.declarations.initialisers import Constant, Normal
+from tensorwire.parameter_server.declarations.rules import Per, Rule
+from tensorwire.parameter_server.declarations.spec import TableSpec
 from tensorwire.parameter_server.storage.table import Part, Table
 
 ROWS, DIM, STEPS = 40, 33, 200

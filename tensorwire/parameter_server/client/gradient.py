@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorwire.parameter_server.distinct import distinct
+from tensorwire.parameter_server.client.distinct import distinct
 
 
 class RowGradient:

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.arguments import instance
+from tensorwire.parameter_server.client.distinct import distinct
+from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag
 from tensorwire.parameter_server.client.exchange import Exchanging, Wanted
 from tensorwire.parameter_server.client.table import Table
-from tensorwire.parameter_server.distinct import distinct
-from tensorwire.parameter_server.embedding import Embedding, EmbeddingBag
+from tensorwire.parameter_server.declarations.arguments import instance
 
 Batch = TypeVar("Batch")
 Ids = Callable[[Any], "Tensor | Sequence[Tensor]"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorwire.parameter_server.arguments import whole
+from tensorwire.parameter_server.declarations.arguments import whole
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.arguments import number
+from tensorwire.parameter_server.declarations.arguments import number
 
 
 class Per(enum.Enum):

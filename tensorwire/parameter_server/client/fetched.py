@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.cache import RowCache
+from tensorwire.parameter_server.client.cache import RowCache
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Floats
-from tensorwire.parameter_server.storage.index import Index
+from tensorwire.parameter_server.rows.index import Index
 
 
 class Fetched:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorwire.parameter_server.arguments import number, whole
+from tensorwire.parameter_server.declarations.arguments import number, whole
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Floats, Ints
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.client.cluster import Cluster
 from tensorwire.parameter_server.client.dense import DenseGroup
+from tensorwire.parameter_server.client.embedding import tables_of
 from tensorwire.parameter_server.client.exchange import Exchanging, Gradients, Pulled, Wanted
+from tensorwire.parameter_server.client.fetched import Fetched
 from tensorwire.parameter_server.client.table import Table
-from tensorwire.parameter_server.embedding import tables_of
-from tensorwire.parameter_server.fetched import Fetched
+from tensorwire.parameter_server.declarations.arguments import instance
 
 
 class Pushing(enum.Enum):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tensorwire.parameter_server.cache import Cache, RowCache
+from tensorwire.parameter_server.client.cache import Cache, RowCache
 
 DIM = 3
 

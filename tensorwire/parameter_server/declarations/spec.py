@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import cloudpickle
 
-from tensorwire.parameter_server.arguments import instance, whole
-from tensorwire.parameter_server.initialisers import Initialiser
-from tensorwire.parameter_server.lifetimes import MinCount, UnusedFor
-from tensorwire.parameter_server.rules import Rule
-from tensorwire.parameter_server.wire import Wire
+from tensorwire.parameter_server.declarations.arguments import instance, whole
+from tensorwire.parameter_server.declarations.initialisers import Initialiser
+from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
+from tensorwire.parameter_server.declarations.rules import Rule
+from tensorwire.parameter_server.declarations.wire import Wire
 
 
 class Precision(enum.Enum):

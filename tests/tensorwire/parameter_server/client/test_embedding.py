@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tensorwire.parameter_server.distinct import distinct
-from tensorwire.parameter_server.embedding import Embedding, EmbeddingBag, tables_of
-from tensorwire.parameter_server.gradient import RowGradient
+from tensorwire.parameter_server.client.distinct import distinct
+from tensorwire.parameter_server.client.embedding import Embedding, EmbeddingBag, tables_of
+from tensorwire.parameter_server.client.gradient import RowGradient
 
 ROWS, DIM = 50, 7
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from tensorwire.parameter_server.decisions import orders
 from tensorwire.parameter_server.decisions.clock import Push, Refusal
 from tensorwire.parameter_server.decisions.reads import Pull
 from tensorwire.parameter_server.decisions.replica import Assign, Heard, Import
+from tensorwire.parameter_server.declarations.dense_spec import PieceData
+from tensorwire.parameter_server.declarations.wire import Packed
 
-Packed = tuple[Tensor, ...]
-"""Rows as a ``Wire`` packed them."""
+CHANNEL: Final = "tensorwire.ps/view/"
+"""Clients hear of views here; the cluster's name follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,23 @@ class Telling:
 
     shard: int
     heard: Heard
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values that an ``Assign`` sets: pieces of a dense group, by their places.
+
+    Args:
+        name: of the group.
+        loader: the trainer that says so.
+        data: the pieces.
+        keeps_state: whether the state of the optimizer stays as it is.
+    """
+
+    name: str
+    loader: int
+    data: Mapping[int, PieceData]
+    keeps_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorwire.parameter_server.arguments import whole
+from tensorwire.parameter_server.declarations.arguments import whole
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Ints
-from tensorwire.parameter_server.storage.index import Index
-from tensorwire.parameter_server.storage.memory import Column
+from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.memory import Column
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorwire.parameter_server.declarations.wire import Kind
 from tensorwire.parameter_server.kernels import kernels
 from tensorwire.parameter_server.kernels.arrays import Floats
-from tensorwire.parameter_server.storage.index import Index
-from tensorwire.parameter_server.storage.memory import Column
-from tensorwire.parameter_server.wire import Kind
+from tensorwire.parameter_server.rows.index import Index
+from tensorwire.parameter_server.rows.memory import Column
 
 
 class Feedback:

@@ -7,18 +7,20 @@ that pieces move with the map. Pieces next to each other lie in slots next to ea
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tensorwire.parameter_server.arguments import instance
 from tensorwire.parameter_server.decisions.slots import SLOTS
+from tensorwire.parameter_server.declarations.arguments import instance
 
+_LARGE: Final = 1 << 22
 _LEAST: Final = 1 << 14
 _PIECES: Final = 128
 
@@ -114,6 +116,14 @@ class DenseSpec:
         return [place for place, piece in enumerate(self.pieces) if slots[piece.slot] == shard]
 
 
+@dataclass(frozen=True)
+class PieceData:
+    """A piece's elements and its state in the optimizer."""
+
+    value: Tensor
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
 def spread_of(optimizer: Optimizer) -> Spread:
     """The way in which the parameters of an optimizer may be spread.
 
@@ -191,12 +201,13 @@ def state_of_piece(state: Mapping[str, Any], piece: Piece, shape: Sequence[int])
     return {
         key: value.detach().reshape(-1)[piece.start : piece.stop].clone()
         if isinstance(value, Tensor) and value.shape == torch.Size(shape) and value.dim()
-        else _copied(value)
+        else copied(value)
         for key, value in state.items()
     }
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of a tensor without its graph; anything else as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -216,7 +227,7 @@ def split_state(spec: DenseSpec, piece: Piece, state: Mapping[str, Any]) -> dict
     """The share of a piece in the state of its parameter."""
     if spec.spread is Spread.ELEMENTS:
         return state_of_piece(state, piece, spec.shapes[piece.parameter])
-    return {key: _copied(value) for key, value in state.items()}
+    return {key: copied(value) for key, value in state.items()}
 
 
 def whole_state(
@@ -226,3 +237,46 @@ def whole_state(
     if spec.spread is Spread.ELEMENTS:
         return joined_state(pieces, spec.shapes[parameter])
     return dict(pieces[0][1])
+
+
+def require_step(spec: DenseSpec) -> None:
+    """Has a throw-away optimizer make one step on zeros, as a server would on what it keeps.
+
+    Args:
+        spec: what the group is. Of each parameter group the smallest parameter of each number of
+            dimensions is tried, unless it is large.
+
+    Raises:
+        ValueError: the step fails.
+    """
+    smallest: dict[tuple[int, int], Piece] = {}
+    for piece in spec.pieces:
+        kind = piece.group, len(spec.shapes[piece.parameter])
+        if len(piece) <= min(_LARGE, len(smallest.get(kind, range(_LARGE)))):
+            smallest[kind] = piece
+    tried = optimizer_of(copy.deepcopy(spec))
+    for piece in smallest.values():
+        shape = spec.shapes[piece.parameter]
+        flat = (len(piece),) if spec.spread is Spread.ELEMENTS else shape
+        parameter = nn.Parameter(torch.zeros(flat, dtype=spec.dtypes[piece.parameter]))
+        parameter.grad = torch.zeros_like(parameter)
+        tried.param_groups[piece.group]["params"].append(parameter)
+    try:
+        tried.step()
+    except Exception as error:
+        raise ValueError(
+            f"{spec.optimizer.__name__} cannot step on servers, which keep parameters and dense "
+            f"gradients on the CPU: {type(error).__name__}: {error}; choose another optimizer or "
+            "other options of it, or keep this one local"
+        ) from error
+
+
+def optimizer_of(spec: DenseSpec) -> Optimizer:
+    """An optimizer of that class without parameters. Its own constructor may want anything."""
+    made: Optimizer = spec.optimizer.__new__(spec.optimizer)
+    groups = [{"params": [torch.zeros(1)], **hyper} for hyper in spec.groups]
+    Optimizer.__init__(made, groups, dict(spec.defaults))
+    vars(made).update(spec.attributes)
+    for group in made.param_groups:
+        group["params"] = []
+    return made
