@@ -103,7 +103,7 @@ def init_rpc(
         name: unique in the group; letters, digits, ``-``, ``_``, ``:``, at most 127.
             Default what the launcher says.
         backend: how workers are connected; default what the options are for, or
-            the environment variable ``RPC_BACKEND``, or ``TENSORPIPE``.
+            the environment variable ``RPC_BACKEND``, or ``TENSORWIRE``.
         rank: this worker's id, 0 to ``world_size - 1``; default, with ``env://``,
             the environment variable ``RANK``.
         world_size: number of workers; default, with ``env://``, ``WORLD_SIZE``.

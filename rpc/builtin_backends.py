@@ -11,6 +11,8 @@ import json
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 from torch._C._distributed_c10d import Store
 
@@ -30,6 +32,7 @@ from rpc.transports.tensorwire.address import TensorWireAddress
 TENSORPIPE = "TENSORPIPE"
 TENSORWIRE = "TENSORWIRE"
 
+_INFINIBAND: Final = Path("/sys/class/infiniband")
 _logger = logging.getLogger("rpc")
 
 
@@ -44,7 +47,7 @@ def register_builtin_backends() -> None:
 
 
 def default_backend(options: RpcBackendOptions | None, preferred: str | None) -> BackendType:
-    """The backend for a program that names none.
+    """The backend for a program that names none: that of its options, or TENSORWIRE.
 
     Args:
         options: what the program passed; their class says which backend they are for.
@@ -55,7 +58,7 @@ def default_backend(options: RpcBackendOptions | None, preferred: str | None) ->
         ValueError: ``preferred`` names none.
     """
     if options is None:
-        name = preferred or _original_or_ours()
+        name = preferred or _default_name()
         if not backend_registered(name):
             known = ", ".join(BackendType.__members__)
             raise ValueError(f"RPC_BACKEND={name!r} is no backend; there are: {known}")
@@ -67,10 +70,15 @@ def default_backend(options: RpcBackendOptions | None, preferred: str | None) ->
     raise TypeError(f"Could not infer backend for options {options!r}")
 
 
-def _original_or_ours() -> str:
-    if tensorpipe_available():
-        return TENSORPIPE
-    _logger.warning("this build of torch has no TensorPipe; the default backend is TENSORWIRE")
+def _default_name() -> str:
+    """TENSORWIRE; on a host with InfiniBand, says once how torch's TensorPipe is chosen."""
+    adapters = sorted(path.name for path in _INFINIBAND.glob("*"))
+    if adapters and tensorpipe_available():
+        _logger.info(
+            "the backend is TENSORWIRE, which uses TCP; for InfiniBand (%s) by torch's TensorPipe "
+            "set RPC_BACKEND=TENSORPIPE for every worker",
+            ", ".join(adapters),
+        )
     return TENSORWIRE
 
 

@@ -56,6 +56,7 @@ from rpc.wire.messages import (
     Status,
 )
 from rpc.wire.remote_errors import encode_error, raisable, refuse_as_torch_does
+from rpc.wire.script_functions import explained
 from rpc.wire.simple_values import (
     NOT_SIMPLE,
     decode_simple,
@@ -544,9 +545,8 @@ class Service:
         if self._ended_by_shutdown(error):
             self._drop_reply(error)
             return
-        self._send_quietly(
-            Reply(Status.ERROR, plain=False), encode_error(error, self._callee.shared.me)
-        )
+        told = encode_error(explained(error), self._callee.shared.me)
+        self._send_quietly(Reply(Status.ERROR, plain=False), told)
 
     def _send_quietly(self, reply: Reply, payload: bytes = b"") -> None:
         """Sends what must not fail again; a caller that is gone needs no reply."""

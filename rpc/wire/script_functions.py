@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+from rpc.errors import RpcError
+
+_NO_AGENT: Final = "Current RPC agent is not set!"
+"""Begins what torch raises in TorchScript code that makes a call where no agent of torch's runs."""
 
 
 def asynchronous(script: Any) -> Callable[..., torch.futures.Future[Any]]:
@@ -58,3 +63,19 @@ def check_arguments(script: Any, args: Sequence[object], kwargs: Mapping[str, ob
         raise RuntimeError(
             f"{schema.name}() is missing value for argument {missing[0]!r}. Declaration: {schema}"
         )
+
+
+def explained(error: BaseException) -> BaseException:
+    """The error that a function raised, or one that says why its TorchScript code cannot call.
+
+    Calls that TorchScript code makes itself are carried by torch's agent, which runs over
+    TENSORPIPE only.
+    """
+    if type(error) is not RuntimeError or _NO_AGENT not in str(error):
+        return error
+    told = RpcError(
+        "TorchScript code can make remote calls over TENSORPIPE only, and this worker's backend is "
+        "another: set RPC_BACKEND=TENSORPIPE for every worker, or make the call from Python"
+    )
+    told.__cause__ = error
+    return told.with_traceback(error.__traceback__)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.rpc as torch_rpc
 
 import rpc
 from rpc.agent import Agent
 from rpc.testing import as_worker, local_group
-from rpc.wire.script_functions import check_arguments
+from rpc.wire.script_functions import check_arguments, explained
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -29,6 +30,10 @@ with warnings.catch_warnings():
     @torch.jit.script
     def _forked(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         return torch.jit.fork(scale, tensor, 2)
+
+    @torch.jit.script
+    def calling(tensor: torch.Tensor) -> torch.Tensor:
+        return torch_rpc.rpc_sync("there", scale, (tensor,))
 
 
 not_a_future = rpc.functions.async_execution(_not_a_future)
@@ -102,3 +107,18 @@ def test_script_modules_travel_as_values_and_as_what_save_wrote(agents: list[Age
     torch.jit.save(module, file)
     saved = file.getvalue()
     assert rpc.rpc_sync("there", apply_saved, (saved, torch.ones(1))).item() == 2
+
+
+def test_a_function_that_makes_calls_in_torchscript_fails_and_names_the_backend_it_needs(
+    agents: list[Agent],
+) -> None:
+    with pytest.raises(rpc.RpcError, match=r"over TENSORPIPE only.* set RPC_BACKEND=TENSORPIPE"):
+        rpc.rpc_sync("there", calling, (torch.ones(2),))
+    reference = rpc.remote("there", calling, (torch.ones(2),))
+    with pytest.raises(RuntimeError, match=r"set RPC_BACKEND=TENSORPIPE for every worker"):
+        reference.to_here()
+
+
+def test_another_error_of_a_torchscript_function_stays_what_it_is() -> None:
+    error = RuntimeError("shape '[3]' is invalid for input of size 2")
+    assert explained(error) is error
