@@ -7,10 +7,6 @@ Example::
     def test_add():
         with local_group("alice", "bob") as (alice, bob):
             assert alice.rpc_sync("bob", operator.add, (1, 2)) == 3
-
-:func:`simulate` goes further: it plays thousands of groups without any threads,
-on a virtual clock and a network where everything goes wrong, from one seed each;
-:func:`simulate_silence` those that watch each other for signs of life.
 """
 
 from __future__ import annotations
@@ -27,37 +23,17 @@ from rpc.group.records import PREFIX
 from rpc.group.signed_store import SignedStore
 from rpc.runtime.clock import Clock, VirtualClock
 from rpc.testing.memory import MemoryHub, MemoryTransport, NetworkScript
-from rpc.testing.simulation.front import (
-    SimulationError,
-    SimulationReport,
-    simulate,
-    simulate_silence,
-)
-from rpc.testing.simulation.generator import Scenario
-from rpc.testing.simulation.large import GroupReport, simulate_group
-from rpc.testing.simulation.rules import Rule, RuleBrokenError
-from rpc.testing.simulation.worker import Machines
 from rpc.transports.base import Peer, Transport
 from rpc.worker_info import WorkerInfo
 
 __all__ = [
-    "GroupReport",
-    "Machines",
     "MemoryHub",
     "MemoryTransport",
     "NetworkScript",
-    "Rule",
-    "RuleBrokenError",
-    "Scenario",
-    "SimulationError",
-    "SimulationReport",
     "VirtualClock",
     "as_worker",
     "connect",
     "local_group",
-    "simulate",
-    "simulate_group",
-    "simulate_silence",
 ]
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from rpc.testing import (
+from tests.simulation.group import (
     SimulationError,
     SimulationReport,
     simulate,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mutants import Mutant, mutants_of
 
-from rpc.testing.simulation.faults import draw_plan
-from rpc.testing.simulation.generator import Scenario
-from rpc.testing.simulation.runs import draw
-from rpc.testing.simulation.watchers import WatcherGroup
-from rpc.testing.simulation.worker import Machines
 from tests.loading import load
+from tests.simulation.group.faults import draw_plan
+from tests.simulation.group.generator import Scenario
+from tests.simulation.group.runs import draw
+from tests.simulation.group.watchers import WatcherGroup
+from tests.simulation.group.worker import Machines
 
 # The tests of autograd are a simulator of their own, and so are those of retries and of membership.
 _TESTS = Path(__file__).parents[1]
@@ -24,12 +24,12 @@ Play = Callable[[int], object]
 
 
 def play_group(seed: int) -> object:
-    """A whole group; see ``rpc.testing.simulate``."""
+    """A whole group; see ``simulate``."""
     return draw(seed, Scenario(), Machines()).broken
 
 
 def play_silence(seed: int) -> object:
-    """Every fourth seed: workers that fall silent; see ``rpc.testing.simulate_silence``."""
+    """Every fourth seed: workers that fall silent; see ``simulate_silence``."""
     return None if seed % 4 else WatcherGroup(draw_plan(seed // 4), Machines()).run()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rpc.testing import GroupReport, simulate_group
+from tests.simulation.group import GroupReport, simulate_group
 
 
 def check_cost_per_worker(small: GroupReport, large: GroupReport) -> None:

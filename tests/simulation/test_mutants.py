@@ -6,10 +6,10 @@ import functools
 import zlib
 from pathlib import Path
 
-from rpc.testing.simulation.generator import Scenario
-from rpc.testing.simulation.runs import draw
-from rpc.testing.simulation.worker import Machines
 from tests.loading import load
+from tests.simulation.group.generator import Scenario
+from tests.simulation.group.runs import draw
+from tests.simulation.group.worker import Machines
 
 SEEDS = 40
 ONE_IN = 160

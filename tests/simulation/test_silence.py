@@ -10,9 +10,9 @@ import pytest
 from rpc.group.members import Group
 from rpc.ids import Life
 from rpc.protocol.liveness import Effect, Evidence, Liveness, Suspicion
-from rpc.testing import Machines, Rule, SimulationError, simulate_silence
-from rpc.testing.simulation.faults import Fault, FaultKind, Plan, draw_plan
-from rpc.testing.simulation.watchers import WatcherGroup
+from tests.simulation.group import Machines, Rule, SimulationError, simulate_silence
+from tests.simulation.group.faults import Fault, FaultKind, Plan, draw_plan
+from tests.simulation.group.watchers import WatcherGroup
 
 
 def test_every_rule_holds_in_some_runs() -> None:

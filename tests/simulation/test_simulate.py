@@ -1,7 +1,7 @@
 """Many simulated groups hold every rule, and one that does not is told in a few lines.
 
 A failing seed prints its transcript; play it again with
-``rpc.testing.simulate([seed])``. ``make simulate`` runs 10 000 seeds; ``SIMULATE_SEEDS``
+``tests.simulation.group.simulate([seed])``. ``make simulate`` runs 10 000 seeds; ``SIMULATE_SEEDS``
 says how many are run here, which ``.ci/run`` sets to 2000.
 """
 
@@ -17,10 +17,10 @@ from rpc.ids import Life
 from rpc.protocol.calls import CallTable, Ended
 from rpc.protocol.reference_terms import Effect
 from rpc.protocol.references import ReferenceTable
-from rpc.testing import Machines, Rule, Scenario, SimulationError, simulate
-from rpc.testing.simulation.runs import draw, replay
 from rpc.transports.base import Peer
 from rpc.wire.control import ControlMessage, DuplicateFilter, Register
+from tests.simulation.group import Machines, Rule, Scenario, SimulationError, simulate
+from tests.simulation.group.runs import draw, replay
 
 SHORT = 150
 LONG = int(os.environ.get("SIMULATE_SEEDS", "0"))

@@ -9,11 +9,6 @@ from typing import TypeVar
 
 from rpc.ids import Life
 from rpc.protocol.reference_terms import UserHandle
-from rpc.testing.simulation import steps
-from rpc.testing.simulation.packets import Batch, Job, Packet, SimReply, SimRequest
-from rpc.testing.simulation.steps import Act, Addressing, Name, RunPhase
-from rpc.testing.simulation.worker import SimWorker
-from rpc.testing.simulation.world import World
 from rpc.wire.control import (
     Accepted,
     Delete,
@@ -25,6 +20,11 @@ from rpc.wire.control import (
     Ready,
     Register,
 )
+from tests.simulation.group import steps
+from tests.simulation.group.packets import Batch, Job, Packet, SimReply, SimRequest
+from tests.simulation.group.steps import Act, Addressing, Name, RunPhase
+from tests.simulation.group.worker import SimWorker
+from tests.simulation.group.world import World
 
 _T = TypeVar("_T")
 _TIMEOUTS = (0.0, 0.0, 0.004, 0.1, 1.0, 30.0)

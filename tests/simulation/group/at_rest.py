@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import OwnerHandle, UserHandle
-from rpc.testing.simulation.packets import Value
-from rpc.testing.simulation.rules import Rule, require
+from tests.simulation.group.packets import Value
+from tests.simulation.group.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.worker import SimWorker
-    from rpc.testing.simulation.world import World
+    from tests.simulation.group.worker import SimWorker
+    from tests.simulation.group.world import World
 
 
 class AtRest:

@@ -10,9 +10,9 @@ from typing import TypeAlias
 from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Handle
 from rpc.protocol.retry import RequestId
-from rpc.testing.simulation.steps import Name, short
 from rpc.transports.base import Frame
 from rpc.wire.control import ControlMessage, Passage, Passed, Register
+from tests.simulation.group.steps import Name, short
 
 Causes: TypeAlias = frozenset[Life]
 """The lives without which something would not have happened."""

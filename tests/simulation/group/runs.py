@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpc.testing.simulation import steps
-from rpc.testing.simulation.at_rest import AtRest
-from rpc.testing.simulation.generator import Generator, Scenario
-from rpc.testing.simulation.rules import Rule, RuleBrokenError, broken_by, require
-from rpc.testing.simulation.steps import Act, RunPhase, Step
-from rpc.testing.simulation.worker import Machines
-from rpc.testing.simulation.world import World
+from tests.simulation.group import steps
+from tests.simulation.group.at_rest import AtRest
+from tests.simulation.group.generator import Generator, Scenario
+from tests.simulation.group.rules import Rule, RuleBrokenError, broken_by, require
+from tests.simulation.group.steps import Act, RunPhase, Step
+from tests.simulation.group.worker import Machines
+from tests.simulation.group.world import World
 
 _MOST_STEPS = 20_000
 _UNWRITTEN = 1_000_000

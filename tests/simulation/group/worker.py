@@ -35,20 +35,6 @@ from rpc.protocol.reference_terms import (
 from rpc.protocol.references import ReferenceTable
 from rpc.protocol.retry import IdempotencyTable, RequestId, Verdict
 from rpc.protocol.termination import Termination
-from rpc.testing.simulation.leaving import NoTimers, Wire, WitnessedShutdown
-from rpc.testing.simulation.packets import (
-    Batch,
-    CallOutcome,
-    Causes,
-    Job,
-    OpenCall,
-    Packet,
-    SimReply,
-    SimRequest,
-    Value,
-)
-from rpc.testing.simulation.rules import Rule, require
-from rpc.testing.simulation.steps import Addressing, Name
 from rpc.transports.base import Peer
 from rpc.wire.control import (
     Accepted,
@@ -60,9 +46,23 @@ from rpc.wire.control import (
     Ready,
 )
 from rpc.worker_info import WorkerInfo
+from tests.simulation.group.leaving import NoTimers, Wire, WitnessedShutdown
+from tests.simulation.group.packets import (
+    Batch,
+    CallOutcome,
+    Causes,
+    Job,
+    OpenCall,
+    Packet,
+    SimReply,
+    SimRequest,
+    Value,
+)
+from tests.simulation.group.rules import Rule, require
+from tests.simulation.group.steps import Addressing, Name
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.world import World
+    from tests.simulation.group.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rpc.testing.simulation.rules import Rule
-from rpc.testing.simulation.runs import Script, replay
-from rpc.testing.simulation.steps import Step
-from rpc.testing.simulation.worker import Machines
+from tests.simulation.group.rules import Rule
+from tests.simulation.group.runs import Script, replay
+from tests.simulation.group.steps import Step
+from tests.simulation.group.worker import Machines
 
 _MOST_REPLAYS = 2000
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from rpc.ids import Life
 from rpc.protocol.termination import Phase
-from rpc.testing.simulation.packets import Batch, Packet
-from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Cancel, Leaving, Probe, Quiet, Ready
+from tests.simulation.group.packets import Batch, Packet
+from tests.simulation.group.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.worker import SimWorker
-    from rpc.testing.simulation.world import World
+    from tests.simulation.group.worker import SimWorker
+    from tests.simulation.group.world import World
 
 _MOST_WAVES = 20
 _UNCOUNTED = (Ready, Probe, Quiet, Leaving, Cancel)

@@ -27,14 +27,14 @@ from rpc.group.members import Group
 from rpc.group.probes import Answer
 from rpc.ids import Life
 from rpc.protocol.liveness import neighbour
-from rpc.testing.simulation.faults import Fault, FaultKind, Plan
-from rpc.testing.simulation.rules import Rule, RuleBrokenError, broken_by, require
-from rpc.testing.simulation.silence import SilenceChecks
-from rpc.testing.simulation.steps import short
-from rpc.testing.simulation.watcher_agent import WatcherAgent, address_of
-from rpc.testing.simulation.worker import Machines, info_of
 from rpc.transports.base import Peer
 from rpc.worker_info import WorkerInfo
+from tests.simulation.group.faults import Fault, FaultKind, Plan
+from tests.simulation.group.rules import Rule, RuleBrokenError, broken_by, require
+from tests.simulation.group.silence import SilenceChecks
+from tests.simulation.group.steps import short
+from tests.simulation.group.watcher_agent import WatcherAgent, address_of
+from tests.simulation.group.worker import Machines, info_of
 
 _DELAY = 0.01
 _JITTER = 0.005

@@ -33,10 +33,12 @@ from rpc.errors import RpcError
 from rpc.ids import GlobalId, Life
 from rpc.protocol.reference_terms import Carrier, Handle, UserHandle
 from rpc.protocol.retry import RequestId
-from rpc.testing.simulation import steps
-from rpc.testing.simulation.leaving import EscapedError
-from rpc.testing.simulation.ledger import Ledger
-from rpc.testing.simulation.packets import (
+from rpc.transports.base import Peer
+from rpc.wire.control import Passage, Passed
+from tests.simulation.group import steps
+from tests.simulation.group.leaving import EscapedError
+from tests.simulation.group.ledger import Ledger
+from tests.simulation.group.packets import (
     Batch,
     Body,
     Causes,
@@ -48,11 +50,9 @@ from rpc.testing.simulation.packets import (
     SimRequest,
     Value,
 )
-from rpc.testing.simulation.shutdowns import Shutdowns
-from rpc.testing.simulation.steps import Act, Name, Step, describe, short
-from rpc.testing.simulation.worker import Machines, SimWorker, info_of
-from rpc.transports.base import Peer
-from rpc.wire.control import Passage, Passed
+from tests.simulation.group.shutdowns import Shutdowns
+from tests.simulation.group.steps import Act, Name, Step, describe, short
+from tests.simulation.group.worker import Machines, SimWorker, info_of
 
 _NOBODY: Causes = frozenset()
 _TRY_SECONDS = (0.0, 0.6, 0.0, 0.1)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from rpc.testing.simulation.faults import Plan, draw_plan
-from rpc.testing.simulation.generator import Scenario
-from rpc.testing.simulation.rules import Rule
-from rpc.testing.simulation.runs import Played, draw, replay
-from rpc.testing.simulation.shrink import shrink
-from rpc.testing.simulation.watchers import WatcherGroup
-from rpc.testing.simulation.worker import Machines
+from tests.simulation.group.faults import Plan, draw_plan
+from tests.simulation.group.generator import Scenario
+from tests.simulation.group.rules import Rule
+from tests.simulation.group.runs import Played, draw, replay
+from tests.simulation.group.shrink import shrink
+from tests.simulation.group.watchers import WatcherGroup
+from tests.simulation.group.worker import Machines
 
 _BRIEFLY = (
     (r"GloballyUniqueId\(created_on=(\d+), local_id=(\d+)\)", r"id\1.\2"),
@@ -90,7 +90,7 @@ def simulate(
 
     Example::
 
-        from rpc.testing import simulate
+        from tests.simulation.group import simulate
 
         def test_a_thousand_runs():
             simulate(range(1000))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from rpc.errors import WorkerLostError
 from rpc.ids import Life
 from rpc.protocol.liveness import Ask, Effect, Forget, Silent
-from rpc.testing.simulation.faults import BRIEF, LASTING
-from rpc.testing.simulation.rules import Rule, require
+from tests.simulation.group.faults import BRIEF, LASTING
+from tests.simulation.group.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.watchers import Watcher, WatcherGroup
+    from tests.simulation.group.watchers import Watcher, WatcherGroup
 
 _PERIOD = 0.2
 _PATIENCE = 0.6

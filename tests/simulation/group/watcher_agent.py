@@ -17,11 +17,11 @@ from rpc.group.watch import Watch
 from rpc.group.worker_loss import WorkerLoss
 from rpc.ids import Life
 from rpc.protocol.liveness import Effect, Evidence, Liveness, Silent
-from rpc.testing.simulation.rules import Rule, require
 from rpc.wire.control import Lost
+from tests.simulation.group.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.watchers import Watcher, WatcherGroup
+    from tests.simulation.group.watchers import Watcher, WatcherGroup
 
 
 def address_of(life: Life) -> str:

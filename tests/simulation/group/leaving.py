@@ -13,12 +13,12 @@ from rpc.group.shutdown import GroupShutdown
 from rpc.ids import Life
 from rpc.protocol.termination import Effect as TerminationEffect
 from rpc.protocol.termination import Enter, Finished, Tell
-from rpc.testing.simulation.packets import Batch
 from rpc.transports.base import Frame
 from rpc.wire.control import Ready, decode_batch
+from tests.simulation.group.packets import Batch
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.worker import SimWorker
+    from tests.simulation.group.worker import SimWorker
 
 
 class EscapedError(BaseException):

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rpc.testing.simulation import steps
-from rpc.testing.simulation.at_rest import AtRest
-from rpc.testing.simulation.runs import outstanding
-from rpc.testing.simulation.steps import Act, Addressing, RunPhase, Step
-from rpc.testing.simulation.worker import Machines, SimWorker
-from rpc.testing.simulation.world import World
+from tests.simulation.group import steps
+from tests.simulation.group.at_rest import AtRest
+from tests.simulation.group.runs import outstanding
+from tests.simulation.group.steps import Act, Addressing, RunPhase, Step
+from tests.simulation.group.worker import Machines, SimWorker
+from tests.simulation.group.world import World
 
 _FRIENDS = (1, 7)
 

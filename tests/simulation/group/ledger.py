@@ -25,7 +25,8 @@ from rpc.protocol.reference_terms import (
     UserHandle,
 )
 from rpc.protocol.retry import RequestId, Verdict
-from rpc.testing.simulation.packets import (
+from rpc.wire.control import Accepted, ControlMessage, Delete, Passage, Passed, Register
+from tests.simulation.group.packets import (
     CallOutcome,
     Job,
     OpenCall,
@@ -34,13 +35,12 @@ from rpc.testing.simulation.packets import (
     SimRequest,
     passed_in,
 )
-from rpc.testing.simulation.rules import Rule, require
-from rpc.wire.control import Accepted, ControlMessage, Delete, Passage, Passed, Register
+from tests.simulation.group.rules import Rule, require
 
 if TYPE_CHECKING:
-    from rpc.testing.simulation.steps import Name
-    from rpc.testing.simulation.worker import SimWorker
-    from rpc.testing.simulation.world import World
+    from tests.simulation.group.steps import Name
+    from tests.simulation.group.worker import SimWorker
+    from tests.simulation.group.world import World
 
 _GRAIN = 1 / 64
 _KEPT_WITHOUT_LIMIT = 3600.0
