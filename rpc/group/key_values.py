@@ -22,6 +22,12 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,200}")
 class KeyValueStore:
     """One namespace of the group's store. Every method is one atomic step.
 
+    A worker never reads an older value than before: one that was deleted, overwritten or put back
+    by somebody who is no member changes nothing for it, and is written again. A worker that has
+    read nothing yet may be given an old value where the store is not the group's own; what
+    decides much is to be confirmed with a member. Two values that members wrote at once, between
+    which nobody can decide, are an ``RpcError``.
+
     Args:
         store: the group's.
         namespace: see :func:`rpc.extend.store`.

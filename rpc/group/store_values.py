@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-VERSION, END_OF_HEAD = b"1", b"="
+VERSION, END_OF_HEAD = b"2", b"="
 MARK_DIGITS, CODE_DIGITS = 4, 32
 HEAD_BYTES = len(VERSION) + MARK_DIGITS + CODE_DIGITS + len(END_OF_HEAD)
 KEY_BYTES = 32

@@ -37,6 +37,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _NUMBER: Final = struct.Struct("<q")
 _LONGEST_REPLY: Final = 1 << 26
 _MOST_TRIES: Final = 5
+_NO_RUN: Final = b"0" * 16
 _PIPELINE: Final = 64
 """Requests that are sent before their replies are read: few enough to fit into the sockets."""
 SECONDS_OF_SILENCE: Final = 10.0
@@ -209,6 +210,11 @@ class TcpStoreClient(Store):
         self._seconds = timeout
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
+
+    @property
+    def run(self) -> bytes:
+        """Says which store this is, among all that were ever hosted there; 16 bytes."""
+        return _NO_RUN
 
     @property
     def host(self) -> str:
