@@ -9,6 +9,13 @@ from rpc.errors import WorkerLostError
 from rpc.extend import text_of
 
 _LIVES = 1 << 64
+_CHANGED = "modified by an inplace operation"
+"""Words of torch's error about a tensor that was changed after a backward pass began to need it."""
+_REMEDY = (
+    "If that is a parameter, a step of an optimizer, maybe another trainer's, changed it between "
+    'this forward and this backward pass; the guide docs/guides/autograd.md, "Optimizers", says '
+    "how a module that several trainers share computes with copies of its parameters."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +69,5 @@ def _lost_worker(error: BaseException) -> LostWorker | None:
 def _described(error: BaseException) -> str:
     text, kind = text_of(error), type(error).__name__
     if issubclass(type(error), Exception):
-        return text or kind
+        return f"{text}\n{_REMEDY}" if _CHANGED in text else text or kind
     return f"{kind}: {text}" if text else kind

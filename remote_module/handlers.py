@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import rpc
 from remote_module.devices import move_tensors
+from remote_module.randomness import seeded
 
 _CPU = torch.device("cpu")
 
@@ -20,13 +22,24 @@ def create_module(
     kwargs: dict[str, Any],
     device: str,
     scripted: bool,
+    seed: int | None = None,
 ) -> nn.Module:
     """Makes a module on ``device``, compiled with TorchScript if ``scripted``.
+
+    Args:
+        module_cls: makes it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        device: where it goes.
+        scripted: whether it is compiled.
+        seed: of the random numbers that are drawn meanwhile; None: they come as ever.
 
     Raises:
         ValueError: ``module_cls`` made something else.
     """
-    module = module_cls(*args, **kwargs)
+    drawn = contextlib.nullcontext() if seed is None else seeded(seed, torch.device(device))
+    with drawn:
+        module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "

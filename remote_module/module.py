@@ -66,7 +66,7 @@ class _Caller:
 
 _FORWARD_METHODS: Final = (_Caller.forward_async, _Caller.forward)
 _NOT_WORTH_A_NOTE: Final = frozenset(
-    [*vars(nn.Module()), *(method.__name__ for method in _FORWARD_METHODS), "_recipe"]
+    [*vars(nn.Module()), *(method.__name__ for method in _FORWARD_METHODS), "_recipe", "_seed"]
 )
 
 
@@ -78,6 +78,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         module_cls: makes the module.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        seed: of the random numbers that ``module_cls`` draws.
         _module_interface_cls: a TorchScript interface; if given, the module is
             compiled with TorchScript where it lives, ``is_scriptable`` is True, the
             handle may be compiled as well (``torch.jit.script``), and cannot be sent: send
@@ -97,6 +98,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
     forward_async: Callable[..., rpc.Future[Any]]
     _interface: Any
     _recipe: tuple[Callable[..., nn.Module], Sequence[Any], dict[str, Any]]
+    _seed: int | None
 
     def __init__(
         self,
@@ -105,13 +107,17 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         _module_interface_cls: Any = None,
+        *,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         if not callable(module_cls):
             raise TypeError(f"module_cls must be a class of modules, but got {module_cls!r}")
         require_arguments(args, kwargs)
+        _require_seed(seed)
         self._place(remote_device, _module_interface_cls)
         self._recipe = (module_cls, args or (), kwargs or {})
+        self._seed = seed
         self._attach(self._create())
 
     @staticmethod
@@ -298,7 +304,7 @@ class _RemoteModule(LocalOnlyMethodsRefused):
         return _arrive, (type(self), *carried)
 
     def _create(self) -> rpc.RRef[nn.Module]:
-        arguments = (*self._recipe, self.device, self.is_scriptable)
+        arguments = (*self._recipe, self.device, self.is_scriptable, self._seed)
         return rpc.remote(self.on, handlers.create_module, arguments)
 
     def _place(self, remote_device: str, interface: Any) -> None:
@@ -342,8 +348,12 @@ class RemoteModule(_RemoteModule):
             What it raises, every use of the handle raises.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        seed: of the random numbers that ``module_cls`` draws there, such as initial weights, which
+            then depend on it alone. Default none: they come as they do on that worker, and
+            ``torch.manual_seed`` here has no effect on them.
 
     Raises:
+        TypeError: ``module_cls`` cannot be called, or ``seed`` is no whole number.
         ValueError: ``remote_device`` cannot be parsed.
         RuntimeError: there is no such worker, or RPC is not initialized.
 
@@ -361,8 +371,10 @@ class RemoteModule(_RemoteModule):
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
+        *,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
+        super().__init__(remote_device, module_cls, args, kwargs, seed=seed)
 
 
 def _arrive(kind: type[_RemoteModule], *carried: Any) -> _RemoteModule:
@@ -371,6 +383,15 @@ def _arrive(kind: type[_RemoteModule], *carried: Any) -> _RemoteModule:
     vars(remote_module).update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, carried, strict=True))
     remote_module._attach(remote_module.module_rref)
     return remote_module
+
+
+def _require_seed(seed: object) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}, not a whole number")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} must be at least 0 and less than 2**64")
 
 
 def _dropped(name: str) -> str:

@@ -28,6 +28,7 @@ from tensorwire.pipeline.microbatches import merge, rows_of, split
 from tensorwire.pipeline.optimizer import PipelineOptimizer
 from tensorwire.pipeline.plan import Loss, Rows, Span, StepOrder
 from tensorwire.pipeline.progress import progress
+from tensorwire.pipeline.reduction import BatchLoss, Reduction
 from tensorwire.pipeline.remote_optimizer import GroupRule
 from tensorwire.pipeline.returning import wait_for_workers
 from tensorwire.pipeline.schedules import Schedule
@@ -54,7 +55,9 @@ class Pipeline:
         schedule: the name of a known one (``SCHEDULES``), a function like those, a table of
             your own or the path of a file with one.
         microbatches: how many a batch is split into.
-        loss: of the last stage's output and the target of a micro-batch, its mean over rows.
+        loss: of the last stage's output and the target of a micro-batch.
+        reduction: how it reduces rows, ``"mean"`` or ``"sum"``; the batch's loss is the same of
+            all rows. Default as a loss of ``torch.nn`` says, or else by their mean.
         inputs: the sources of a stage's arguments, where these are not just the outputs of
             the stage before: see :class:`Wiring`.
         tied: groups of parameters that stay equal, each named by its stage and its name
@@ -62,7 +65,8 @@ class Pipeline:
         recompute: stages that keep only their inputs and run forward passes again; True: all.
         autocast: the dtype of ``torch.autocast`` in forward passes.
         seed: of random numbers in forward passes, which then depend on it, the step, the stage
-            and the micro-batch alone.
+            and the micro-batch alone. Initial weights are drawn before: give each
+            ``RemoteModule`` a ``seed``; those of ``split`` are the model's.
         prefixes: put before the names of each stage's parameters in states and checkpoints, where
             they must be unique; default the stage's number and a dot.
 
@@ -90,6 +94,7 @@ class Pipeline:
         microbatches: int = 4,
         loss: Loss | None = None,
         *,
+        reduction: Reduction | None = None,
         inputs: Mapping[int, Sequence[Told]] | None = None,
         tied: Sequence[Tie] = (),
         recompute: bool | Collection[int] = False,
@@ -106,11 +111,14 @@ class Pipeline:
             for each in numbers
         ]
         self._microbatches = _require_positive("microbatches", microbatches)
+        if loss is None and reduction is not None:
+            raise ValueError(f"reduction={reduction!r} needs loss=, whose reduction it is")
+        self._loss = None if loss is None else BatchLoss(loss, reduction)
         self._design = Design(
             replicas,
             Wiring.chain(len(replicas), inputs),
             as_schedule(schedule),
-            loss,
+            self._loss,
             tied,
             tuple(settings),
             tuple(prefixes or (f"{each}." for each in numbers)),
@@ -216,18 +224,17 @@ class Pipeline:
             keywords: arguments that ``inputs`` names.
 
         Returns:
-            The mean loss over the rows of the batch.
+            The loss of the batch: the mean over its rows, or with ``reduction="sum"`` their sum.
 
         Raises:
             StageFailedError: a stage raised an error, or its worker was lost.
             ValueError: the batch cannot be split, or an argument is missing or too many.
         """
-        if self._design.loss is None:
+        if self._loss is None:
             raise ValueError("loss=None: a pipeline trains only with a loss")
         self._require_keywords(keywords)
         given = split(positional, keywords, target, self._microbatches)
-        rows = [rows_of(each) for each in given]
-        weights = tuple(each / sum(rows) for each in rows)
+        weights = self._loss.weights([rows_of(each) for each in given])
         step = self._begin(True, given, weights, scale)
         reports = self._formation.steps.finish(step)
         self._trained += 1

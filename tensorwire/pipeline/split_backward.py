@@ -20,6 +20,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from tensorwire.pipeline.arrival import ARRIVED_NODE
+
 _LeafNode: Final[type] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
@@ -119,7 +121,7 @@ def _find_cuts(
 ) -> list[_Cut] | None:
     """The nodes at which the pass is cut; None if it cannot be."""
     order = _in_order(edge.node for edge in outputs)
-    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in order):
+    if any(map(_is_of_python, order)):
         return None
     ends = {get_gradient_edge(each).node for each in inputs}
     used = _used_inputs(order, outputs)
@@ -135,6 +137,11 @@ def _find_cuts(
         edges = [_edge(node, number) for number in sorted(used[node])]
         cuts.append(_Cut(edges, _leaves_below([node])))
     return _merge([cut for cut in reversed(cuts) if cut.leaves])
+
+
+def _is_of_python(node: Node) -> bool:
+    is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_function and not isinstance(node, ARRIVED_NODE)
 
 
 def _used_inputs(order: list[Node], outputs: Sequence[GradientEdge]) -> dict[Node, set[int]]:

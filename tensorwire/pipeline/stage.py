@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from tensorwire.pipeline.arrival import changeable, copied
 from tensorwire.pipeline.randomness import RandomState, recorded, replayed, seed_of, seeded
 from tensorwire.pipeline.split_backward import Gradients, SplitBackward, run_backward
 from tensorwire.pipeline.trees import map_tensors, tensors_of
@@ -215,16 +217,16 @@ class Stage:
         arguments = self._arguments(packets, given)
         inputs = {stage: tensors_of(packet) for stage, packet in packets.items()}
 
-        def compute() -> tuple[Any, ...]:
-            return elements_of(finish(self._call(step, microbatch, arguments)))
+        def compute(arguments: Any) -> tuple[Any, ...]:
+            return elements_of(finish(self._call(step, microbatch, changeable(arguments))))
 
         again = None
         if self._settings.recompute:
             with recorded(self.device) as state, torch.no_grad():
-                again = _Replay(compute, self.device, state)
-                elements = compute()
+                again = _Replay(partial(compute, arguments), self.device, state)
+                elements = compute(copied(arguments))  # which the replay must find unchanged
         else:
-            elements = compute()
+            elements = compute(arguments)
         numbered, routes = _route(elements, sent)
         held = _Held(inputs, routes, again=again)
         if again is None:

@@ -23,6 +23,7 @@ import rpc
 from rpc import extend
 from tensorwire.pipeline import letters
 from tensorwire.pipeline.actions import Action, Kind
+from tensorwire.pipeline.arrival import copied
 from tensorwire.pipeline.errors import StepAbortedError
 from tensorwire.pipeline.inbox import Inbox
 from tensorwire.pipeline.letters import STEP, Address, Content
@@ -306,7 +307,11 @@ class _Run:
 
     def _send(self, content: Content, source: int, to: int, microbatch: int, value: Any) -> None:
         address = Address(self._order.step, content, source, to, microbatch)
-        self._worker.outbox.deliver(owner_of(self._plan.owners, to, microbatch), address, value)
+        worker = owner_of(self._plan.owners, to, microbatch)
+        is_here = worker == self._worker.outbox.name and content is Content.ACTIVATION
+        if is_here and len(self._plan.wiring.consumers(source)) > 1:
+            value = copied(value)  # which this consumer may change, and no other may see that
+        self._worker.outbox.deliver(worker, address, value)
 
     def _share(self, number: int, sharing: Sharing) -> None:
         name = self._worker.outbox.name

@@ -700,6 +700,18 @@ def test_what_is_no_id_of_a_context_is_refused(workers, context_id):
         autograd_dist.get_gradients(context_id)
 
 
+def test_a_pass_over_what_a_step_changed_says_what_to_do(workers):
+    with autograd_dist.context() as context_id:
+        x = leaf()
+        y = rpc.rpc_sync("bob", square, (x * x,))
+        with torch.no_grad():
+            x.add_(1.0)
+        with pytest.raises(autograd_dist.BackwardError, match="modified by an inplace") as caught:
+            autograd_dist.backward(context_id, [y.sum()])
+    assert "maybe another trainer's" in str(caught.value)
+    assert "docs/guides/autograd.md" in str(caught.value)
+
+
 def test_lost_worker_fails_the_pass_at_once(workers):
     with autograd_dist.context() as context_id:
         y = rpc.rpc_sync("bob", square_at, ("carol", leaf()))

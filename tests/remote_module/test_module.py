@@ -499,3 +499,34 @@ def test_a_module_is_made_anew_by_the_handle_that_made_it(agents: list[Agent]) -
     shared = RemoteModule.init_from_module_rref("there", module.get_module_rref())
     with pytest.raises(ValueError, match="on the handle with which the module was made"):
         shared.recreate()
+
+
+def test_initial_weights_depend_on_the_seed_alone(agents: list[Agent]) -> None:
+    def weight(**options: Any) -> torch.Tensor:
+        module = RemoteModule("there", nn.Linear, (3, 3), **options)
+        found: torch.Tensor = module.state_dict()["weight"]
+        return found
+
+    torch.manual_seed(5)
+    expected, before = nn.Linear(3, 3).weight, torch.get_rng_state()
+    assert torch.equal(weight(seed=5), expected)
+    assert torch.equal(torch.get_rng_state(), before), "nobody else's numbers change"
+    assert not torch.equal(weight(seed=6), expected)
+    module = RemoteModule("there", nn.Linear, (3, 3), seed=5)
+    module.recreate()
+    assert torch.equal(module.state_dict()["weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "message"),
+    [
+        (1.5, TypeError, "seed=1.5 is a float, not a whole number"),
+        (True, TypeError, "seed=True is a bool"),
+        (-1, ValueError, "seed=-1 must be at least 0"),
+    ],
+)
+def test_a_seed_that_is_none_is_refused(
+    agents: list[Agent], seed: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        RemoteModule("there", nn.Linear, (3, 3), seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +422,125 @@ def test_arguments_that_cannot_be_right_are_named() -> None:
             ({"microbatches": 0}, ValueError, "microbatches=0 must be a positive integer"),
             ({"stages": []}, ValueError, "a pipeline needs a stage"),
             ({"stages": [nn.Linear(1, 1)]}, TypeError, "a stage is a RemoteModule"),
+            ({"loss": "mse"}, TypeError, "loss='mse' is a str, not a function"),
+            ({"loss": nn.MSELoss(reduction="none")}, ValueError, "has reduction='none'"),
+            ({"reduction": "sum"}, ValueError, "reduction='sum', but loss=MSELoss.* has 'mean'"),
+            ({"reduction": "max"}, ValueError, "reduction='max' must be 'mean' or 'sum'"),
+            ({"loss": None, "reduction": "sum"}, ValueError, "reduction='sum' needs loss="),
         ]:  # fmt: skip
             with pytest.raises(error, match=message):
                 Pipeline(**{"stages": [stage], "loss": nn.MSELoss(), **arguments})  # type: ignore[arg-type]
+
+
+class _Adds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1.0)
+
+
+_IN_PLACE: dict[str, nn.Module] = {
+    "relu": nn.ReLU(inplace=True),
+    "add": _Adds(),
+    "dropout": nn.Dropout(0.5, inplace=True),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", _IN_PLACE)
+def test_a_stage_may_begin_by_changing_its_input_in_place(
+    kind: str, schedule: str, recompute: bool
+) -> None:
+    modules: list[nn.Module] = [
+        nn.Sequential(_IN_PLACE[kind], nn.Linear(3, _WIDTH)),
+        nn.Sequential(_IN_PLACE[kind], nn.Linear(_WIDTH, _WIDTH)),
+        nn.Sequential(_IN_PLACE[kind], nn.Linear(_WIDTH, 2)),
+    ]
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    with group("a", "b", "c"):
+        for places in ("abc", "aab", ["driver"] * 3):
+            for module in modules:
+                module.zero_grad()
+            pipe = Pipeline(
+                place(modules, places), schedule, 4, nn.MSELoss(), recompute=recompute, seed=3
+            )
+            loss = pipe.train_step(x.clone(), target=y)
+            reference = Reference(modules, nn.MSELoss(), seed=3)
+            xs = [each.clone() for each in x.chunk(4)]
+            assert torch.equal(loss, reference.train_step(pipe.table(), xs, y.chunk(4)))
+            require_equal_gradients(pipe, modules)
+            pipe.close()
+
+
+def test_a_consumer_that_changes_its_input_hides_that_from_the_others_of_its_worker() -> None:
+    modules: list[nn.Module] = [nn.Linear(3, 3), _Adds(), nn.Bilinear(3, 3, 2)]
+    inputs: dict[int, list[Any]] = {2: [1, 0]}
+    x, y = torch.rand(4, 3), torch.rand(4, 2)
+    losses = []
+    with group("a", "b", "c"):
+        for places in ("abc", "aaa", "aab"):
+            pipe = Pipeline(place(modules, places), "1f1b", 2, nn.MSELoss(), inputs=inputs)
+            losses.append((pipe.train_step(x, target=y), pipe.eval_step(x)))
+            pipe.close()
+    hidden = modules[0](x)
+    assert torch.allclose(losses[0][1], modules[2](hidden + 1, hidden))
+    for other in losses[1:]:
+        assert all(map(torch.equal, losses[0], other))
+
+
+def test_what_an_earlier_stage_needs_for_its_backward_pass_may_not_be_changed() -> None:
+    """As torch says where the two are layers of one process."""
+    modules: list[nn.Module] = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()), _Adds()]
+    with group("a"):
+        pipe = Pipeline(place(modules, "aa"), "1f1b", 2, nn.MSELoss())
+        with pytest.raises(StageFailedError, match="modified by an inplace operation"):
+            pipe.train_step(torch.rand(4, 3), target=torch.rand(4, 3))
+
+
+_SUMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "module": (nn.CrossEntropyLoss(reduction="sum"), {}),
+    "partial": (partial(nn.functional.cross_entropy, reduction="sum"), {}),
+    "function": (
+        lambda output, target: nn.functional.cross_entropy(output, target, reduction="sum"),
+        {"reduction": "sum"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _SUMS)
+def test_losses_that_add_rows_up_are_added_up(kind: str) -> None:
+    loss, options = _SUMS[kind]
+    modules: list[nn.Module] = [nn.Linear(3, 5), nn.Linear(5, 4)]
+    x, y = torch.rand(7, 3), torch.tensor([0, 1, 2, 3, 0, 1, 2])
+    whole = loss(nn.Sequential(*modules)(x), y)
+    whole.backward()
+    with group("a", "b"):
+        pipe = Pipeline(place(modules, "ab"), "gpipe", 3, loss, **options)
+        assert torch.allclose(pipe.train_step(x, target=y), whole)
+        for stage, module in zip(pipe.stages, modules, strict=True):
+            for found, parameter in zip(gradients(stage), module.parameters(), strict=True):
+                assert found is not None
+                assert torch.allclose(found, parameter.grad, atol=1e-5)  # type: ignore[arg-type]
+
+
+def _summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+def _unreduced_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target, reduction="none")
+
+
+def test_a_loss_that_is_no_mean_and_says_nothing_is_refused_in_the_first_step() -> None:
+    x = torch.rand(8, 3)
+    with group("a"):
+        for loss, message in [
+            (_summed_loss, "adds up the losses of rows.* say reduction='sum'"),
+            (_unreduced_loss, r"returned shape \(4, 3\), not one number"),
+            (lambda output, target: 1.0, "returned a float, not a tensor"),
+        ]:
+            pipe = Pipeline(place([nn.Linear(3, 3)], "a"), "gpipe", 2, loss)
+            with pytest.raises(StageFailedError, match=message):
+                pipe.train_step(x, target=x)
+            assert gradients(pipe.stages[0]) == [None, None]
+        pipe = Pipeline(place([nn.Linear(3, 3)], "a"), "gpipe", 2, _summed_loss, reduction="mean")
+        assert pipe.train_step(x, target=x) > 0
