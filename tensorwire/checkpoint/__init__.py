@@ -8,6 +8,9 @@ reader of it, which the parameter server's snapshots use as well.
 from tensorwire.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    MismatchError,
+    NoCheckpointError,
+    NotSavedError,
     UnsafeCheckpointError,
     UnsavableValueError,
 )
@@ -19,6 +22,9 @@ __all__ = [
     "CheckpointError",
     "DamagedCheckpointError",
     "Draft",
+    "MismatchError",
+    "NoCheckpointError",
+    "NotSavedError",
     "PartWriter",
     "Saving",
     "UnsafeCheckpointError",

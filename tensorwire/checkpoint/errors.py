@@ -2,11 +2,14 @@
 
 RuntimeError
 └── CheckpointError
+    ├── NoCheckpointError        nothing is at that path (also a FileNotFoundError)
     ├── DamagedCheckpointError   a manifest or shard is missing, cut short or not what it says
+    │   └── MismatchError        it is of something else than what is to take it over
+    │       └── NotSavedError    it holds nothing of that name (also a KeyError)
     ├── UnsafeCheckpointError    a pickle: reading it could run code
     └── UnsavableValueError      a value that a checkpoint cannot hold (also a TypeError)
 
-A path where nothing is raises ``FileNotFoundError``, one that is taken ``FileExistsError``.
+Reading raises these alone. Saving where something is raises ``FileExistsError``.
 """
 
 from __future__ import annotations
@@ -16,8 +19,23 @@ class CheckpointError(RuntimeError):
     """Root of the tree above."""
 
 
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """Nothing is at that path."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """A manifest or a shard is missing, cut short, or not what it says it is."""
+
+
+class MismatchError(DamagedCheckpointError):
+    """A checkpoint, which may be whole, is of something else than what is to take it over."""
+
+
+class NotSavedError(MismatchError, KeyError):
+    """A checkpoint holds nothing of that name."""
+
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)
 
 
 class UnsafeCheckpointError(CheckpointError):

@@ -4,7 +4,8 @@ The coordinator makes a :class:`Draft`, a folder beside the place of the checkpo
 process writes its own part there with a :class:`PartWriter`. When all are done, the
 coordinator commits: it checks the parts, merges their manifests, forces everything to disk
 and renames the folder. So a checkpoint is either not there or whole, whoever is killed and
-when. :class:`Checkpoint` reads one; no pickles are involved in either direction.
+when. :class:`Checkpoint` reads one, and checks what it reads; no pickles are involved in either
+direction.
 
 ::
 
@@ -24,34 +25,49 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import torch
 
+from tensorwire.checkpoint import bounded, placing
 from tensorwire.checkpoint import manifest as manifests
 from tensorwire.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    NoCheckpointError,
+    NotSavedError,
     UnsafeCheckpointError,
 )
 from tensorwire.checkpoint.manifest import Manifest, Meta, PartManifest, TensorEntry
-from tensorwire.checkpoint.shard_file import ShardFile, dtype_name, require_safetensors
+from tensorwire.checkpoint.placing import DRAFT
+from tensorwire.checkpoint.shard_file import (
+    ShardFile,
+    dtype_name,
+    reading,
+    require_checksum,
+    require_safetensors,
+    require_size,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MANIFEST: Final = "manifest.json"
 SHARD_BYTES: Final = 2 << 30
-_DRAFT: Final = ".tmp-"
 _LOCK: Final = "lock"
 _PICKLES: Final = (b"\x80", b"PK\x03\x04")  # a pickle, and the zip archive of torch.save
+
+
+_logger: Final = logging.getLogger("tensorwire")
 
 
 class PartWriter:
@@ -94,10 +110,8 @@ class PartWriter:
         """
         if name in self._tensors:
             raise ValueError(f"part {self._part!r} has two tensors with the name {name!r}")
-        dtype = dtype_name(name, tensor)
-        shard = self._shard_for(name, tensor)
-        shard.append(name, tensor)
-        self._tensors[name] = TensorEntry(shard.path.name, dtype, tuple(tensor.shape))
+        dtype_name(name, tensor)  # before there is a shard for it
+        self._tensors[name] = self._shard_for(name, tensor).append(name, tensor)
 
     def finish(self, meta: Meta | None = None) -> None:
         """Forces the part to disk; from here it can be committed.
@@ -144,35 +158,42 @@ class Draft:
         path: where the checkpoint will be.
         folder: where the parts are written until then.
         lock: a descriptor whose lock says, until it is closed, that the draft is in use.
+        overwrite: whether a checkpoint that is at ``path`` is replaced.
     """
 
     path: Path
     folder: Path
     lock: int
+    overwrite: bool = False
 
     @classmethod
-    def create(cls, path: str | Path) -> Draft:
+    def create(cls, path: str | Path, overwrite: bool = False) -> Draft:
         """Makes the folder of a draft for a checkpoint at ``path``.
+
+        Args:
+            path: where the checkpoint will be.
+            overwrite: whether a checkpoint that is there is replaced once the new one is whole.
+                Anything else there is never replaced. Default False.
 
         Raises:
             CheckpointError: safetensors is not installed.
-            FileExistsError: something is at ``path``.
+            FileExistsError: something is at ``path`` that is not to be replaced.
             ValueError: ``path`` has the name of a draft.
         """
         require_safetensors()
         path = Path(path).absolute()
-        if _DRAFT in path.name:
-            raise ValueError(f"{str(path)!r}: names with {_DRAFT!r} in them are those of drafts")
-        _require_free(path)
+        if DRAFT in path.name:
+            raise ValueError(f"{str(path)!r}: names with {DRAFT!r} in them are those of drafts")
+        _require_place(path, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         token = uuid.uuid4().hex[:12]
         unlocked = path.with_name(f".{token}")
         unlocked.mkdir()
         lock = os.open(unlocked / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = path.with_name(f"{path.name}{_DRAFT}{token}")
+        folder = path.with_name(f"{path.name}{DRAFT}{token}")
         unlocked.rename(folder)  # only now may retain() find it, and it finds it locked
-        return cls(path, folder, lock)
+        return cls(path, folder, lock, overwrite)
 
     def commit(self, parts: Sequence[str], meta: Meta | None = None) -> Checkpoint:
         """Makes the draft the checkpoint at its path, durably and at once.
@@ -191,10 +212,12 @@ class Draft:
         _write_durably(self.folder / MANIFEST, manifests.dump(whole))
         for merged in self.folder.glob("*.part.json"):
             merged.unlink()
-        _sync_folder(self.folder)
-        _require_free(self.path)
-        self.folder.rename(self.path)
-        _sync_folder(self.path.parent)
+        placing.sync(self.folder)
+        if _require_place(self.path, self.overwrite):
+            placing.replace(self.folder, self.path)
+        else:
+            self.folder.rename(self.path)
+        placing.sync(self.path.parent)
         (self.path / _LOCK).unlink()
         os.close(self.lock)
         return Checkpoint(self.path, whole)
@@ -206,13 +229,12 @@ class Draft:
 
     def _part(self, name: str) -> PartManifest:
         path = self.folder / f"{quote(name, safe='')}.part.json"
-        try:
-            part = manifests.load_part(path.read_text(), str(path))
-        except FileNotFoundError:
+        if not path.exists():
             raise DamagedCheckpointError(
                 f"part {name!r} of {str(self.path)!r} is not finished, or was written where this "
                 "machine does not see it: all writers must share the path's file system"
-            ) from None
+            )
+        part = manifests.load_part(bounded.read(path, bounded.MANIFEST_BYTES), str(path))
         _require_shards(self.folder, part)
         return part
 
@@ -228,27 +250,58 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    _checked: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Reads the manifest at ``path`` and checks that every shard is there, whole.
+        """Reads the manifest at ``path`` and checks that every shard is there, of its size.
+
+        The bytes of a tensor are checked when it is first read; :meth:`verify` checks all.
 
         Raises:
             CheckpointError: safetensors is not installed.
-            DamagedCheckpointError: the manifest or a shard is missing or cut short.
-            FileNotFoundError: nothing is at ``path``.
+            DamagedCheckpointError: the manifest is damaged, or a shard missing or cut short.
+            NoCheckpointError: nothing is at ``path``.
             UnsafeCheckpointError: a pickle is at ``path``.
         """
         require_safetensors()
         path = Path(path).absolute()
-        if not path.exists():
-            raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
+        try:
+            is_there = path.exists()
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{str(path)!r} cannot be read: {error}") from None
+        if not is_there:
+            raise NoCheckpointError(f"there is no checkpoint at {str(path)!r}")
         _refuse_pickles(path)
-        text = _read_manifest(path)
-        manifest = manifests.load(text, str(path / MANIFEST))
+        manifest = manifests.load(_read_manifest(path), str(path / MANIFEST))
         for part in manifest.parts.values():
             _require_shards(path, part)
         return cls(path, manifest)
+
+    def __repr__(self) -> str:
+        parts = self.parts.values()
+        tensors = sum(len(each.tensors) for each in parts)
+        size = sum(sum(each.shards.values()) for each in parts)
+        return (
+            f"Checkpoint({str(self.path)!r}, {tensors} tensors in {len(parts)} parts, {size} bytes)"
+        )
+
+    def verify(self) -> None:
+        """Reads everything, and checks that it is what was written.
+
+        Raises:
+            DamagedCheckpointError: something is not, the first that was found.
+        """
+        for part, content in self.parts.items():
+            for _ in self.tensors(part):
+                pass
+            for shard, size in content.shards.items():
+                expected = {n for n, each in content.tensors.items() if each.shard == shard}
+                with reading(self.path / shard, size) as found:
+                    if set(found.keys()) != expected:
+                        raise DamagedCheckpointError(
+                            f"{self.path / shard} holds other tensors than the manifest says"
+                        )
 
     @property
     def meta(self) -> Meta:
@@ -261,80 +314,127 @@ class Checkpoint:
         return self.manifest.parts
 
     def tensor(self, part: str, name: str) -> torch.Tensor:
-        """Reads one tensor, mapped from the file: only what is looked at takes memory.
+        """Reads one tensor, mapped from the file, and checks its bytes the first time.
 
         Raises:
-            KeyError: there is no such part or tensor.
+            DamagedCheckpointError: it is not as it was written.
+            NotSavedError: there is no such part or tensor.
         """
-        with self._shard(self._entry(part, name).shard) as shard:
-            read: torch.Tensor = shard.get_tensor(name)
-        return read
+        entry = self._entry(part, name)
+        with self._shard(part, entry.shard) as shard:
+            return self._read(shard, part, name, entry)
 
     def rows(self, part: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """Reads ``tensor[start:stop]``.
+        """Reads ``tensor[start:stop]``, and checks all of the tensor the first time.
 
         Raises:
-            KeyError: there is no such part or tensor.
+            DamagedCheckpointError: it is not as it was written.
+            NotSavedError: there is no such part or tensor.
         """
-        with self._shard(self._entry(part, name).shard) as shard:
-            read: torch.Tensor = shard.get_slice(name)[start:stop]
-        return read
+        return self.tensor(part, name)[start:stop]
 
     def tensors(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Reads all tensors of a part, one after the other, by name."""
+        """Reads all tensors of a part, one after the other, by name, and checks them.
+
+        Raises:
+            DamagedCheckpointError: one is not as it was written.
+            NotSavedError: there is no such part.
+        """
         by_shard: dict[str, list[str]] = {}
-        for name, entry in self.parts[part].tensors.items():
+        for name, entry in self._part(part).tensors.items():
             by_shard.setdefault(entry.shard, []).append(name)
         for shard_name, names in by_shard.items():
-            with self._shard(shard_name) as shard:
+            with self._shard(part, shard_name) as shard:
                 for name in names:
-                    yield name, shard.get_tensor(name)
+                    yield name, self._read(shard, part, name, self._entry(part, name))
+
+    def _part(self, part: str) -> PartManifest:
+        if part not in self.parts:
+            raise NotSavedError(f"no part {part!r} in {self.path}; it has {sorted(self.parts)}")
+        return self.parts[part]
 
     def _entry(self, part: str, name: str) -> TensorEntry:
-        if part not in self.parts:
-            raise KeyError(f"no part {part!r} in {self.path}; it has {sorted(self.parts)}")
-        tensors = self.parts[part].tensors
+        tensors = self._part(part).tensors
         if name not in tensors:
-            raise KeyError(f"no tensor {name!r} in part {part!r} of {self.path}")
+            raise NotSavedError(f"no tensor {name!r} in part {part!r} of {self.path}")
         return tensors[name]
 
-    @contextlib.contextmanager
-    def _shard(self, name: str) -> Iterator[Any]:
-        from safetensors import SafetensorError, safe_open
+    def _shard(self, part: str, name: str) -> contextlib.AbstractContextManager[Any]:
+        return reading(self.path / name, self.parts[part].shards[name])
 
-        try:
-            with safe_open(self.path / name, framework="pt") as shard:
-                yield shard
-        except SafetensorError as error:
-            raise DamagedCheckpointError(f"{self.path / name}: {error}") from error
+    def _read(self, shard: Any, part: str, name: str, entry: TensorEntry) -> torch.Tensor:
+        path = self.path / entry.shard
+        tensor = tensor_of(shard, path, name, entry)
+        if (part, name) not in self._checked:
+            require_checksum(tensor, path, name, entry)
+            self._checked.add((part, name))
+        return tensor
 
 
 def complete(folder: str | Path) -> list[Checkpoint]:
-    """The complete checkpoints in a folder, the oldest first.
+    """The complete checkpoints in a folder, the oldest first, of which all bytes were checked.
 
-    What is damaged, half written or something else is left out.
+    What is damaged, half written or something else is left out; a line in the log says which.
+
+    Raises:
+        CheckpointError: safetensors is not installed, or the folder cannot be read.
     """
-    found = []
-    for path in Path(folder).glob(f"*/{MANIFEST}"):
-        if _DRAFT not in path.parent.name:
-            with contextlib.suppress(CheckpointError, FileNotFoundError):
-                found.append(Checkpoint.open(path.parent))
-    return sorted(found, key=lambda each: (each.manifest.sequence, each.path.name))
+    return [each for each in _listed(folder) if _is_whole(each)]
 
 
 def latest(folder: str | Path) -> Checkpoint | None:
     """The complete checkpoint in a folder that was committed last; None if there is none.
 
+    Its bytes are checked. One that is damaged is passed over, and a line in the log says so.
+
     Raises:
-        CheckpointError: safetensors is not installed.
+        CheckpointError: safetensors is not installed, or the folder cannot be read.
     """
+    return next((each for each in reversed(_listed(folder)) if _is_whole(each)), None)
+
+
+def _is_whole(saved: Checkpoint) -> bool:
+    try:
+        saved.verify()
+    except CheckpointError as error:
+        _passed_over(saved.path, error)
+        return False
+    return True
+
+
+def _passed_over(path: Path, error: CheckpointError) -> None:
+    _logger.warning("the checkpoint %s is passed over: %s", path, error)
+
+
+def _listed(folder: str | Path) -> list[Checkpoint]:
+    """What looks like a complete checkpoint by its manifest and the sizes of its shards."""
     require_safetensors()
-    found = complete(folder)
-    return found[-1] if found else None
+    found = []
+    for path in _folders(Path(folder)):
+        if DRAFT not in path.name and os.path.lexists(path / MANIFEST):
+            try:
+                found.append(Checkpoint.open(path))
+            except NoCheckpointError:  # removed a moment ago
+                continue
+            except CheckpointError as error:
+                _passed_over(path, error)
+    return sorted(found, key=lambda each: (each.manifest.sequence, each.path.name))
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(each.path) for each in entries if each.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {error}") from None
 
 
 def retain(folder: str | Path, last: int) -> list[Path]:
     """Removes all but the ``last`` complete checkpoints, and drafts whose writer is gone.
+
+    Which are complete their manifests and the sizes of their files say; nothing else is read.
 
     Args:
         folder: what :func:`latest` looks through.
@@ -348,20 +448,13 @@ def retain(folder: str | Path, last: int) -> list[Path]:
     """
     if last < 1:
         raise ValueError(f"last={last!r}: at least one checkpoint must stay")
-    removed = [each.path for each in complete(folder)[:-last]]
+    removed = [each.path for each in _listed(folder)[:-last]]
     for path in removed:
-        _remove(path)
-    for draft in Path(folder).glob(f"*{_DRAFT}*"):
+        placing.remove(path)
+    for draft in Path(folder).glob(f"*{DRAFT}*"):
         if not _in_use(draft):
             shutil.rmtree(draft, ignore_errors=True)
     return removed
-
-
-def _remove(path: Path) -> None:
-    """Takes a checkpoint out of sight at once, then removes it file by file."""
-    unseen = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:12]}")
-    path.rename(unseen)
-    shutil.rmtree(unseen, ignore_errors=True)
 
 
 def _in_use(draft: Path) -> bool:
@@ -380,32 +473,32 @@ def _in_use(draft: Path) -> bool:
 
 
 def _next_sequence(folder: Path) -> int:
-    return max((each.manifest.sequence for each in complete(folder)), default=0) + 1
+    return max((each.manifest.sequence for each in _listed(folder)), default=0) + 1
 
 
-def _require_free(path: Path) -> None:
-    if path.exists():
+def _require_place(path: Path, overwrite: bool) -> bool:
+    """Refuses a place where something is that stays; True if what is there is to be replaced."""
+    if not os.path.lexists(path):
+        return False
+    if not overwrite:
         raise FileExistsError(
-            f"{str(path)!r} exists, and a checkpoint is never overwritten: save under a new name, "
-            "for example with the step in it"
+            f"{str(path)!r} exists, and a checkpoint is not overwritten unless one says "
+            "overwrite=True: save under a new name, for example with the step in it"
         )
+    if not os.path.lexists(path / MANIFEST):
+        raise FileExistsError(f"{str(path)!r} exists, is no checkpoint, and is not overwritten")
+    return True
 
 
 def _require_shards(folder: Path, part: PartManifest) -> None:
     for name, size in part.shards.items():
-        path = folder / name
-        there = path.stat().st_size if path.exists() else 0
-        if there != size:
-            raise DamagedCheckpointError(f"{path} has {there} bytes of {size}")
+        require_size(folder / name, size)
 
 
-def _read_manifest(path: Path) -> str:
-    try:
-        return (path / MANIFEST).read_text()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-        raise DamagedCheckpointError(
-            f"{str(path)!r} is not a checkpoint: it has no readable {MANIFEST}"
-        ) from None
+def _read_manifest(path: Path) -> bytes:
+    if not os.path.lexists(path / MANIFEST):
+        raise DamagedCheckpointError(f"{str(path)!r} is not a checkpoint: it has no {MANIFEST}")
+    return bounded.read(path / MANIFEST, bounded.MANIFEST_BYTES)
 
 
 def _refuse_pickles(path: Path) -> None:
@@ -413,8 +506,8 @@ def _refuse_pickles(path: Path) -> None:
     suspect = path / ".metadata" if path.is_dir() else path  # of torch.distributed.checkpoint
     if not suspect.is_file():
         return
-    with open(suspect, "rb") as file:
-        start = file.read(4)
+    with bounded.opened(suspect) as (descriptor, _):
+        start = os.pread(descriptor, 4, 0)
     if start.startswith(_PICKLES):
         raise UnsafeCheckpointError(
             f"{str(suspect)!r} is a pickle, and reading a pickle can run any code. "
@@ -425,17 +518,9 @@ def _refuse_pickles(path: Path) -> None:
 
 def _write_durably(path: Path, text: str) -> None:
     """Writes a file such that it is there whole or not at all."""
-    beside = path.with_name(path.name + _DRAFT)
+    beside = path.with_name(path.name + DRAFT)
     with open(beside, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     beside.rename(path)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

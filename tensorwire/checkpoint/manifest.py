@@ -1,23 +1,36 @@
 """The JSON manifest of a checkpoint: which tensor lies in which shard, in frozen dataclasses.
 
 Each process that writes a part leaves a :class:`PartManifest`; whoever commits merges
-them into one :class:`Manifest`. Reading checks every field, so that what comes out can
-be relied on. Nothing here touches a file.
+them into one :class:`Manifest`. It has a checksum of each tensor, and ends with one of its own
+text. Reading checks every field, so that what comes out can be relied on. Nothing here touches a
+file.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from tensorwire.checkpoint.bounded import DEPTH, MANIFEST_BYTES, depth, parse
+from tensorwire.checkpoint.checksums import checksum_of, fits
 from tensorwire.checkpoint.errors import DamagedCheckpointError, UnsavableValueError
 
 FORMAT: Final = "tensorwire-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
+    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
+    | {f"{sign}{bits}": bits // 8 for sign in "IU" for bits in (8, 16, 32, 64)}
+)
+"""The bytes of an element of each dtype, by safetensors' name."""
+
+_MOST: Final = 1 << 62
+_SHARD: Final = re.compile(r"[A-Za-z0-9_.~%-]{1,240}\.safetensors")
+_SEAL: Final = re.compile(rb',\n "checksum": "([^"\n]{1,200})"\n}\s*\Z')
 
 _T = TypeVar("_T")
 Meta = Mapping[str, Any]
@@ -26,11 +39,24 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: the shard that holds it, its dtype as safetensors names it, its shape."""
+    """One tensor.
+
+    Args:
+        shard: the file that holds it.
+        dtype: as safetensors names it.
+        shape: its sizes.
+        checksum: of its bytes, see ``checksums``.
+    """
 
     shard: str
     dtype: str
     shape: tuple[int, ...]
+    checksum: str
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that it takes."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +109,7 @@ def dump(manifest: Manifest) -> str:
     return _dump({**head, "meta": dict(manifest.meta), "parts": parts})
 
 
-def load_part(text: str, where: str) -> PartManifest:
+def load_part(text: bytes, where: str) -> PartManifest:
     """Reads a part's manifest; ``where`` names the file in errors.
 
     Raises:
@@ -92,7 +118,7 @@ def load_part(text: str, where: str) -> PartManifest:
     return _part(_document(text, where), where)
 
 
-def load(text: str, where: str) -> Manifest:
+def load(text: bytes, where: str) -> Manifest:
     """Reads a checkpoint's manifest; ``where`` names the file in errors.
 
     Raises:
@@ -103,7 +129,9 @@ def load(text: str, where: str) -> Manifest:
         name: _part(_typed(part, dict, f"parts[{name!r}]", where), where)
         for name, part in _field(document, "parts", dict, where).items()
     }
-    sequence = _field(document, "sequence", int, where)
+    shards = [shard for part in parts.values() for shard in part.shards]
+    _require(len(shards) == len(set(shards)), "two parts have one shard", where)
+    sequence = _count(document.get("sequence"), "sequence", where)
     return Manifest(sequence, _meta(document, where), MappingProxyType(parts))
 
 
@@ -114,45 +142,69 @@ def _plain(part: PartManifest) -> dict[str, Any]:
 
 def _dump(document: dict[str, Any]) -> str:
     try:
-        return json.dumps(document, allow_nan=False, indent=1)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(document, allow_nan=False, indent=1)
+        _refuse_unreadable(text.encode())
+    except (TypeError, ValueError, RecursionError) as error:
         raise UnsavableValueError(f"meta must be plain JSON data: {error}") from None
+    return sealed(text)
 
 
-def _document(text: str, where: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{where} is not JSON: {error}") from None
+def sealed(text: str) -> str:
+    """JSON text of an object, indented by 1, with its own checksum at the end."""
+    body = text.removesuffix("\n}")
+    checksum = checksum_of(memoryview(body.encode()))
+    return f'{body},\n "checksum": "{checksum}"\n}}'
+
+
+def _refuse_unreadable(text: bytes) -> None:
+    if depth(text) > DEPTH:
+        raise ValueError(f"it has more than {DEPTH} levels in each other")
+    if len(text) > MANIFEST_BYTES - 1024:
+        raise ValueError(
+            f"it takes {len(text)} bytes in the manifest, more than the {MANIFEST_BYTES} that are "
+            "read again; keep large data in tensors"
+        )
+
+
+def _document(text: bytes, where: str) -> dict[str, Any]:
+    seal = _SEAL.search(text, max(0, len(text) - 512))
+    document = parse(text, where)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{where} is not a manifest of format {FORMAT!r}")
     if document.get("version") != VERSION:
         raise DamagedCheckpointError(
-            f"{where} has version {document.get('version')!r}, this release reads {VERSION}"
+            f"{where} has version {_shown(document.get('version'))}, this release reads {VERSION}"
         )
+    if seal is None or not fits(seal[1].decode(errors="replace"), memoryview(text)[: seal.start()]):
+        raise DamagedCheckpointError(f"{where} is damaged: it does not fit its own checksum")
     return document
 
 
 def _part(document: dict[str, Any], where: str) -> PartManifest:
     shards = _field(document, "shards", dict, where)
     for shard, size in shards.items():
-        _require(shard == PurePosixPath(shard).name, f"shard {shard!r} is not a file name", where)
-        _typed(size, int, f"size of {shard!r}", where)
+        _require(bool(_SHARD.fullmatch(shard)), f"shard {shard!r} is not a file name", where)
+        _count(size, f"size of {shard!r}", where)
     tensors = {
         name: _entry(_typed(entry, dict, f"tensor {name!r}", where), where)
         for name, entry in _field(document, "tensors", dict, where).items()
     }
+    room = dict(shards)
     for name, entry in tensors.items():
         _require(entry.shard in shards, f"tensor {name!r} is in no listed shard", where)
+        room[entry.shard] -= entry.bytes
+        _require(room[entry.shard] >= 0, f"tensor {name!r} is larger than its shard", where)
     return PartManifest(_meta(document, where), MappingProxyType(shards), MappingProxyType(tensors))
 
 
 def _entry(document: dict[str, Any], where: str) -> TensorEntry:
     shape = _field(document, "shape", list, where)
-    _require(all(type(size) is int and size >= 0 for size in shape), f"shape {shape!r}", where)
-    return TensorEntry(
-        _field(document, "shard", str, where), _field(document, "dtype", str, where), tuple(shape)
-    )
+    dtype = _field(document, "dtype", str, where)
+    _require(len(shape) <= 64, f"a shape of {len(shape)} sizes", where)
+    _require(dtype in ITEM_BYTES, f"dtype {_shown(dtype)}", where)
+    sizes = tuple(_count(size, "a size of a tensor", where) for size in shape)
+    checksum = _field(document, "checksum", str, where)
+    return TensorEntry(_field(document, "shard", str, where), dtype, sizes, checksum)
 
 
 def _meta(document: dict[str, Any], where: str) -> Meta:
@@ -164,10 +216,21 @@ def _field(document: dict[str, Any], name: str, kind: type[_T], where: str) -> _
 
 
 def _typed(value: object, kind: type[_T], name: str, where: str) -> _T:
-    _require(isinstance(value, kind), f"{name} is {value!r}, not a {kind.__name__}", where)
+    _require(type(value) is kind, f"{name} is {_shown(value)}, not a {kind.__name__}", where)
     return value  # type: ignore[return-value]  # checked in the line above
+
+
+def _count(value: object, name: str, where: str) -> int:
+    number = _typed(value, int, name, where)
+    _require(0 <= number < _MOST, f"{name} is {_shown(number)}", where)
+    return number
 
 
 def _require(held: bool, otherwise: str, where: str) -> None:
     if not held:
         raise DamagedCheckpointError(f"{where}: {otherwise}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -35,7 +35,13 @@ class Stateful(Protocol):
         """Takes over a state."""
 
 
-def save(path: str | Path, state: Mapping[str, Any], keep: int | None = None) -> Checkpoint:
+def save(
+    path: str | Path,
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    *,
+    overwrite: bool = False,
+) -> Checkpoint:
     """Saves a program's state; returns when all of it is on disk.
 
     Args:
@@ -44,9 +50,11 @@ def save(path: str | Path, state: Mapping[str, Any], keep: int | None = None) ->
             ``{"step": 7, "model": pipe}`` makes two entries.
         keep: how many complete checkpoints stay in the same folder, this one among them; the
             oldest are removed. None: all.
+        overwrite: whether a checkpoint at ``path`` is replaced, as that of the step from which
+            one resumed; it stays until the new one is whole. Default False.
 
     Raises:
-        FileExistsError: something is at ``path``.
+        FileExistsError: something is at ``path`` that is not to be replaced.
         UnsavableValueError: something in ``state`` is neither spread out nor plain data.
         WorkerLostError: an owner was lost. The checkpoint is not there then.
 
@@ -55,7 +63,7 @@ def save(path: str | Path, state: Mapping[str, Any], keep: int | None = None) ->
         state = {"model": pipe, "optimizer": optimizer, "step": step}
         checkpoint.save(f"checkpoints/{step}", state, keep=3)
     """
-    saving = _Saving(path, state, keep)
+    saving = _Saving(path, state, keep, overwrite)
     try:
         saving.write_parts()
         return saving.commit()
@@ -65,7 +73,11 @@ def save(path: str | Path, state: Mapping[str, Any], keep: int | None = None) ->
 
 
 def save_in_background(
-    path: str | Path, state: Mapping[str, Any], keep: int | None = None
+    path: str | Path,
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Saving:
     """As :func:`save`, but returns as soon as everything is copied in the owners' memory.
 
@@ -76,6 +88,7 @@ def save_in_background(
         path: of the checkpoint, a folder that is made.
         state: by name, what is to be saved; as for :func:`save`.
         keep: how many complete checkpoints stay in the same folder. None: all.
+        overwrite: whether a checkpoint at ``path`` is replaced. Default False.
 
     Example::
 
@@ -83,7 +96,7 @@ def save_in_background(
         train_on()
         saving.wait()
     """
-    saving = _Saving(path, state, keep)
+    saving = _Saving(path, state, keep, overwrite)
     try:
         saving.copy_parts()
     except BaseException:
@@ -175,13 +188,15 @@ class Saving:
 class _Saving:
     """The coordinator's work on one checkpoint."""
 
-    def __init__(self, path: str | Path, state: Mapping[str, Any], keep: int | None) -> None:
+    def __init__(
+        self, path: str | Path, state: Mapping[str, Any], keep: int | None, overwrite: bool
+    ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep!r} must be at least 1")
         self._keep = keep
         self._shares: dict[str, list[tuple[str, Source]]] = {}
         self._plain = _take_apart(dict(state), "", self._shares)
-        self._draft = Draft.create(path)
+        self._draft = Draft.create(path, overwrite)
         self._token = uuid.uuid4().hex
         self._waits: list[Callable[[], Any]] = []
 

@@ -1,4 +1,4 @@
-"""Writes one safetensors file tensor by tensor, without holding any of them.
+"""Writes one safetensors file tensor by tensor, without holding any of them; reads one, checked.
 
 The format puts its header first, and the header says where each tensor ends. So room
 for the header is left at the start, tensors are appended as they come, and the header is
@@ -7,18 +7,29 @@ filled in at the end, padded with spaces, which the format allows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from tensorwire.checkpoint.errors import CheckpointError, UnsavableValueError
+from tensorwire.checkpoint.bounded import opened
+from tensorwire.checkpoint.checksums import Checksum, checksum_of, fits
+from tensorwire.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnsavableValueError,
+)
+from tensorwire.checkpoint.manifest import TensorEntry
 
 _LENGTH: Final = struct.Struct("<Q")
 _HEADER_ROOM: Final = (64 << 10) - _LENGTH.size  # tensors begin at a multiple of 64 bytes
+HEADER_BYTES: Final = _LENGTH.size + _HEADER_ROOM
+_CHUNK: Final = 1 << 20  # written while its checksum's bytes are still in the cache
 
 DTYPES: Final = {
     torch.float64: "F64",
@@ -75,8 +86,8 @@ class ShardFile:
             self._header_bytes + _entry_bytes(name, tensor, self.bytes) <= _HEADER_ROOM
         )
 
-    def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes a tensor behind the others.
+    def append(self, name: str, tensor: torch.Tensor) -> TensorEntry:
+        """Writes a tensor behind the others, and returns what a manifest says of it.
 
         Raises:
             UnsavableValueError: safetensors knows no such tensors.
@@ -91,8 +102,17 @@ class ShardFile:
             "shape": list(tensor.shape),
             "data_offsets": [begin, self.bytes],
         }
-        if self.bytes > begin:
-            _write_all(self._file.fileno(), flat.view(torch.uint8).numpy().data)
+        checksum = self._write(flat)
+        return TensorEntry(self.path.name, dtype, tuple(tensor.shape), checksum)
+
+    def _write(self, flat: torch.Tensor) -> str:
+        checksum = Checksum()
+        data = bytes_of(flat)
+        for begin in range(0, len(data), _CHUNK):
+            chunk = data[begin : begin + _CHUNK]
+            checksum.update(chunk)
+            _write_all(self._file.fileno(), chunk)
+        return checksum.text
 
     def finish(self) -> int:
         """Writes the header, forces all to disk and closes; returns the file's size in bytes."""
@@ -112,6 +132,12 @@ class ShardFile:
     def abandon(self) -> None:
         """Closes the file as it is."""
         self._file.close()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in the host's memory whose elements lie behind each other."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
@@ -141,6 +167,73 @@ def _entry_bytes(name: str, tensor: torch.Tensor, offset: int) -> int:
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
-    data = data.cast("B")
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+# --- reading
+
+
+def require_size(path: Path, size: int) -> None:
+    """Checks that a shard is there, a regular file of so many bytes.
+
+    Raises:
+        DamagedCheckpointError: it is not.
+    """
+    with opened(path) as (_, there):
+        if there != size:
+            raise DamagedCheckpointError(f"{path} has {there} bytes of {size}")
+
+
+@contextlib.contextmanager
+def reading(path: Path, size: int) -> Iterator[Any]:
+    """A shard as safetensors opens it.
+
+    Raises:
+        DamagedCheckpointError: it is no regular file of so many bytes, or has another header than
+            a :class:`ShardFile` writes.
+    """
+    from safetensors import safe_open
+
+    require_size(path, size)
+    with opened(path) as (descriptor, _):
+        length = os.pread(descriptor, _LENGTH.size, 0)
+    if len(length) < _LENGTH.size or _LENGTH.unpack(length)[0] != _HEADER_ROOM:
+        raise DamagedCheckpointError(f"{path} has no header as shards have it")
+    try:
+        opening = safe_open(path, framework="pt")
+    except Exception as error:  # of safetensors, of Rust, of the file system
+        raise DamagedCheckpointError(f"{path}: {error}") from error
+    with opening as shard:
+        yield shard
+
+
+def tensor_of(shard: Any, path: Path, name: str, entry: TensorEntry) -> torch.Tensor:
+    """A tensor of an open shard, mapped from the file, if it is of the kind that its entry says.
+
+    Raises:
+        DamagedCheckpointError: it is not there, or of another dtype or shape.
+    """
+    try:
+        tensor: torch.Tensor = shard.get_tensor(name)
+    except Exception as error:
+        raise DamagedCheckpointError(f"{path}: tensor {name!r}: {error}") from error
+    if (DTYPES.get(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape):
+        raise DamagedCheckpointError(
+            f"{path}: tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; the "
+            f"manifest says {entry.dtype} of shape {entry.shape}"
+        )
+    return tensor
+
+
+def require_checksum(tensor: torch.Tensor, path: Path, name: str, entry: TensorEntry) -> None:
+    """Checks the bytes of a tensor.
+
+    Raises:
+        DamagedCheckpointError: they are not those that were written.
+    """
+    if not fits(entry.checksum, bytes_of(tensor)):
+        found = checksum_of(bytes_of(tensor), entry.checksum.partition(":")[0])
+        raise DamagedCheckpointError(
+            f"{path}: tensor {name!r} is damaged: its checksum is {found}, not {entry.checksum}"
+        )

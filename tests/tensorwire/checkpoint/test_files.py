@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -17,7 +16,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from tensorwire.checkpoint import shard_file
+from tensorwire.checkpoint import placing, shard_file
 from tensorwire.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -25,6 +24,7 @@ from tensorwire.checkpoint.errors import (
     UnsavableValueError,
 )
 from tensorwire.checkpoint.files import Checkpoint, Draft, PartWriter, complete, latest, retain
+from tests.tensorwire.checkpoint.folders import rewrite
 
 _TENSORS = {
     "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -132,6 +132,26 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
         Draft.create(tmp_path / "1")
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_is_replaced_if_one_says_so_and_anything_else_never_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(placing, "exchange", lambda one, other: False)
+    _save(tmp_path / "1", {"a": {"x": torch.ones(1)}})
+    draft = Draft.create(tmp_path / "1", overwrite=True)
+    with PartWriter(draft.folder, "a") as part:
+        part.add("x", torch.zeros(1))
+        part.finish()
+    assert Checkpoint.open(tmp_path / "1").tensor("a", "x").item() == 1  # until it is whole
+    draft.commit(["a"])
+    assert Checkpoint.open(tmp_path / "1").tensor("a", "x").item() == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["1"]
+    (tmp_path / "work").mkdir()
+    with pytest.raises(FileExistsError, match="is no checkpoint, and is not overwritten"):
+        Draft.create(tmp_path / "work", overwrite=True)
+
+
 def test_the_latest_is_the_one_committed_last_whatever_its_name(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     for name in ["9", "10", "2"]:
@@ -145,9 +165,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path: Path) -> None
     (shard,) = (tmp_path / "2").glob("*.safetensors")
     os.truncate(shard, shard.stat().st_size - 1)
     (tmp_path / "3" / "manifest.json").write_text('{"format": ')
-    document = json.loads((tmp_path / "4" / "manifest.json").read_text())
-    document["parts"]["a"]["tensors"]["x"]["shard"] = "../elsewhere"
-    (tmp_path / "4" / "manifest.json").write_text(json.dumps(document))
+    rewrite(tmp_path / "4", lambda d: d["parts"]["a"]["tensors"]["x"].update(shard="../elsewhere"))
 
     for name, message in [("2", "bytes of"), ("3", "is not JSON"), ("4", "in no listed shard")]:
         with pytest.raises(DamagedCheckpointError, match=message):
