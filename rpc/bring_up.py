@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
@@ -18,13 +17,14 @@ from rpc.agent import Agent, AgentOptions
 from rpc.constants import DEFAULT_NUM_WORKER_THREADS
 from rpc.group import rendezvous
 from rpc.group.exposure import is_loopback, warn_if_exposed
+from rpc.group.host_addresses import address_on_the_way_to, host_addresses, outward_address
 from rpc.group.member_list import MemberTable
 from rpc.group.membership import Check, Membership
 from rpc.group.opening import client_of, opened_for_good, trust_members
 from rpc.group.probes import DatagramProber
 from rpc.group.records import LIVENESS, NONCE, PREFIX, Record, next_incarnation
 from rpc.group.signed_store import SignedStore
-from rpc.group.tcp_store import plain_host
+from rpc.group.tcp_store import is_address, plain_host
 from rpc.options import RpcBackendOptions
 from rpc.transports.base import Transport
 from rpc.transports.host.identity import usable_cores
@@ -71,7 +71,7 @@ def form_group(
     trust_members(store, key)
     signed = SignedStore(store, key, PREFIX)
     incarnation = next_incarnation(signed, name, rank)
-    host = address_towards(options.init_method)
+    host = address_towards(options.init_method, key)
     prober = DatagramProber(host, key) if options.liveness_timeout else None
     agent = kind(info, incarnation, transport, _agent_options(options), prober=prober)
     agent.store = signed
@@ -104,13 +104,33 @@ def _agent_options(options: RpcBackendOptions) -> AgentOptions:
     )
 
 
-def address_towards(init_method: str) -> str | None:
+def address_towards(init_method: str, group_key: bytes = b"") -> str | None:
     """This host's address on the network where the group's store is; None if that is here.
 
-    So a group on one host listens on the loopback interface only.
+    So a group on one host listens on the loopback interface only. A host's own name may stand
+    for its loopback interface there, as Debian has it for ``127.0.1.1``, and for another address
+    elsewhere: a group with a key, of which torchrun does not say that it is on one host, then
+    listens where others reach this host.
+
+    Args:
+        init_method: where the group's store is.
+        group_key: the group's, empty if it has none.
     """
-    mine = _address_towards(_host_of_store(init_method))
-    return None if mine is None or is_loopback(mine) else mine
+    host = _host_of_store(init_method)
+    mine = _address_towards(host)
+    if mine is None or not is_loopback(mine):
+        return mine
+    is_name = host is not None and host != "localhost" and not is_address(host)
+    if is_name and group_key and not _is_on_one_host(init_method):
+        return outward_address(host_addresses())
+    return None
+
+
+def _is_on_one_host(init_method: str) -> bool:
+    """True if torchrun says that it started all workers here."""
+    workers = os.environ.get("LOCAL_WORLD_SIZE")
+    is_torchruns = urlsplit(init_method).scheme == "env" and workers is not None
+    return is_torchruns and workers == os.environ.get("WORLD_SIZE")
 
 
 def prefers_tcp(init_method: str, world_size: int | None) -> bool:
@@ -147,15 +167,4 @@ def _host_of_store(init_method: str) -> str | None:
 
 def _address_towards(host: str | None) -> str | None:
     """This host's address on the way to another; None if there is no way, or no other."""
-    if not host:
-        return None
-    try:
-        family, _, _, _, address = socket.getaddrinfo(plain_host(host), 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; makes the kernel choose our address
-            mine: str = probe.getsockname()[0]
-    except OSError:
-        return None
-    return mine
+    return address_on_the_way_to(plain_host(host), 9) if host else None

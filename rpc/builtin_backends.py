@@ -100,7 +100,8 @@ def _init_tensorwire(
     if not settings.group_key:
         settings = replace(settings, group_key=read_group_key(os.environ))
     if settings.bind_address is None:
-        settings = replace(settings, bind_address=address_towards(rpc_backend_options.init_method))
+        mine = address_towards(rpc_backend_options.init_method, settings.group_key)
+        settings = replace(settings, bind_address=mine)
     return form_group(
         TENSORWIRE,
         store,

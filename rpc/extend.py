@@ -12,11 +12,12 @@ the work. There are six things:
 - *Lives*: :func:`life_of`, :func:`is_living` and :func:`on_membership` say who is there.
 - *Call extensions*: a :class:`CallExtension` attaches data to calls.
 
-And three for a process that is no worker, such as a launcher: :class:`MemberList` says who is
+And four for a process that is no worker, such as a launcher: :class:`MemberList` says who is
 in a dynamic group and strikes off who died, :func:`read_group_key` and
-:func:`share_group_key` hand the group's key on, and :func:`host_store` hosts a store in a
-process that strangers cannot fill. :func:`restore_torch_names` is for one in
-which ``torch.distributed.rpc`` stands for another module.
+:func:`share_group_key` hand the group's key on, :func:`host_store` hosts a store in a
+process that strangers cannot fill, and :func:`host_addresses` says at which addresses others
+reach this host. :func:`restore_torch_names` is for one in which ``torch.distributed.rpc`` stands
+for another module. :class:`WaitLog` has a wait say what it waits for.
 
 Each function works on the current worker: the one whose handler or callback runs, or
 else the process's. A thread that belongs to no worker takes a :class:`Worker` with it,
@@ -41,6 +42,14 @@ from rpc.errors import AgentClosedError, WorkerLostError
 from rpc.extensions import Answer, CallExtension
 from rpc.group.directory import Destination
 from rpc.group.events import MembershipChange, MembershipEvent, MembershipEvents
+from rpc.group.host_addresses import (
+    HostAddress,
+    address_on_the_way_to,
+    describe_addresses,
+    host_addresses,
+    outward_address,
+    resolve_host,
+)
 from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
@@ -59,6 +68,7 @@ from rpc.runtime.states import States
 from rpc.runtime.streams import leave_tensors, take_tensors
 from rpc.runtime.text import text_of
 from rpc.runtime.torch_modes import function_modes, is_inference
+from rpc.runtime.wait_log import WaitLog
 from rpc.transports.base import FrameKind, LendsMemory, MapsDevices
 from rpc.transports.host.helpers import Helpers
 from rpc.transports.tensorpipe.torch_names import restore_torch_names
@@ -75,6 +85,7 @@ __all__ = [
     "Destination",
     "Handler",
     "Helpers",
+    "HostAddress",
     "KeyValueStore",
     "Life",
     "Member",
@@ -84,11 +95,15 @@ __all__ = [
     "Reaper",
     "Slot",
     "StoreServer",
+    "WaitLog",
     "Worker",
+    "address_on_the_way_to",
     "blocking",
     "call_extension",
     "call_method",
+    "describe_addresses",
     "find_worker",
+    "host_addresses",
     "host_store",
     "import_remedy",
     "is_cancelled",
@@ -97,10 +112,12 @@ __all__ = [
     "life_of",
     "new_tuple",
     "on_membership",
+    "outward_address",
     "post",
     "read_group_key",
     "reply_buffer",
     "require_arguments",
+    "resolve_host",
     "restore_torch_names",
     "retell",
     "send_buffer",

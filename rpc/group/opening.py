@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.constants import MAX_RANK
 from rpc.errors import BringUpError
+from rpc.group.host_addresses import describe_addresses, host_addresses
 from rpc.group.store_host import StoreServer, open_server, warn_of_slow_resolver
 from rpc.group.tcp_store import SECONDS_OF_SILENCE, TcpStoreClient, is_address
 
@@ -217,9 +218,9 @@ def _meet_over_tcp(
         client.check(["tensorwire"])
     except OSError as error:
         raise BringUpError(
-            f"the store at init_method={init_method!r} could not be opened within {timeout:g} s; "
-            "a worker with rank 0, or the launcher, must be running and answering at that "
-            f"address: {error}"
+            f"the store at {place}, which init_method={init_method!r} names, could not be opened "
+            f"within {timeout:g} s; a worker with rank 0, or the launcher, must be running and "
+            f"answering at that address: {error}; {_where_we_are()}"
         ) from error
     return client
 
@@ -248,15 +249,20 @@ def _connect(client: TcpStoreClient, place: _Place, until: float, timeout: float
             if time.monotonic() - began >= silence:
                 _logger.warning(
                     "init_rpc has waited %g s for the group's store at %s (%s), and gives up after "
-                    "%g s",
+                    "%g s; %s",
                     silence,
                     place,
                     str(error),  # the error itself would keep its frames alive
                     timeout,
+                    _where_we_are(),
                 )
                 silence *= 2
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _where_we_are() -> str:
+    return f"this host's addresses are {describe_addresses(host_addresses())}"
 
 
 # --- Other stores

@@ -125,7 +125,7 @@ class _Meeting:
         return min(1.0, max(0.001, self._began + self._silence - time.monotonic()))
 
     def _say_what_is_missing(self, meeting: Round) -> None:
-        """After ten seconds, and then whenever it has waited twice as long."""
+        """After five seconds, and then whenever it has waited twice as long."""
         if time.monotonic() < self._began + self._silence:
             return
         missing = meeting.missing(self._size)

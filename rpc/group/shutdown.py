@@ -31,7 +31,7 @@ from rpc.worker_info import WorkerInfo
 
 _logger = logging.getLogger("rpc")
 _MOST_NAMED = 3
-_SECONDS_OF_SILENCE = 10.0
+_SECONDS_OF_SILENCE = 5.0
 _SECONDS_BEFORE_TRYING_AGAIN = 0.5
 
 

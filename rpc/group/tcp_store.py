@@ -40,7 +40,7 @@ _MOST_TRIES: Final = 5
 _NO_RUN: Final = b"0" * 16
 _PIPELINE: Final = 64
 """Requests that are sent before their replies are read: few enough to fit into the sockets."""
-SECONDS_OF_SILENCE: Final = 10.0
+SECONDS_OF_SILENCE: Final = 5.0
 """After which the log says what is waited for; then whenever twice as much has passed."""
 
 

@@ -8,6 +8,7 @@ decides. Nothing in a round waits for a process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -34,8 +35,9 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from rpc.extend import StoreServer, host_store
+from rpc.extend import StoreServer, address_on_the_way_to, host_store
 from tensorwire.launch.board import Board
+from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.flags import Shown, Streams
 from tensorwire.launch.group_members import GroupMembers
 from tensorwire.launch.logs import Logs
@@ -48,7 +50,7 @@ from tensorwire.launch.processes import (
     module_program,
     not_started,
 )
-from tensorwire.launch.rendezvous import TensorWireRendezvous, is_loopback
+from tensorwire.launch.rendezvous import TensorWireRendezvous
 from tensorwire.launch.report import ProgressLine, describe_end, describe_plan
 from tensorwire.launch.roles import Role
 from tensorwire.launch.seats import Left, Met
@@ -441,13 +443,10 @@ class RoleAgent(SimpleElasticAgent):
         given: str | None = self._worker_group.spec.local_addr
         if given:
             return given
-        family, _, _, _, address = socket.getaddrinfo(
-            self._facts.host, self._facts.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            mine: str = probe.getsockname()[0]
-            return mine
+        mine = address_on_the_way_to(self._facts.host, self._facts.port)
+        if mine is None:
+            raise OSError(errno.ENETUNREACH, f"no way leads to {self._facts.host}")
+        return mine
 
     # --- The end
 

@@ -36,10 +36,11 @@ from rpc.extend import KEY_FILE
 from tensorwire import dropin
 from tensorwire.launch.agent import Output, RoleAgent
 from tensorwire.launch.dry_run import describe_start
+from tensorwire.launch.endpoint import EndpointError, is_loopback
 from tensorwire.launch.flags import Command, FlagError, Streams, parse
 from tensorwire.launch.group_key import GroupKey, GroupKeyError, choose_key
 from tensorwire.launch.job_file import JobFileError
-from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler, is_loopback
+from tensorwire.launch.rendezvous import BACKEND, DEFAULT_PORT, create_handler, plain
 from tensorwire.launch.report import describe_failure
 from tensorwire.launch.roles import RoleError, Share
 
@@ -151,15 +152,17 @@ def _launch(command: Command, key: GroupKey) -> int:
     except SignalException as error:
         print(f"rpcrun: left the job on {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
+    except EndpointError as error:
+        print(f"rpcrun: {error}", file=sys.stderr)
+        return 2
     except _NO_RENDEZVOUS as error:
         print(f"rpcrun: {error}", file=sys.stderr)
         return 1
     except DistError as error:
         where = command.arguments.rdzv_endpoint
-        said = str(error).partition("Exception raised")[0].strip()
         print(
             f"rpcrun: the store of the rendezvous at {where} was lost, and with it the job: is "
-            f"the agent there gone? ({said})",
+            f"the agent there gone? ({plain(error)})",
             file=sys.stderr,
         )
         return 1

@@ -13,13 +13,14 @@ of node N, ``gone/N`` says that it left, ``closed`` that nobody may come any mor
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from ipaddress import ip_address
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
@@ -33,13 +34,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    parse_rendezvous_endpoint,
-)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rpc.errors import BringUpError
-from rpc.extend import StoreServer, host_store
+from rpc.extend import (
+    StoreServer,
+    WaitLog,
+    describe_addresses,
+    host_addresses,
+    host_store,
+    outward_address,
+    resolve_host,
+)
+from tensorwire.launch.endpoint import Host, Place, find_place, is_loopback
 from tensorwire.launch.silence import Silence
 
 _logger = logging.getLogger("rpcrun")
@@ -57,6 +64,9 @@ _READ_SECONDS = 60
 _BEAT_SECONDS = 1
 _BEATS_MISSED = 5
 _LOOK_SECONDS = 0.05
+_SECONDS_BETWEEN_TRIES = 0.2
+_LONGEST_ATTEMPT = 2.0
+_TOLD_AT, _TOLD_EVERY = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0), 10.0
 _SECONDS_TO_STOP = 5.0
 
 
@@ -70,14 +80,9 @@ def entry_point() -> object:
     return create_handler
 
 
-def is_loopback(host: str) -> bool:
-    """True if only processes of this machine can reach the host."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+def plain(error: Exception) -> str:
+    """The text of an error of torch's store, without where in C++ it arose."""
+    return str(error).partition("Exception raised")[0].strip()
 
 
 class TensorWireRendezvous(RendezvousHandler):
@@ -100,38 +105,94 @@ class TensorWireRendezvous(RendezvousHandler):
             params.get("keep_alive_max_attempt", _BEATS_MISSED)
         )
         host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-        self._host = LOOPBACK if is_loopback(host) else host
-        is_host = params.get_as_bool("is_host")
+        self._endpoint, self._port, self._host = host, port, host
+        self._is_host = params.get_as_bool("is_host")
+        self._local_addr = params.local_addr
         self._server: StoreServer | None = None
-        self._tcp = self._open(host, port, is_host)
+        self._tcp = self._open()
         self._store: Store = PrefixStore(f"{_PREFIX}/{self._run_id}", self._tcp)
         self._number: int | None = None
         self._first = 0
         self._beat: _Beat | None = None
 
-    def _open(self, host: str, port: int, is_host: bool | None) -> TCPStore:
-        may_host = _matches_machine_hostname(host) if is_host is None else is_host
-        if may_host:
-            try:
-                server = host_store(self._host, port)
-                store = server.tcp_store()
-                store.set_timeout(timedelta(seconds=self._read_seconds))
-                self._server = server
+    def _open(self) -> TCPStore:
+        """Hosts the store, or waits for who does."""
+        began = time.monotonic()
+        log = WaitLog(began, _TOLD_AT, _TOLD_EVERY)
+        while True:
+            place = self._find_place()
+            self._host = place.told
+            store = self._host_it() if place.is_here else None
+            if store is not None:
                 return store
-            except (OSError, BringUpError) as error:
-                if is_host:
-                    raise RendezvousConnectionError(
-                        f"the store of the rendezvous cannot be hosted at {host}:{port}: {error}"
-                    ) from error
-        return self._connect(port, self._join_seconds)
+            problem = self._unreachable(place)
+            if not problem:
+                return self._connect(self._port, self._read_seconds)
+            now = time.monotonic()
+            if now - began >= self._join_seconds:
+                raise RendezvousConnectionError(f"{problem}; waited {self._join_seconds} s")
+            if log.is_due(now):
+                left = self._join_seconds - (now - began)
+                _logger.warning("%s; gives up in %.0f s", problem, left)
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+
+    def _find_place(self) -> Place:
+        """Where the store is, as this host sees it now: names and addresses may come later."""
+        try:
+            resolved = resolve_host(self._endpoint)
+        except OSError:
+            resolved = []
+        mine = host_addresses()
+        names = [socket.gethostname(), socket.getfqdn()] if not resolved else []
+        host = Host(mine, names, self._local_addr or outward_address(mine))
+        return find_place(self._endpoint, resolved, host, self._min, self._is_host)
+
+    def _host_it(self) -> TCPStore | None:
+        """The store, hosted here; None if another process listens at its port."""
+        try:
+            server = host_store(
+                LOOPBACK if is_loopback(self._endpoint) else self._endpoint, self._port
+            )
+        except (OSError, BringUpError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and not self._is_host:
+                return None
+            raise RendezvousConnectionError(
+                f"the store of the rendezvous cannot be hosted at {self._endpoint}:{self._port}: "
+                f"{error}"
+            ) from error
+        store = server.tcp_store()
+        store.set_timeout(timedelta(seconds=self._read_seconds))
+        self._server, self._port = server, server.port
+        if self._host not in (self._endpoint, LOOPBACK):
+            _logger.info(
+                "%s stands for this host's loopback interface here; its workers are told %s, as "
+                "--local-addr may say otherwise",
+                self._endpoint,
+                self._host,
+            )
+        return store
+
+    def _unreachable(self, place: Place) -> str:
+        """Tells why nobody can be reached at the endpoint; empty if somebody can."""
+        where = f"{self._endpoint}:{self._port}"
+        try:
+            socket.create_connection((self._host, self._port), _LONGEST_ATTEMPT).close()
+        except OSError as error:
+            why = f"{error.strerror or error}"
+        else:
+            return ""
+        mine = describe_addresses(host_addresses())
+        if place.is_here:
+            return f"another process of this host listens at {where}, and does not answer ({why})"
+        return f"nobody hosts the store at {where} yet ({why}); this host's addresses are {mine}"
 
     def _connect(self, port: int, seconds: float) -> TCPStore:
         try:
             store = TCPStore(self._host, port, timeout=timedelta(seconds=seconds))
         except (DistNetworkError, RuntimeError) as error:
             raise RendezvousConnectionError(
-                f"no agent hosts the store of the rendezvous at {self._host}:{port}, or it does "
-                f"not answer; start one there, or name another --rdzv-endpoint ({error})"
+                f"what listens at {self._host}:{port} is no store of a rendezvous, or does not "
+                f"answer; name another --rdzv-endpoint ({plain(error)})"
             ) from error
         store.set_timeout(timedelta(seconds=self._read_seconds))
         return store
@@ -247,26 +308,42 @@ class TensorWireRendezvous(RendezvousHandler):
 
     def _wait_for_others(self) -> None:
         assert self._number is not None
-        silence, is_told = Silence(self.silence_seconds), False
+        silence = Silence(self.silence_seconds)
+        log = WaitLog(time.monotonic(), _TOLD_AT, _TOLD_EVERY)
         deadline = time.monotonic() + self._join_seconds
         while True:
             present = self._present(silence)
             if self._max <= sum(node < self._number for node in present):
                 if self.is_closed():
                     raise RendezvousGracefulExitError("the job ended while this node waited")
-                if not is_told:
-                    _logger.warning("%d nodes are there; this one waits for room", self._max)
-                    is_told = True
+                if log.is_due(time.monotonic()):
+                    _logger.warning("%d agents are there; this one waits for room", self._max)
                 deadline = time.monotonic() + self._join_seconds
             elif len(present) >= self._min or self._store.check(["first"]):
                 self._first = int(self._store.compare_set("first", "", str(len(present))))
                 return
             elif time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"{len(present)} nodes came within {self._join_seconds} s, but --nnodes asks "
-                    f"for {self._min}"
+                    f"{len(present)} of the {self._min} agents that --nnodes asks for came within "
+                    f"{self._join_seconds} s"
+                )
+            elif log.is_due(time.monotonic()):
+                left = deadline - time.monotonic()
+                _logger.warning(
+                    "%d of %d agents are there; the others are to come to %s; gives up in %.0f s",
+                    len(present),
+                    self._min,
+                    self._where(),
+                    left,
                 )
             time.sleep(_LOOK_SECONDS)
+
+    def _where(self) -> str:
+        """The address of the store, and of the host if that is this one."""
+        where = f"{self._endpoint}:{self._port}"
+        if self._server is None:
+            return where
+        return f"{where}, on this host ({describe_addresses(host_addresses())})"
 
     def _present(self, silence: Silence) -> list[int]:
         """The nodes that came and are not gone."""

@@ -146,3 +146,29 @@ class TestDeviceMapsOfADynamicGroup:
             join("bob", {})
         join("carol", {"dave": {"cpu": 0}})
         assert self.names(store) == ["alice", "carol"]
+
+
+class TestAHostWhoseNameStandsForItsLoopbackInterface:
+    @pytest.fixture(autouse=True)
+    def _debian(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bring_up, "_address_towards", lambda host: "127.0.1.1")
+        monkeypatch.setattr(bring_up, "outward_address", lambda addresses: "192.0.2.7")
+        monkeypatch.setenv("MASTER_ADDR", "head")
+
+    @pytest.mark.parametrize("init_method", ["env://", "tcp://head:29500"])
+    def test_is_told_to_others_by_another_address_in_a_group_with_a_key(
+        self, init_method: str
+    ) -> None:
+        assert address_towards(init_method, b"key") == "192.0.2.7"
+        assert address_towards(init_method) is None
+
+    def test_keeps_to_itself_what_is_known_to_be_on_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert address_towards("tcp://127.0.0.1:29500", b"key") is None
+        assert address_towards("tcp://localhost:29500", b"key") is None
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
+        assert address_towards("env://", b"key") is None
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert address_towards("env://", b"key") == "192.0.2.7"

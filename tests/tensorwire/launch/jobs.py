@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.machines import Machine
 from tests.processes import ready_made
 from tests.waiting import eventually
 
@@ -82,17 +83,25 @@ class Job:
     folder: Path
     agents: list[Agent] = field(default_factory=list)
 
-    def start(self, *arguments: str, main: str = "rpcrun", **variables: str) -> Agent:
+    def start(
+        self,
+        *arguments: str,
+        main: str = "rpcrun",
+        machine: Machine | None = None,
+        **variables: str,
+    ) -> Agent:
         """Starts an agent.
 
         Args:
             arguments: its command line; the test says where the job's folder is.
             main: rpcrun, torchrun, or a module whose ``main`` takes the arguments.
+            machine: where it runs. Default in the test's own network.
             variables: its environment, beyond this process's.
         """
         output = self.folder / f"agent{len(self.agents)}.out"
         output.touch()
-        start = ready_made().Process(target=_run, args=(main, arguments, str(output), variables))
+        told = (main, arguments, str(output), variables, machine)
+        start = ready_made().Process(target=_run, args=told)
         start.start()
         agent = Agent(start, output)
         self.agents.append(agent)
@@ -153,7 +162,15 @@ def job(folder: Path) -> Iterator[Job]:
 _MAINS = {"rpcrun": "tensorwire.launch.main", "torchrun": "torch.distributed.run"}
 
 
-def _run(main: str, arguments: Sequence[str], output: str, variables: dict[str, str]) -> None:
+def _run(
+    main: str,
+    arguments: Sequence[str],
+    output: str,
+    variables: dict[str, str],
+    machine: Machine | None,
+) -> None:
+    if machine is not None:
+        machine.enter()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
