@@ -65,6 +65,7 @@ from rpc.errors import (
 )
 from rpc.group.events import MembershipChange, MembershipEvent
 from rpc.observe.debug_dump import install_debug_signal
+from rpc.observe.watching import progress, slow_phase
 from rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, WhenFull
 from rpc.outcomes.futures import Future
 from rpc.protocol.retry import Retry
@@ -138,6 +139,7 @@ __all__ = [
     "new_method",
     "on_membership",
     "options",
+    "progress",
     "register_backend",
     "remote",
     "rpc_async",
@@ -146,6 +148,7 @@ __all__ = [
     "serve",
     "set_event",
     "shutdown",
+    "slow_phase",
     "tracing",
     "workers",
 ]

@@ -54,6 +54,7 @@ from rpc.internal import (
     serialize_call,
 )
 from rpc.observe.metrics import Snapshot
+from rpc.observe.watching import report_to_launcher
 from rpc.options import RpcBackendOptions, require_shutdown_timeout, whole_number
 from rpc.outcomes import collecting
 from rpc.outcomes.futures import Future
@@ -557,6 +558,7 @@ def _set_and_start_rpc_agent(agent: Agent) -> None:
     set_process_agent(agent)
     collecting.use()
     torch_contexts.use()
+    report_to_launcher(agent)
 
 
 def debug_info() -> dict[str, Any]:

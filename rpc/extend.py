@@ -56,6 +56,9 @@ from rpc.group.member_list import Member, MemberList
 from rpc.group.signed_store import SignedStore
 from rpc.group.store_host import StoreServer, host_store
 from rpc.ids import Life, new_tuple
+from rpc.observe.progress import Facts, Progress
+from rpc.observe.reporter import WATCH, quantile
+from rpc.observe.watching import progress_of
 from rpc.outcomes.futures import Future, wait_in_usual_modes
 from rpc.outcomes.sinks import AnswerSink, AwaitedAnswerSink
 from rpc.outcomes.slot import Slot
@@ -80,9 +83,11 @@ from rpc.worker_info import WorkerInfo
 __all__ = [
     "KEY_DESCRIPTOR",
     "KEY_FILE",
+    "WATCH",
     "Answer",
     "CallExtension",
     "Destination",
+    "Facts",
     "Handler",
     "Helpers",
     "HostAddress",
@@ -92,6 +97,7 @@ __all__ = [
     "MemberList",
     "MembershipChange",
     "MembershipEvent",
+    "Progress",
     "Reaper",
     "Slot",
     "StoreServer",
@@ -114,6 +120,7 @@ __all__ = [
     "on_membership",
     "outward_address",
     "post",
+    "quantile",
     "read_group_key",
     "reply_buffer",
     "require_arguments",
@@ -191,6 +198,11 @@ class Worker:
     def clock(self) -> Clock:
         """Its time: the machine's, or a test's virtual one."""
         return self._shared.clock
+
+    @property
+    def progress(self) -> Progress:
+        """Its steps, slow phases and sources of facts, as whoever watches the job sees them."""
+        return progress_of(self._states, self.clock)
 
     def state(
         self,
