@@ -50,6 +50,7 @@ from rpc.group.host_addresses import (
     outward_address,
     resolve_host,
 )
+from rpc.group.job_roles import JobRole, JobRoles
 from rpc.group.key_values import KeyValueStore
 from rpc.group.keys import KEY_DESCRIPTOR, KEY_FILE, read_group_key, share_group_key
 from rpc.group.member_list import Member, MemberList
@@ -91,6 +92,8 @@ __all__ = [
     "Handler",
     "Helpers",
     "HostAddress",
+    "JobRole",
+    "JobRoles",
     "KeyValueStore",
     "Life",
     "Member",
@@ -262,6 +265,10 @@ class Worker:
         """The id and incarnation of a living worker; see :func:`life_of`."""
         group = self._shared.group
         return group.life(group.find(who).id)
+
+    def members(self) -> list[WorkerInfo]:
+        """The workers that are in the group now; see :func:`rpc.workers`."""
+        return self._shared.group.living()
 
     def is_living(self, life: Life) -> bool:
         """Tells whether that life is a member's now; see :func:`is_living`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-_FIRST: Final = (5.0, 10.0, 20.0, 40.0)
+FIRST: Final = (5.0, 10.0, 20.0, 40.0)
 _EVERY: Final = 60.0
 
 
@@ -25,8 +25,8 @@ class WaitLog:
                 logger.warning("waits for ...")
     """
 
-    def __init__(self, began: float, first: Sequence[float] = _FIRST, every: float = _EVERY):
-        self.began, self._first, self._every = began, first, every
+    def __init__(self, began: float, first: Sequence[float] = (), every: float = _EVERY):
+        self.began, self._first, self._every = began, first or FIRST, every
         self._told = 0
 
     def next_at(self) -> float:

@@ -190,7 +190,9 @@ class RoleAgent(SimpleElasticAgent):
         """Does the first round; every start is recorded where it happens."""
         host, port = self._meeting(worker_group)
         run_id = self._handler.get_run_id()
-        self._facts = JobFacts(run_id, worker_group.group_rank or 0, host, port)
+        handler = self._handler
+        most = handler.max_nodes if isinstance(handler, TensorWireRendezvous) else 0
+        self._facts = JobFacts(run_id, host, port, most)
         self._members: GroupMembers | None = None
         if self._guardian is None:
             self._guardian = Guardian()

@@ -79,10 +79,11 @@ class Node:
 
     Args:
         id: unique among all that ever take part.
-        number: its group rank.
+        number: counts those that ever came.
         host: for people.
         offers: how many workers of which role it has room for, by role.
         spare: room for workers of an agent that died, of any role.
+        place: its group rank: the lowest number that no other agent had as it joined.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Node:
     host: str
     offers: tuple[tuple[str, int], ...]
     spare: int = 0
+    place: int = 0
 
     def offered(self, role: str) -> int:
         """The number of workers of a role that it has room for."""

@@ -210,6 +210,11 @@ class TensorWireRendezvous(RendezvousHandler):
         return self._store
 
     @property
+    def max_nodes(self) -> int:
+        """The number of nodes that there can be at a time."""
+        return self._max
+
+    @property
     def join_seconds(self) -> float:
         """The time to wait for other nodes."""
         return float(self._join_seconds)

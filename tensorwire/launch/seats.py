@@ -119,7 +119,9 @@ def _joined(plan: Plan, event: Joined) -> Plan:
                 f"role {role.name!r}: the agents disagree about it; one was told {known}, and "
                 f"that on {event.node.host} {role}"
             )
-    return replace(plan, roles=states, nodes=(*plan.nodes, event.node))
+    taken = {node.place for node in plan.nodes}
+    place = next(place for place in range(len(taken) + 1) if place not in taken)
+    return replace(plan, roles=states, nodes=(*plan.nodes, replace(event.node, place=place)))
 
 
 def _policy(role: Role) -> Role:

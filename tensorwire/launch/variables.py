@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rpc.extend import JobRole, JobRoles
 from tensorwire.launch.plan import Plan, Seat
+from tensorwire.launch.roles import Share
+
+VARIABLE = "RPC_ROLES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +18,15 @@ class JobFacts:
 
     Args:
         run_id: of the job.
-        node: the agent's group rank.
         host: of the job's store.
         port: of the job's store.
+        max_nodes: agents that there can be; 0 for those that there are.
     """
 
     run_id: str
-    node: int
     host: str
     port: int
+    max_nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,14 @@ def worker_variables(plan: Plan, seat: Seat, local: LocalPlace, facts: JobFacts)
         host, _, port = state.meeting.rpartition(":")
         rank = role_rank = state.members.index(seat.number)
         size = role_size = len(state.members)
-    nodes = [node.number for node in plan.nodes]
+    places = {node.id: node.place for node in plan.nodes}
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local.rank),
         "LOCAL_WORLD_SIZE": str(local.size),
-        "GROUP_RANK": str(facts.node),
-        "GROUP_WORLD_SIZE": str(max([len(nodes), *(number + 1 for number in nodes)])),
+        "GROUP_RANK": str(places[seat.holder]),
+        "GROUP_WORLD_SIZE": str(max(places.values()) + 1),
         "ROLE_NAME": seat.role,
         "ROLE_RANK": str(role_rank),
         "ROLE_WORLD_SIZE": str(role_size),
@@ -66,9 +70,23 @@ def worker_variables(plan: Plan, seat: Seat, local: LocalPlace, facts: JobFacts)
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RPC_WORKER_NAME": seat.name,
         "RPC_WORKER_ID": str(seat.id),
+        VARIABLE: _job_roles(plan, facts.max_nodes).encode(),
         "RPC_SERVICE": "1" if state.role.service else "0",
         "RPC_INIT_METHOD": f"tcp://{_bracketed(facts.host)}:{facts.port}",
     }
+
+
+def _job_roles(plan: Plan, max_nodes: int) -> JobRoles:
+    """The roles, with how many workers each has, and can have if agents come like those there."""
+    found = {}
+    for state in plan.roles:
+        role, seats = state.role, sum(1 for _ in plan.seats_of(state.role.name))
+        most = role.count
+        if role.share is Share.AGENT:
+            offers = [node.offered(role.name) for node in plan.nodes]
+            most = sum(offers) + max(offers) * max(0, max_nodes - len(offers))
+        found[role.name] = JobRole(seats, max(seats, most))
+    return JobRoles(found)
 
 
 def _bracketed(host: str) -> str:

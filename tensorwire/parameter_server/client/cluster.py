@@ -25,7 +25,11 @@ from tensorwire.parameter_server.client.exchange import (
     Wanted,
     Whole,
 )
-from tensorwire.parameter_server.client.finding import present_life, worker_names
+from tensorwire.parameter_server.client.finding import (
+    lives_to_come,
+    role_or_names,
+    those_there,
+)
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.client.splitting import WholeDense, WholeTable
 from tensorwire.parameter_server.client.table import Table
@@ -38,7 +42,7 @@ from tensorwire.parameter_server.decisions.consistency import (
 from tensorwire.parameter_server.decisions.lives import Verdict
 from tensorwire.parameter_server.decisions.views import Server, Snapshot
 from tensorwire.parameter_server.declarations import spec as specs
-from tensorwire.parameter_server.declarations.arguments import instance
+from tensorwire.parameter_server.declarations.arguments import instance, number
 from tensorwire.parameter_server.declarations.dense_spec import describe, require_step, spread_of
 from tensorwire.parameter_server.declarations.initialisers import Constant, Initialiser
 from tensorwire.parameter_server.declarations.lifetimes import MinCount, UnusedFor
@@ -411,21 +415,37 @@ class Cluster:
         what = orders.TakeSnapshot(path, "", extra)
         return Saving(lambda: self.session.servers.ask_coordinator(what, patient=False))
 
-    def resize(self, servers: Sequence[str]) -> None:
+    def resize(self, servers: Sequence[str] | str | None = None, *, timeout: float = 60.0) -> None:
         """Has these servers keep everything from now on, while training goes on.
 
         Args:
-            servers: names of workers, each of which heads its share.
+            servers: names of workers, each of which heads its share, or their role: all of its
+                workers that are there. Default the role of the present servers.
+            timeout: seconds that a server has to come into the group.
 
         Raises:
-            ParameterServerError: one of them is not there.
+            ParameterServerError: one of them is gone again.
+            TimeoutError: one of them did not come.
             TypeError: ``servers`` are no names.
+            ValueError: there is no such role.
         """
-        names = worker_names("resize", servers)
+        number("resize", "timeout", timeout)
+        role, names = role_or_names("resize", self._role() if servers is None else servers)
         worker = self.session.worker
-        lives = tuple(present_life(worker, name) for name in names)
-        self.session.servers.ask_coordinator(orders.Resize(lives))
+        lives = those_there(role) if role else lives_to_come("resize", worker, names, timeout)
+        self.session.servers.ask_coordinator(orders.Resize(tuple(lives)))
         self.session.refresh()
+
+    def _role(self) -> str:
+        """The role of the present servers, for whoever names no others."""
+        names = [server.name for server in self.session.view.servers]
+        roles = {name.rpartition(":")[0] for name in names}
+        if len(roles) != 1 or roles == {""}:
+            raise ValueError(
+                f"resize: the servers {', '.join(names)} are not of one role, as 'ps:0' and 'ps:1' "
+                "are; give the names of those that are to keep everything"
+            )
+        return roles.pop()
 
     def stats(self) -> dict[str, Any]:
         """All that the servers and this worker can say of themselves, as plain data."""

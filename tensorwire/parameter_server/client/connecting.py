@@ -12,7 +12,7 @@ from rpc import extend
 from tensorwire.checkpoint import Checkpoint
 from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.client.cluster import Cluster, NanPolicy
-from tensorwire.parameter_server.client.finding import lives_to_come, worker_names
+from tensorwire.parameter_server.client.finding import lives_to_come, role_or_names
 from tensorwire.parameter_server.client.session import Session
 from tensorwire.parameter_server.decisions import views
 from tensorwire.parameter_server.decisions.consistency import BSP, SSP, Async, Consistency
@@ -37,7 +37,7 @@ class _Connected:
 
 
 def connect(
-    servers: Sequence[str],
+    servers: Sequence[str] | str,
     *,
     backups: int = 0,
     consistency: Consistency | None = None,
@@ -45,20 +45,25 @@ def connect(
     name: str = _NAME,
     nans: NanPolicy = NanPolicy.RAISE,
     restore: str | os.PathLike[str] | None = None,
+    grow: bool = False,
     timeout: float = 60.0,
 ) -> Cluster:
     """Connects to the servers, which need nothing but to be in the group; the first one who
     does says what the cluster is.
 
     Args:
-        servers: names of the workers that keep the state, each its share.
+        servers: names of the workers that keep the state, each its share; or their role under
+            rpcrun, such as ``"ps"``: then those that had been started by the time of this worker.
         backups: servers that have a copy of each share, and take over when its own is lost.
         consistency: ``ps.BSP()``, which is the default, ``ps.SSP(steps)`` or ``ps.Async()``.
-        trainers: how many wait for each other to begin. Default: as many as the role of this
-            worker has under rpcrun, else 1. Others may join later.
+        trainers: how many wait for each other to begin. Default: all of this worker's role that
+            rpcrun had started by the time that it started the last of those who wait; without
+            rpcrun 1. Others may join later.
         name: of the cluster, if there are several in the group.
         nans: what happens to gradients that are no numbers.
         restore: folder of a snapshot to begin with.
+        grow: servers of the role that come later get their share at once. Default no, until
+            :meth:`Cluster.resize` says so.
         timeout: seconds that servers have to come into the group.
 
     Raises:
@@ -75,12 +80,16 @@ def connect(
     number("connect", "timeout", timeout)
     instance("connect", "nans", nans, NanPolicy, "a ps.NanPolicy")
     whole("connect", "backups", backups, least=0)
-    names = worker_names("connect", servers)
+    instance("connect", "grow", grow, bool, "True or False")
+    role, names = role_or_names("connect", servers)
+    if grow and not role:
+        raise ValueError(f"connect: grow=True needs a role for servers, not {names!r}")
     if backups >= len(names):
         raise ValueError(f"connect: backups={backups} needs more than {len(names)} servers")
-    count = int(os.environ.get("ROLE_WORLD_SIZE", "1")) if trainers is None else trainers
-    whole("connect", "trainers", count)
-    settings = settings_of(consistency, names, count)
+    if trainers is not None:
+        whole("connect", "trainers", trainers)
+    settings = settings_of(consistency, names, trainers or 0, role, grow)
+    started = int(os.environ.get("ROLE_WORLD_SIZE", "1"))
     worker = extend.worker()
     connected = extend.worker_state(_Connected, _Connected, _Connected.close)
     with connected.lock:
@@ -89,7 +98,7 @@ def connect(
             _require_same(known.session.view, settings, backups)
             return known
         view = _meet(worker, name, settings, backups, restore, timeout)
-        session = Session(worker, name, view, connected.sessions.get(name, 0))
+        session = Session(worker, name, view, connected.sessions.get(name, 0), trainers or started)
         connected.sessions[name] = connected.sessions.get(name, 0) + 1
         cluster = connected.clusters[name] = Cluster(session, nans)
     session.servers.spread()
@@ -108,7 +117,7 @@ def _meet(
     meeting = Meeting(worker)
     view = meeting.view(name)
     if view is None:
-        lives = lives_to_come(worker, settings["servers"], timeout)
+        lives = lives_to_come("connect", worker, settings["servers"], timeout)
         first = views.first(lives, backups, settings)
         if restore is not None:
             first = _restored(first, restore)
@@ -128,20 +137,30 @@ def _restored(view: View, folder: str | os.PathLike[str]) -> View:
 
 
 def _require_same(view: View, settings: Mapping[str, Any], backups: int) -> None:
+    before = view.settings
     different = [
-        f"{key}={view.settings[key]!r}, not {settings[key]!r}"
-        for key in ("consistency", "trainers")
-        if list_of(view.settings[key]) != list_of(settings[key])
+        f"{key}={before[key]!r}, not {settings[key]!r}"
+        for key in ("consistency", "grows")
+        if list_of(before.get(key)) != list_of(settings[key])
     ]
+    if settings["trainers"] and before["trainers"] not in (0, settings["trainers"]):
+        different.append(f"trainers={before['trainers']}, not {settings['trainers']}")
     if view.backups != backups:
         different.append(f"backups={view.backups}, not {backups}")
-    current = [server.name for server in view.servers]
-    if settings["servers"] not in (list(view.settings["servers"]), current):
-        different.append(f"servers={current}, not {settings['servers']}")
+    if not _are_same_servers(view, settings):
+        current = [server.name for server in view.servers]
+        different.append(f"servers={current}, not {settings['role'] or settings['servers']!r}")
     if different:
         raise errors.DeclarationError(
             f"the cluster was set up otherwise before: {'; '.join(different)}"
         )
+
+
+def _are_same_servers(view: View, settings: Mapping[str, Any]) -> bool:
+    if settings["role"]:  # whose workers may be others by now
+        return all(server.is_of(settings["role"]) for server in view.servers)
+    names = [list(view.settings["servers"]), [server.name for server in view.servers]]
+    return settings["servers"] in names
 
 
 def list_of(value: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -9,13 +12,60 @@ from typing import Final
 
 import rpc
 from rpc import extend
-from tensorwire.parameter_server import errors
 from tensorwire.parameter_server.decisions.views import Server
 from tensorwire.parameter_server.messaging.calling import own_incarnation
 
+_logger: Final = logging.getLogger("tensorwire")
 _SECONDS_TO_ANSWER: Final = 30.0
 _SHORTEST: Final = 0.05
 _LONGEST_PAUSE: Final = 0.5
+
+
+def role_or_names(where: str, servers: Sequence[str] | str) -> tuple[str, list[str]]:
+    """The argument ``servers`` of the function ``where``: a role, or else a list of names.
+
+    Returns:
+        The role, empty if names are given; the names, of a role those that had been started by
+        the time this worker was, and those that are there.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there is no such role, or a name is there twice.
+    """
+    if not isinstance(servers, str):
+        return "", worker_names(where, servers)
+    roles = extend.JobRoles.of(os.environ).roles
+    if roles and servers not in roles:
+        raise ValueError(
+            f"{where}: servers={servers!r} is no role of this job; its roles are {', '.join(roles)}"
+        )
+    started = roles[servers].started if servers in roles else 0
+    names = {f"{servers}:{number}" for number in range(started)} | {*role_members(servers)}
+    if not names:
+        raise ValueError(
+            f"{where}: there is no worker of a role servers={servers!r}, such as '{servers}:0', in "
+            "the group; give the servers' names, as ['ps0', 'ps1']"
+        )
+    return servers, sorted(names, key=_number)
+
+
+def role_members(role: str) -> list[str]:
+    """The names of the workers of a role that are in the group now, by number."""
+    found = [each.name for each in rpc.workers(f"{role}:") if Server(each.name, 0).is_of(role)]
+    return sorted(found, key=_number)
+
+
+def _number(name: str) -> int:
+    return Server(name, 0).number_in_role()
+
+
+def those_there(role: str) -> list[Server]:
+    """The present lives of the workers of a role that answer."""
+    found = []
+    for name in role_members(role):
+        with contextlib.suppress(rpc.RpcError):  # it leaves just now
+            found.append(_asked(name, _SECONDS_TO_ANSWER))
+    return found
 
 
 def worker_names(where: str, servers: Sequence[str]) -> list[str]:
@@ -29,46 +79,54 @@ def worker_names(where: str, servers: Sequence[str]) -> list[str]:
     return names
 
 
-def present_life(worker: extend.Worker, name: str) -> Server:
-    """The present life of a server, which it says itself."""
-    try:
-        worker.life_of(name)  # who was never there is not waited for
-        return _asked(name, _SECONDS_TO_ANSWER)
-    except rpc.RpcError as error:
-        raise errors.ParameterServerError(f"server {name!r} is not in the group") from error
-
-
-def lives_to_come(worker: extend.Worker, names: Sequence[str], timeout: float) -> list[Server]:
-    """As :func:`present_life`, for servers that may be yet to come.
+def lives_to_come(
+    where: str, worker: extend.Worker, names: Sequence[str], timeout: float
+) -> list[Server]:
+    """The present lives of servers, which may be yet to come; they say it themselves.
 
     What this worker has heard of one may be about a former life of that name.
+
+    Args:
+        where: who asks, for the error.
+        worker: this one.
+        names: of the servers.
+        timeout: seconds.
 
     Raises:
         TimeoutError: one of them does not come.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline, log = began + timeout, extend.WaitLog(began)
     try:
-        return [_life_to_come(worker, name, deadline) for name in names]
+        return [_life_to_come(where, worker, name, deadline, log) for name in names]
     except TimeoutError as error:
         present = ", ".join(sorted(each.name for each in rpc.workers()))
         raise TimeoutError(
-            f"connect: server {error} did not come into the group within {timeout:g} s; "
+            f"{where}: server {error} did not come into the group within {timeout:g} s; "
             f"in it are {present}"
         ) from error
 
 
-def _life_to_come(worker: extend.Worker, name: str, deadline: float) -> Server:
+def _life_to_come(
+    where: str, worker: extend.Worker, name: str, deadline: float, log: extend.WaitLog
+) -> Server:
     changed = threading.Event()
     forget = worker.on_membership(lambda _: changed.set())
     try:
         while True:
             changed.clear()
             left = deadline - time.monotonic()
+            until_told = max(log.next_at() - time.monotonic(), _SHORTEST)
             try:
-                return _asked(name, max(left, _SHORTEST))
+                return _asked(name, max(min(left, until_told), _SHORTEST))
             except (rpc.UnknownWorkerError, rpc.WorkerLostError, rpc.RpcTimeoutError) as error:
                 if left < 0:
                     raise TimeoutError(repr(name)) from error
+            if log.is_due(now := time.monotonic()):
+                _logger.warning(
+                    "%s has waited %.0f s for server %r to come into the group, and gives up in "
+                    "%.0f s", where, now - log.began, name, max(deadline - now, 0.0),
+                )  # fmt: skip
             changed.wait(min(max(left, 0), _LONGEST_PAUSE))
     finally:
         forget()

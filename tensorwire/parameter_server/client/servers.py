@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillWaiting
 from typing import Any, Final
 
 from rpc import extend
@@ -15,6 +18,7 @@ from tensorwire.parameter_server.decisions.views import Server, View
 from tensorwire.parameter_server.messaging import messages
 from tensorwire.parameter_server.messaging.calling import LOST, Caller, verdict_on
 
+_logger: Final = logging.getLogger("tensorwire")
 PAUSE: Final = 0.02
 LONGEST_PAUSE: Final = 0.5
 
@@ -51,20 +55,26 @@ class Servers:
         for server in view.servers:
             self._caller.call(server, messages.See(text), lambda _: None)
 
-    def ask_coordinator(self, what: orders.Request, patient: bool = True) -> Any:
+    def ask_coordinator(
+        self, what: orders.Request, patient: bool = True, waits_for: str = "it"
+    ) -> Any:
         """Asks until the coordinator answers.
 
         Args:
             what: the request.
             patient: asks again if the coordinator was lost in the middle.
+            waits_for: says in the log for whom or what the answer may wait.
 
         Raises:
             ParameterServerError: it cannot be done; or the coordinator was lost.
         """
-        pause = PAUSE
+        pause, log = PAUSE, extend.WaitLog(time.monotonic())
         while True:
             seen, coordinator = self._news.count, self._view().coordinator
-            reply = self._ask_unless_lost(coordinator, messages.Asking(what))
+            reply: Any = messages.Rejected("")
+            if verdict_on(self._worker, coordinator) is not Verdict.OVER:
+                answer = self._ask(coordinator, messages.Asking(what))
+                reply = _awaited(answer, log, what, coordinator, waits_for)
             if isinstance(reply, messages.Granted):
                 return reply.result
             if isinstance(reply, messages.Rejected) and reply.reason:
@@ -75,11 +85,6 @@ class Servers:
             pause = min(pause * 1.5, LONGEST_PAUSE)
             self._refresh()
             self.spread()
-
-    def _ask_unless_lost(self, server: Server, message: Any) -> Any:
-        if verdict_on(self._worker, server) is Verdict.OVER:
-            return messages.Rejected("")
-        return self._ask(server, message).result()
 
     def _has_heard_of(self, server: Server) -> bool:
         """False if calls to that life may have met the one before it."""
@@ -102,3 +107,19 @@ class Servers:
         keepers = sorted({each for shard in self._view().shards for each in shard.chain})
         answers = {server: self._ask(server, message) for server in keepers}
         return {server: answer.result() for server, answer in answers.items()}
+
+
+def _awaited(
+    answer: Future[Any], log: extend.WaitLog, what: object, coordinator: Server, waits_for: str
+) -> Any:
+    """The answer, however long it takes; the log says so if that is long."""
+    while True:
+        try:
+            return answer.result(max(log.next_at() - time.monotonic(), 0.0))
+        except StillWaiting:
+            pass
+        if log.is_due(now := time.monotonic()):
+            _logger.warning(
+                "%s has waited %.0f s for %s; server %r coordinates",
+                type(what).__name__.lower(), now - log.began, waits_for, coordinator.name,
+            )  # fmt: skip

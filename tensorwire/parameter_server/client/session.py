@@ -51,13 +51,17 @@ class Session:
         cluster: the cluster's name.
         view: its view.
         session: how often this worker has joined this cluster before.
+        started: trainers that had been started by the time that this one was.
     """
 
-    def __init__(self, worker: extend.Worker, cluster: str, view: View, session: int) -> None:
+    def __init__(
+        self, worker: extend.Worker, cluster: str, view: View, session: int, started: int
+    ) -> None:
         self.worker = worker
         self.cluster = cluster
         self.view = view
         self.client = Client(worker.info.name, worker.life.incarnation, session)
+        self._started = started
         self.number = -1
         self.next = 0
         self._first = 0
@@ -547,7 +551,8 @@ class Session:
 
     def join(self) -> None:
         """Becomes a trainer; returns when it may push."""
-        number = self.servers.ask_coordinator(orders.Join(self.client))
+        join = orders.Join(self.client, self._started)
+        number = self.servers.ask_coordinator(join, waits_for=self._beginning())
         pause = PAUSE
         while True:
             seen = self.news.count
@@ -562,6 +567,12 @@ class Session:
             self.news.wait(seen, pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
 
+    def _beginning(self) -> str:
+        """For whom a trainer waits that joins, as far as it knows."""
+        said = int(self.view.settings.get("trainers", 1))
+        told = f"ps.connect(trainers={said})" if said else f"{self._started} had been started"
+        return f"the trainers with which cluster {self.cluster!r} begins ({told})"
+
     def finish(self) -> None:
         """Pushes the last push, and leaves when it is safe everywhere."""
         with self._naming_all_lost(), self._acting():
@@ -573,7 +584,8 @@ class Session:
             refused, self._errors = list(self._errors.values()), {}
         generation = self.view.generation
         try:
-            self.servers.ask_coordinator(orders.Leave(self.number, generation, self._first, number))
+            leave = orders.Leave(self.number, generation, self._first, number)
+            self.servers.ask_coordinator(leave, waits_for="servers to let this trainer go")
         except errors.ParameterServerError:
             self.refresh()
             with self._naming_all_lost(), self._acting():

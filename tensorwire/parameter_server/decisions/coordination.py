@@ -54,6 +54,7 @@ class Coordinator(Tasks):
         self._me = me
         self._changes = 0
         self._arrivals: dict[Client, list[int]] = {}
+        self._started: dict[Client, int] = {}
         self._copying = False
         self._failed_copy: tuple[int, tuple[int, Server]] | None = None
         here = set(trainers)
@@ -251,15 +252,26 @@ class Coordinator(Tasks):
             return
         known = self.view.trainer(join.client)
         self._arrivals.setdefault(join.client, []).append(request)
+        self._started[join.client] = join.started
         if known is not None and self._change is None:
             self._answer_arrivals()
 
     def _may_join(self) -> bool:
         new = [who for who in self._arrivals if self.view.trainer(who) is None]
-        expected = int(self.view.settings.get("trainers", 1))
         if not new:
             self._answer_arrivals()
-        return bool(new) and (self.view.joined > 0 or len(new) >= expected)
+        return bool(new) and (self.view.joined > 0 or len(new) >= self._expected(new))
+
+    def _expected(self, new: Iterable[Client]) -> int:
+        """The number of trainers that wait for each other to begin.
+
+        Where nobody said it, as many as the one of them that was started last knows to have been
+        started. In a job of fixed size all know of all, so all begin with the same cut and get
+        the same bits; where agents come and go, nobody need agree about a number that depends
+        on when he was started, and who comes later joins as he does in a running cluster.
+        """
+        said = int(self.view.settings.get("trainers", 1))
+        return said or max(self._started[who] for who in new)
 
     def _join(self) -> Steps:
         """All who have asked join at one cut."""
@@ -342,6 +354,15 @@ class Coordinator(Tasks):
     def _add_server(self, request: int, server: Server) -> Steps:
         yield Edit(lambda view: view if server in view.servers else views.with_server(view, server))
         self._effects.append(Reply(request, None))
+        if self.view.settings.get("grows"):
+            self._line_up(self._grow)
+
+    def _grow(self) -> Steps:
+        """Gives each server of the cluster's role that is there its share."""
+        role = str(self.view.settings["role"])
+        mine = [each for each in self.view.servers if each in self._living and each.is_of(role)]
+        if {shard.head for shard in self.view.shards if shard.chain} != set(mine):
+            yield from self._spread(tuple(sorted(mine, key=Server.number_in_role)))
 
     def _restore_backups(self) -> None:
         """Has a shard with too few backups copied, one at a time."""
@@ -370,10 +391,13 @@ class Coordinator(Tasks):
             self._effects.append(Fail(request, f"servers {', '.join(gone)} are not there"))
             return
         self._living.update(what.servers)
-        yield Edit(lambda view: views.resized(view, what.servers))
+        yield from self._spread(what.servers)
+        self._effects.append(Reply(request, None))
+
+    def _spread(self, servers: tuple[Server, ...]) -> Steps:
+        yield Edit(lambda view: views.resized(view, servers))
         yield from self._move()
         yield from self._trim()
-        self._effects.append(Reply(request, None))
 
     def _trim(self) -> Steps:
         """Lets go of shards that are empty, once what they had has arrived."""

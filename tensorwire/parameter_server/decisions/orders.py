@@ -130,9 +130,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A trainer wants to push. Answered with its number."""
+    """A trainer wants to push. Answered with its number.
+
+    Args:
+        client: the trainer.
+        started: trainers that had been started by the time it was.
+    """
 
     client: Client
+    started: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,15 @@ class Server:
     def __str__(self) -> str:
         return f"{self.name}/{self.incarnation}"
 
+    def is_of(self, role: str) -> bool:
+        """True of a worker of that role of a job, as ``ps:3`` is of ``ps``."""
+        name, _, number = self.name.rpartition(":")
+        return name == role and number.isdecimal()
+
+    def number_in_role(self) -> int:
+        """Its number, if it is a worker of some role."""
+        return int(self.name.rpartition(":")[2])
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Client:

@@ -20,14 +20,25 @@ _NAMESPACE: Final = "tensorwire.ps"
 _CLUSTERS: Final = "clusters"
 
 
-def settings_of(consistency: Consistency, servers: list[str], trainers: int) -> dict[str, Any]:
-    """The settings of a cluster, as values of JSON."""
+def settings_of(
+    consistency: Consistency, servers: list[str], trainers: int, role: str = "", grows: bool = False
+) -> dict[str, Any]:
+    """The settings of a cluster, as values of JSON.
+
+    Args:
+        consistency: between trainers.
+        servers: names of those that it begins with.
+        trainers: with how many it begins; 0 for as many as had been started by then.
+        role: of the servers, if they were not given by name.
+        grows: servers of that role that come later get a share.
+    """
     kind: list[Any] = [type(consistency).__name__]
     if isinstance(consistency, BSP):
         kind.append(consistency.reduce.value)
     elif isinstance(consistency, SSP):
         kind.append(consistency.staleness)
-    return {"consistency": kind, "servers": servers, "trainers": trainers}
+    told = {"consistency": kind, "servers": servers, "trainers": trainers}
+    return {**told, "role": role, "grows": grows}
 
 
 def consistency_of(settings: Mapping[str, Any]) -> Consistency:

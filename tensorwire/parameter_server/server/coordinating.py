@@ -72,6 +72,8 @@ class Coordinating:
             here = [t.number for t in view.trainers if self._lives(t.client)]
             self._coordinator = Coordinator(self._node.me, view, living, here)
             self._do(self._coordinator.start())
+            for server in sorted(self._role_members(view) - set(view.servers)):
+                self._arrived(server)
 
     def _living(self, view: View) -> set[Server]:
         known = {each for shard in view.shards for each in shard.chain} | set(view.servers)
@@ -81,6 +83,21 @@ class Coordinating:
             if latest is not None:
                 known.add(Server(name, latest.incarnation))
         return {each for each in known if self._lives(each)}
+
+    def _role_members(self, view: View) -> set[Server]:
+        """The workers of the cluster's role that are there; none if its servers have names."""
+        role = str(view.settings.get("role", ""))
+        found = set()
+        for info in self._node.host.worker.members() if role else ():
+            latest = latest_life(self._node.host.worker, info.name)
+            if latest is not None and Server(info.name, 0).is_of(role):
+                found.add(Server(info.name, latest.incarnation))
+        return found
+
+    def _arrived(self, server: Server) -> None:
+        """One more worker of the cluster's role is there; it may not know of the cluster."""
+        if self._coordinator is not None:
+            self._do(self._coordinator.asked(next(self._numbers), orders.Arrive(server)))
 
     def _lives(self, who: views.Client | Server) -> bool:
         """False if that life is over; one of which nothing was heard is trusted for a while."""
@@ -102,6 +119,9 @@ class Coordinating:
         """A worker is there."""
         if self._coordinator is not None:
             self._do(self._coordinator.server_came(server))
+        view = self._node.view
+        if view is not None and server.is_of(str(view.settings.get("role", ""))):
+            self._arrived(server)
 
     def asked(self, call: Call, what: orders.Request) -> None:
         """Somebody wants something."""

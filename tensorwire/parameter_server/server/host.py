@@ -187,7 +187,8 @@ class Host:
     def _is_known(self, view: View) -> bool:
         me = Server(self.worker.info.name, self.worker.life.incarnation)
         named = me.name in view.settings.get("servers", ())
-        return bool(view.broken) or me in view.servers or not named
+        is_meant = named or me.is_of(view.settings.get("role", ""))
+        return bool(view.broken) or me in view.servers or not is_meant
 
     def _arrives(self, cluster: str, view: View) -> bool:
         node = self.node(cluster)

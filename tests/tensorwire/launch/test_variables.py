@@ -6,6 +6,7 @@ import pytest
 
 from rpc.group.environment import LaunchedPlace, Launcher, find_place
 from tensorwire.launch.plan import Plan, Seat
+from tensorwire.launch.roles import Role
 from tensorwire.launch.variables import (
     JobFacts,
     LocalPlace,
@@ -15,7 +16,7 @@ from tensorwire.launch.variables import (
 )
 from tests.tensorwire.launch.plans import Job
 
-FACTS = JobFacts("job7", 1, "head", 29400)
+FACTS = JobFacts("job7", "head", 29400, 4)
 
 
 def of(job: Job, name: str) -> dict[str, str]:
@@ -45,10 +46,29 @@ def test_a_worker_knows_its_place_as_under_torchrun_and_its_seat() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "RPC_WORKER_NAME": "trainer:3",
         "RPC_WORKER_ID": "5",
+        "RPC_ROLES": "ps=2/4,trainer=4/8",
         "RPC_SERVICE": "0",
         "RPC_INIT_METHOD": "tcp://head:29400",
     }
     assert of(job, "ps:1")["RPC_SERVICE"] == "1"
+
+
+def test_an_agent_that_comes_after_another_died_has_the_free_place_among_those_there() -> None:
+    job = Job("trainer:1", nodes=2)
+    job.leave(1)
+    job.join(2)
+    says = of(job, "trainer:1")
+    assert (says["GROUP_RANK"], says["GROUP_WORLD_SIZE"]) == ("1", "2")
+
+
+def test_workers_are_told_how_many_of_each_role_there_can_be() -> None:
+    job = Job("ps:3/job,service", "trainer:2", nodes=2)
+    job.join(2, of=(Role("trainer", 5, max_restarts=0),))
+    assert of(job, "trainer:0")["RPC_ROLES"] == "ps=3/3,trainer=9/14"
+    alone = worker_variables(
+        job.plan, job.seat("trainer:0"), LocalPlace(0, 2), JobFacts("j", "h", 1)
+    )
+    assert alone["RPC_ROLES"] == "ps=3/3,trainer=9/9"
 
 
 def test_members_of_a_process_group_count_each_other_only_and_meet_at_a_store_of_their_own() -> (
