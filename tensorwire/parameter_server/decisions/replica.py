@@ -235,8 +235,8 @@ class Replica:
         return self._enter(Exported(target, epoch)) if self.is_head else []
 
     def assigned(self, values: Assign, call: Any) -> list[Effect]:
-        """Values are set; answered once they are safe."""
-        if not self.is_head:
+        """Values are set; answered once they are safe. Not before what they replace is here."""
+        if not self.is_head or not self.is_primed or not self.clock.is_open:
             return [Respond(call, NotHead())]
         return self._enter(values, call, is_control=True)
 

@@ -317,8 +317,8 @@ class Node:
 
         def answer() -> None:
             with found.lane.state_lock:
-                group = found.state.dense[message.name]
-                data = group.data(group.pieces)
+                group = found.state.dense.get(message.name)
+                data = NotHead() if group is None else group.data(group.pieces)
             call.answer(data)
 
         self.later(answer)

@@ -226,8 +226,10 @@ class ShardState:
     def _declare(self, name: str, text: str) -> None:
         if name in self.declared:
             return
-        spec = specs.decode(text)
         self.declared[name] = text
+        if not self.slots:  # it is made when the shard is primed, which says what belongs to it
+            return
+        spec = specs.decode(text)
         if isinstance(spec, TableSpec):
             self.tables[name] = Table(spec, self._kernels, self._device)
             if self._restored is not None:

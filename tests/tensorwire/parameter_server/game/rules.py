@@ -146,6 +146,10 @@ class Rules:
         """Once all is quiet, every server of a chain has the same state."""
         for shard in self.game.view.shards:
             states = [self.game.living[life] for life in shard.chain if life in self.game.living]
+            for process in states:
+                assert isinstance(process, ServerProcess)
+                state = process.states[shard.number]
+                state.real.check(state.rows)
             kept = [p.states[shard.number].rows for p in states if isinstance(p, ServerProcess)]
             if any(each != kept[0] for each in kept):
                 raise Broken(f"the chain of shard {shard.number} differs")

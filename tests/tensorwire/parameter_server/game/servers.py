@@ -42,6 +42,7 @@ from tensorwire.parameter_server.decisions.tasks import (
     Tell,
 )
 from tensorwire.parameter_server.decisions.views import Server, View
+from tests.tensorwire.parameter_server.game.loads import Copy, RealState
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
 
@@ -54,10 +55,11 @@ class State:
     """The state that storage holds of one shard."""
 
     number: int
+    real: RealState
     slots: tuple[int, ...] = ()
     rows: dict[int, History] = field(default_factory=dict)
     frozen: dict[int, dict[int, History]] = field(default_factory=dict)
-    exports: dict[tuple[int, int], dict[int, History]] = field(default_factory=dict)
+    exports: dict[tuple[int, int], tuple[dict[int, History], Any]] = field(default_factory=dict)
 
     def owned(self) -> list[int]:
         return [each for each in IDS if self.slots and self.slots[each] == self.number]
@@ -148,7 +150,7 @@ class ServerProcess(Process):
     def make(self, number: int, position: int = 0, version: int = -1) -> Replica:
         replica = Replica(self.life, number, self.game.plan.consistency, position, version)
         self.replicas[number] = replica
-        self.states[number] = State(number)
+        self.states[number] = State(number, RealState(number, self.game.plan.consistency))
         return replica
 
     def maybe_coordinate(self) -> None:
@@ -277,6 +279,8 @@ class ServerProcess(Process):
             self.reply(call, NotHead())
         elif isinstance(order, orders.Write):
             frozen = self.states[shard].frozen.pop(order.change, None)
+            if frozen is not None:
+                self.states[shard].real.check_frozen(order.change, frozen)
             self.reply(call, "none" if frozen is None else (shard, frozen))
         else:
             self.carry_out(shard, replica.ordered(order, call))
@@ -301,7 +305,14 @@ class ServerProcess(Process):
         self.carry_out(shard, self.replicas[shard].received(version, position, record, call))
 
     def install(
-        self, call: Any, shard: int, position: int, version: int, dumped: Any, state: State
+        self,
+        call: Any,
+        shard: int,
+        position: int,
+        version: int,
+        dumped: Any,
+        state: State,
+        copy: Copy,
     ) -> None:
         if shard in self.replicas and self.replicas[shard].version >= version:
             self.reply(call, "none")  # somebody who was replaced
@@ -309,9 +320,10 @@ class ServerProcess(Process):
         replica = self.make(shard, position, version)
         replica.load(dumped)
         self.joining.add(shard)
-        self.states[shard] = State(
-            shard, state.slots, dict(state.rows), {}, {k: dict(v) for k, v in state.exports.items()}
-        )
+        mine = self.states[shard]
+        mine.slots, mine.rows, mine.exports = state.slots, dict(state.rows), dict(state.exports)
+        mine.real.become(copy)
+        mine.real.check(mine.rows)
         for sender, early, what in self.early.pop(shard, []):
             self.receive(shard, sender, early, what)
         self.reply(call, True)
@@ -376,14 +388,19 @@ class ServerProcess(Process):
                 self.carry_out(shard, follow(effect.heir))
 
         state = self.states[shard]
-        copied = State(shard, state.slots, dict(state.rows), {}, dict(state.exports))
-        what = ("install", shard, effect.position, effect.version, dict(effect.clock), copied)
+        copied = replace(state, rows=dict(state.rows), frozen={}, exports=dict(state.exports))
+        copy, clock = state.real.copy(), dict(effect.clock)
+        what = ("install", shard, effect.position, effect.version, clock, copied, copy)
         self.call(effect.heir, what, installed)
 
     # --- the state
 
     def run(self, shard: int, what: Any) -> None:
         state = self.states[shard]
+        whole = None
+        if isinstance(what, orders.Prime) and what.folder and not what.awaited:
+            whole = self.game.folders[what.folder]
+        state.real.run(what, whole)
         if isinstance(what, Apply):
             step = tuple((push.trainer, push.number) for push in what.pushes)
             for push in what.pushes:
@@ -394,13 +411,12 @@ class ServerProcess(Process):
         elif isinstance(what, orders.Prime):
             state.slots = what.slots
             state.rows = {}
-            if what.folder and not what.awaited:
-                whole = self.game.folders[what.folder]
+            if whole is not None:
                 state.rows = {each: whole[each] for each in state.owned() if each in whole}
         elif isinstance(what, Reached):
             self.pass_cut(state, what.cut)
         elif isinstance(what, Import):
-            for each, history in what.load.items():
+            for each, history in what.load[0].items():
                 state.rows[each] = history
         elif isinstance(what, Exported):
             state.exports.pop((what.target, what.epoch), None)
@@ -418,7 +434,8 @@ class ServerProcess(Process):
                         for each in list(state.rows)
                         if cut.action.slots[each] == target
                     }
-                    state.exports[target, cut.epoch] = load
+                    moved = state.real.moved(target, cut.epoch)
+                    state.exports[target, cut.epoch] = load, moved
             self.resend_exports(state.number)
 
     def resend_exports(self, shard: int) -> None:

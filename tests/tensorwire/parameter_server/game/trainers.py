@@ -18,6 +18,7 @@ from tensorwire.parameter_server.decisions.tasks import (
 )
 from tensorwire.parameter_server.decisions.unacknowledged import Unacknowledged
 from tensorwire.parameter_server.decisions.views import Client, Server, View
+from tests.tensorwire.parameter_server.game.loads import declared
 from tests.tensorwire.parameter_server.game.plans import IDS, Broken, History
 from tests.tensorwire.parameter_server.game.processes import Process
 
@@ -35,7 +36,8 @@ class TrainerProcess(Process):
         self.start = 0
         self.left = steps
         self.kept = Unacknowledged()
-        self.phase = "join"
+        self.phase = "declare"
+        self.undeclared = list(declared().items())
         self.waiting: set[int] = set()
         self.generation = 0
         self.rows: dict[int, History] = {}
@@ -110,7 +112,9 @@ class TrainerProcess(Process):
 
     def act(self) -> None:
         """Whatever was not answered is tried again by somebody who waits."""
-        if self.phase == "join":
+        if self.phase == "declare":
+            self.ask_coordinator(orders.Announce(*self.undeclared[0]), self.is_declared)
+        elif self.phase == "join":
             self.ask_coordinator(orders.Join(self.client), self.joined)
         elif self.phase == "leave":
             leave = orders.Leave(self.number, self.generation, self.start, self.next - 1)
@@ -135,6 +139,13 @@ class TrainerProcess(Process):
                 self.refresh()
 
         self.call(self.view.coordinator, ("request", what), answered)
+
+    def is_declared(self, text: Any) -> None:
+        if self.phase == "declare" and text == self.undeclared[0][1]:
+            del self.undeclared[0]
+            if not self.undeclared:
+                self.phase = "join"
+            self.act()
 
     def joined(self, number: Any) -> None:
         if self.phase != "join":
