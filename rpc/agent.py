@@ -46,7 +46,7 @@ from rpc.observe.metrics import Snapshot
 from rpc.outcomes.completions import Completions
 from rpc.protocol.liveness import Evidence
 from rpc.rrefs.keeper import ReferenceKeeper
-from rpc.runtime import deadlines, finalizers, signals
+from rpc.runtime import deadlines, finalizers, prompt_signals, signals
 from rpc.runtime import exit as process_end
 from rpc.runtime import forks as process_forks
 from rpc.runtime.clock import Clock, MonotonicClock
@@ -127,6 +127,7 @@ class Agent(process_forks.ForkAware):
         self.liveness = ""
         self.gil_profiling = False
         self._at_process_end: weakref.finalize[[], Agent] | None = None
+        self._hears_signals = False
         self._make_threads(transport)
         self._make_calls(transport)
         bound = self.options.liveness_timeout
@@ -243,6 +244,7 @@ class Agent(process_forks.ForkAware):
         """Begins to listen; returns the address for the other workers."""
         finalizers.watch()
         signals.use()
+        self._hears_signals = prompt_signals.use()
         address = self.transport.start(self.info, self.life.incarnation, self.inbound)
         self._start_watch()
         self.pulse.start()
@@ -341,6 +343,9 @@ class Agent(process_forks.ForkAware):
         if self._at_process_end is not None:
             self._at_process_end.detach()
         process_forks.leave(self)
+        if self._hears_signals:
+            self._hears_signals = False
+            prompt_signals.stop()
         if first is not None:
             raise first
 
@@ -380,6 +385,7 @@ class Agent(process_forks.ForkAware):
     def after_fork_in_child(self) -> None:
         """Leaves all to the parent: this process only refuses what is asked of this worker."""
         process_forks.keep_for_good(self)
+        self._hears_signals = False
         self.transport = InheritedTransport(self.info.name, self.transport)
         forked_from(self)
 

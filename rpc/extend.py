@@ -67,6 +67,7 @@ from rpc.rrefs.rref import call_method
 from rpc.runtime.clock import Clock
 from rpc.runtime.deadlines import is_cancelled, when_cancelled
 from rpc.runtime.executor import blocking, current
+from rpc.runtime.prompt_signals import prompt_signals
 from rpc.runtime.reaper import Reaper
 from rpc.runtime.states import States
 from rpc.runtime.streams import leave_tensors, take_tensors
@@ -123,6 +124,7 @@ __all__ = [
     "on_membership",
     "outward_address",
     "post",
+    "prompt_signals",
     "quantile",
     "read_group_key",
     "reply_buffer",

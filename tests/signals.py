@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.waiting import until
+
+_SECONDS_TO_SLEEP = 60.0
 
 
 def freeze(pid: int) -> None:
@@ -40,3 +43,31 @@ def heeding_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def signalled_elsewhere(
+    number: int = signal.SIGTERM, when: Callable[[], bool] | None = None
+) -> Iterator[None]:
+    """Sends this process a signal, by ``tgkill``, to another thread than the main one.
+
+    Args:
+        number: of the signal.
+        when: it is sent once this is true and the main thread sleeps.
+    """
+
+    def send() -> None:
+        until(lambda: (when is None or when()) and _sleeps(), _SECONDS_TO_SLEEP)
+        signal.pthread_kill(threading.get_ident(), number)
+
+    other = threading.Thread(target=send)
+    other.start()
+    try:
+        yield
+    finally:
+        other.join()
+
+
+def _sleeps() -> bool:
+    """True if the main thread, whose id is the process's, waits in the kernel."""
+    return _state(Path("/proc/self/task", str(os.getpid()))) == "S"

@@ -2,14 +2,13 @@
 
 Owns the text and the way from a signal to it. The signal may come at any moment,
 even while its thread holds a lock or waits inside torch, so nothing is done in
-its handler: a thread of our own reads from a pipe that a signal was received,
-and writes.
+its handler: a thread of our own is told that a signal was received, and writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import enum
 import os
 import signal
 import sys
@@ -17,15 +16,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
 from typing import IO, Any, Protocol
 
 from rpc.current import find_agent
 from rpc.errors import RpcError
+from rpc.runtime import prompt_signals
 from rpc.runtime.threads import Thread, running_frames
 from rpc.worker_info import WorkerInfo
 
-_STOP = b"\0"
+
+class _Request(enum.Enum):
+    """What the thread that writes is asked for."""
+
+    DUMP = enum.auto()
+    STOP = enum.auto()
 
 
 class DumpedWorker(Protocol):
@@ -110,43 +116,30 @@ def install_debug_signal(
 class DebugSignal:
     """A signal that makes this process tell what it does; see :func:`install_debug_signal`.
 
-    The interpreter writes a signal's number to the *wakeup fd* at once, whatever
-    the main thread does; that is ours unless somebody else needs it (an asyncio
-    loop in the main thread does). Then the handler, which runs as soon as the main
-    thread is back in Python, writes it.
+    The thread that hears of signals hears of this one at once, whatever the main thread does. Where
+    an asyncio loop in the main thread hears of them instead, the handler asks for the dump, as soon
+    as the main thread is back in Python.
     """
 
     def __init__(self, signal_number: int, file: IO[str] | None) -> None:
         self._number = signal_number
         self._file = file
         self._context = contextvars.copy_context()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._fd_before = -1
+        self._asked: SimpleQueue[_Request] = SimpleQueue()  # its put may be called in a handler
         self._thread = Thread(target=self._serve, name="rpc-debug-signal", daemon=True)
         try:
             self._handler_before: Any = signal.signal(signal_number, self._received)
-        except BaseException as error:
-            os.close(self._read)
-            os.close(self._write)
-            if isinstance(error, OSError):
-                raise ValueError(f"signal {signal_number} cannot be handled: {error}") from error
-            raise
-        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if self._fd_before != -1:
-            signal.set_wakeup_fd(self._fd_before)
+        except OSError as error:
+            raise ValueError(f"signal {signal_number} cannot be handled: {error}") from error
+        self._stop_listening = prompt_signals.listen(signal_number, self._ask)
         self._thread.start()
 
     def close(self) -> None:
         """Restores what the signal did before; call it in the main thread."""
         signal.signal(self._number, self._handler_before)
-        if self._owns_wakeup_fd():
-            signal.set_wakeup_fd(-1)
-        os.set_blocking(self._write, True)
-        os.write(self._write, _STOP)
+        self._stop_listening()
+        self._asked.put(_Request.STOP)
         self._thread.join()
-        os.close(self._read)
-        os.close(self._write)
 
     def __enter__(self) -> DebugSignal:
         return self
@@ -154,24 +147,20 @@ class DebugSignal:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if not self._owns_wakeup_fd():
-            with contextlib.suppress(BlockingIOError):  # enough dumps are asked for already
-                os.write(self._write, bytes([number]))
+    def _ask(self) -> None:
+        self._asked.put(_Request.DUMP)
 
-    def _owns_wakeup_fd(self) -> bool:
-        current = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(current, warn_on_full_buffer=current != self._write)
-        return current == self._write
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if not prompt_signals.is_heard():
+            self._ask()
 
     def _serve(self) -> None:
-        while (received := os.read(self._read, 1)) != _STOP:
-            if received == bytes([self._number]):
-                agent = self._context.copy().run(find_agent)
-                text = describe(agent) if agent is not None else _without_agent()
-                file = self._file or sys.stderr
-                file.write(text)
-                file.flush()
+        while self._asked.get() is _Request.DUMP:
+            agent = self._context.copy().run(find_agent)
+            text = describe(agent) if agent is not None else _without_agent()
+            file = self._file or sys.stderr
+            file.write(text)
+            file.flush()
 
 
 # --- Sections

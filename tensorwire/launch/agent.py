@@ -22,6 +22,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
     RunResult,
     SimpleElasticAgent,
     Worker,
@@ -35,7 +36,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
-from rpc.extend import StoreServer, address_on_the_way_to, host_store
+from rpc.extend import StoreServer, address_on_the_way_to, host_store, prompt_signals
 from tensorwire.launch.board import Board
 from tensorwire.launch.endpoint import is_loopback
 from tensorwire.launch.flags import Shown, Streams
@@ -165,6 +166,12 @@ class RoleAgent(SimpleElasticAgent):
         self._guardian: Guardian | None = None
         self._logs: Logs | None = None
         self._progress = ProgressLine(sys.stderr)
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Runs this machine's part of the job; signals are noticed at once meanwhile."""
+        with prompt_signals():
+            result: RunResult = super().run(role)
+        return result
 
     # --- What torch calls
 

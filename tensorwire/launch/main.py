@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rpc.extend import KEY_FILE
+from rpc.extend import KEY_FILE, prompt_signals
 from tensorwire import dropin
 from tensorwire.launch.agent import Output, RoleAgent
 from tensorwire.launch.dry_run import describe_start
@@ -142,7 +142,8 @@ def _choose_key(command: Command) -> GroupKey:
 
 def _launch(command: Command, key: GroupKey) -> int:
     try:
-        _run(command, key)
+        with prompt_signals():
+            _run(command, key)
     except ChildFailedError as error:
         if not command.roles:
             print(error, file=sys.stderr)
